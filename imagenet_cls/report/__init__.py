@@ -1,0 +1,11 @@
+"""What a run tells people: metrics.jsonl, TensorBoard, plots, the console and the log files.
+
+Owns every output of a run except its checkpoints. `engine` hands records to a `Reporter` and never asks which rank it
+is on.
+"""
+
+from imagenet_cls.report.jsonl import MetricsFile, Record, read_metrics, truncate_after
+from imagenet_cls.report.log import close_log, open_log
+from imagenet_cls.report.reporter import Reporter
+
+__all__ = ["MetricsFile", "Record", "Reporter", "close_log", "open_log", "read_metrics", "truncate_after"]
