@@ -56,6 +56,7 @@ class DataConfig:
     # Per channel (red, green, blue), of pixel values scaled to 0..1. null: what the model's weights were trained with
     # where the model says so, else ImageNet's.
     mean: list[float] | None = None
+    # Likewise, the standard deviation.
     std: list[float] | None = None
     # Further arguments of a data set: `synthetic` takes {train_images, val_images, num_classes, size_px},
     # torchvision's classes and factories take what their signatures say.
@@ -160,7 +161,8 @@ class TrainConfig:
     channels_last: bool = True
     # Largest global norm of the gradient; larger ones are scaled down. null: no limit.
     clip_norm: float | None = None
-    # Only deterministic kernels on GPUs: slower, the same bits each time. (On a CPU they always are, for a thread count.)
+    # Only deterministic kernels on GPUs: slower, the same bits each time. (On a CPU they always are, for a given number
+    # of threads.)
     deterministic: bool = False
     # End the run (exit code 6) after this many steps in a row with a loss or gradient that is NaN or infinite. Such
     # steps never change the weights.

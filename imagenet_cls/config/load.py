@@ -1,0 +1,174 @@
+"""The front door of `config`: a path and command-line words in, a checked, plain `Config` out; and back into YAML.
+
+Owns stage 1 of checking as a whole, and the types: OmegaConf converts and checks each value by itself against the
+schema, so that every wrong one is reported and not just the first. Refuses to build a config with any problem left.
+Never imports torch. Called by `cli` (load_config), `engine` (dump_yaml for the run folder; dictionaries for
+checkpoints).
+"""
+
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from imagenet_cls.config import keys, reader
+from imagenet_cls.config.check import check
+from imagenet_cls.config.interpolate import interpolate, nested, texts
+from imagenet_cls.config.layers import (
+    Entry,
+    Findings,
+    Merged,
+    command_line_layer,
+    file_layers,
+    merge,
+    near_files,
+    tree_layer,
+)
+from imagenet_cls.config.origin import Origin, format_problems, nearest_origin, show, shown_path
+from imagenet_cls.config.schema import Config
+from imagenet_cls.errors import ConfigError, UsageError
+from imagenet_cls.lookup import did_you_mean
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
+"""What is trained where no config is named."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config and where each part of it came from.
+
+    origins: by dotted key, of values and of the sections that a layer mentions. name: the file's stem, which names the
+    run folder. path: the file that was read.
+    """
+
+    config: Config
+    origins: Mapping[str, Origin]
+    name: str
+    path: Path
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
+    """Read, merge and check a config. None: the demo.
+
+    overrides: words `key.sub=value`, all together one layer; the value is YAML, and nothing behind `=` is null.
+    Raises UsageError where there is no such file, else ConfigError with one line for each problem, all problems at
+    once.
+    """
+    file = DEMO if path is None else Path(path)
+    findings = Findings()
+    try:
+        layers = file_layers(file, findings)
+    except FileNotFoundError:
+        if path is None:
+            raise UsageError("the demo config is not installed: name a config, such as configs/resnet50.yaml") from None
+        raise UsageError(f"no config {shown_path(file)}{near_files(file)}") from None
+    merged = merge([*layers, command_line_layer(overrides, findings)])
+    if findings.unreadable:
+        raise ConfigError(findings.lines)
+    config, origins = _build(merged, findings)
+    doubtful = {key for key in map(".".join, keys.leaves()) if findings.in_doubt(key)}
+    problems = check(config, skip=doubtful)
+    if findings.lines or problems:
+        raise ConfigError([*findings.lines, *format_problems(problems, origins)])
+    return Loaded(config=config, origins=origins, name=file.stem, path=file)
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """A config as nested dictionaries of plain values, which JSON takes, for checkpoints."""
+    return asdict(config)
+
+
+def config_from_dict(mapping: Mapping[str, Any]) -> Config:
+    """The config that `config_to_dict` took apart. A missing key has the schema's default.
+
+    Names and types are checked, ranges and rules are not: what once was trained must load even where a rule is newer.
+    Raises ConfigError for unknown keys, wrong types and a missing learning rate.
+    """
+    findings = Findings()
+    try:
+        node = reader.parse(reader.dump(dict(mapping)))
+    except (TypeError, reader.UnreadableError) as error:
+        raise ConfigError([f"the stored config can't be read: {error}"]) from None
+    assert isinstance(node, yaml.MappingNode)  # a dict was dumped
+    config, _ = _build(merge([tree_layer(node, Origin("the stored config"), findings)]), findings)
+    if findings.lines:
+        raise ConfigError(findings.lines)
+    return config
+
+
+def dump_yaml(config: Config) -> str:
+    """The config as YAML, every key with its value. Loading it gives an equal config."""
+    return reader.dump(config_to_dict(config))
+
+
+def _build(merged: Merged, findings: Findings) -> tuple[Config, dict[str, Origin]]:
+    """Merged layers to dataclasses. What has no value or a wrong type is noted and stays at its default."""
+    origins = {".".join(path): origin for path, origin in merged.sections.items()}
+    origins.update({".".join(path): entry.origin for path, entry in merged.entries.items()})
+    entries = interpolate(_without_missing(merged, origins, findings), findings)
+    typed = OmegaConf.structured(Config)
+    _unlock(typed)
+    typed.optimizer.lr = 0.0  # stopgap: the one key that has no default
+    for path, entry in entries.items():
+        hint = keys.leaves().get(path)
+        if hint is None:
+            continue  # a keyword argument: set below with all of its kind
+        fault = _assign(typed, path, hint, entry.value)
+        if fault:
+            findings.add(entry.origin, ".".join(path), fault)
+    values = nested({path: entry for path, entry in entries.items() if path not in keys.leaves()})
+    for section in keys.components():
+        _assign(typed, (section, "kwargs"), dict[str, Any], values.get(section, {}).get("kwargs", {}))
+    config = OmegaConf.to_object(typed)
+    assert isinstance(config, Config)
+    return config, origins
+
+
+def _without_missing(merged: Merged, origins: Mapping[str, Origin], findings: Findings) -> dict[keys.KeyPath, Entry]:
+    """The entries that have a value; for `???`, which stands for none, and for a key without a default, a problem."""
+    kept = {}
+    for path, entry in merged.entries.items():
+        if not any(text.lstrip("\\") == "???" for text in texts(entry.value)):
+            kept[path] = entry
+            continue
+        key = ".".join(path)
+        if not entry.origin.is_default:
+            findings.add(entry.origin, key, "has no value yet ('???'): set it in a config or on the command line")
+            continue
+        if findings.in_doubt(key):
+            continue  # a misspelling of it is reported already
+        message = f"has no value and no default; set it in a config or on the command line ({key}=VALUE)"
+        if path[0] in merged.resets:
+            before, after = merged.resets[path[0]]
+            change = f"the change of {path[0]}.name from {before!r} to {after!r}"
+            message = f"has no value: {change} forgets it; state both together"
+        findings.add(nearest_origin(f"{path[0]}.name", origins), key, message)
+    return kept
+
+
+def _unlock(node: DictConfig) -> None:
+    """Frozen dataclasses come out of OmegaConf read-only, section by section."""
+    OmegaConf.set_readonly(node, False)
+    for path in keys.sections():
+        OmegaConf.set_readonly(OmegaConf.select(node, ".".join(path)) if path else node, False)
+
+
+def _assign(typed: DictConfig, path: keys.KeyPath, hint: Any, value: Any) -> str:
+    """Convert one value to its key's type and set it. Returns what is wrong with it; "" for nothing."""
+    bare, _ = keys.split_optional(hint)
+    # OmegaConf takes numbers and words like 'on' for truth values, and dicts and lists of digits for text; a config
+    # does not.
+    fits = not (bare is bool and not isinstance(value, bool)) and not (bare is str and isinstance(value, list | dict))
+    try:
+        if fits:
+            OmegaConf.update(typed, ".".join(path), value, merge=False)
+            return ""
+    except (OmegaConfBaseException, OverflowError, ValueError):
+        pass
+    near = did_you_mean(value, typing.get_args(bare)) if isinstance(value, str) and keys.is_text(bare) else ""
+    return f"{show(value)} is not {keys.words_of(hint)}{near}"

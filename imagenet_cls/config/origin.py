@@ -1,0 +1,77 @@
+"""Where a value came from, and the one place where a problem becomes a line of text.
+
+Owns `Origin`, the form of an error line, and how values look in messages. Called by every other module of `config`, and
+by `engine.build` for what it finds wrong when names and signatures are compared (stage 2).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imagenet_cls.errors import Problem
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The place that gave a key its value.
+
+    layer: `default`, `default of sgd` (a component's own), `command line 'optimizer.lr=1'`, or the file as it is shown.
+    file, line: for a value from a file, else None. Lines count from 1.
+    """
+
+    layer: str
+    file: Path | None = None
+    line: int | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nobody wrote this value: it comes from the schema or from a component."""
+        return self.file is None and self.layer.startswith("default")
+
+    def __str__(self) -> str:
+        return self.layer if self.line is None else f"{self.layer}:{self.line}"
+
+
+def shown_path(path: Path) -> str:
+    """A path as a user knows it: relative to the working directory where it lies below, else as it is."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def show(value: Any) -> str:
+    """A value in the words of a config, in at most 100 characters: `'many'`, `null`, `true`, `[0.1, 1.0]`."""
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, list):
+        text = f"[{', '.join(map(show, value))}]"
+    elif isinstance(value, dict):
+        text = f"{{{', '.join(f'{key}: {show(item)}' for key, item in value.items())}}}"
+    else:
+        text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def format_line(origin: Origin | None, problem: Problem) -> str:
+    """One line: `configs/x.yaml:12: optimizer.lr: 'many' is not a number`. A part that is not known is left out."""
+    where = "" if origin is None or origin.is_default else f"{origin}: "
+    return f"{where}{problem.key}: {problem.message}" if problem.key else f"{where}{problem.message}"
+
+
+def nearest_origin(key: str, origins: Mapping[str, Origin]) -> Origin | None:
+    """Where to look for `key`: its own place where somebody wrote it, else that of the nearest section around it."""
+    while key:
+        origin = origins.get(key)
+        if origin is not None and not origin.is_default:
+            return origin
+        key = key.rpartition(".")[0]
+    return None
+
+
+def format_problems(problems: Iterable[Problem], origins: Mapping[str, Origin]) -> list[str]:
+    """One line for each problem, each with the nearest place that a user wrote. `origins` are those of `Loaded`."""
+    return [format_line(nearest_origin(problem.key, origins), problem) for problem in problems]

@@ -1,0 +1,178 @@
+"""YAML text to nodes and back: a strict, small subset, safe on text from anybody.
+
+Owns what counts as a number, a truth value and null, and what is refused: aliases (they can stand for gigabytes), tags,
+nesting deeper than `MAX_DEPTH`, several documents, and files of more than `MAX_BYTES`. Keeps each node's line, which is
+why nodes and not values are handed on. Called by `layers` (reading) and `load` (dumping).
+
+Differs from YAML 1.1 as PyYAML reads it, on purpose: `1e-4` is a number; `010` (octal there), `1:30` (90 there) and
+dates are text. `yes`, `no`, `on`, `off` are truth values as there, except for keys that hold text, where what was
+written counts.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from imagenet_cls.config import keys
+
+MAX_DEPTH = 24
+MAX_BYTES = 1 << 20
+
+_PREFIX = "tag:yaml.org,2002:"
+STR, INT, FLOAT, BOOL, NULL, SEQ, MAP = (
+    _PREFIX + kind for kind in ("str", "int", "float", "bool", "null", "seq", "map")
+)
+_SCALAR_TAGS = (STR, INT, FLOAT, BOOL, NULL)
+_IMPLICIT = [
+    (BOOL, r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
+    (INT, r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", "-+0123456789"),
+    (
+        FLOAT,
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
+        r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN",
+        "-+.0123456789",
+    ),
+    (NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+]
+
+
+class UnreadableError(Exception):
+    """Text that is not the YAML that a config may be. line counts from 1; None: the text as a whole."""
+
+    def __init__(self, message: str, line: int | None = None):
+        super().__init__(message)
+        self.message = message
+        self.line = line
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own form)
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark
+        if self.check_event(yaml.AliasEvent):
+            problem = "aliases (*name) are refused; share values by _base_ or ${section.key}, or quote the text"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    # The same rules as for reading, so that a text is quoted exactly where it would be read as something else.
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        return super().represent_sequence(tag, sequence, flow_style=True)  # `[0.08, 1.0]`, on one line
+
+
+for _tag, _pattern, _first in _IMPLICIT:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, UTF-8, with or without a byte order mark. Raises UnreadableError, FileNotFoundError."""
+    try:
+        if path.is_dir():
+            raise UnreadableError("is a folder; name a .yaml file in it")
+        if path.exists() and not path.is_file():
+            raise UnreadableError("is not a regular file")
+        if path.stat().st_size > MAX_BYTES:
+            raise UnreadableError(f"has {path.stat().st_size} bytes; a config has at most {MAX_BYTES}")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise UnreadableError(f"can't be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UnreadableError(f"is not UTF-8 text (byte {error.start}); save it as UTF-8", line) from None
+
+
+def parse(text: str) -> yaml.Node | None:
+    """The node tree of one YAML document; None for an empty one. Raises UnreadableError with the line at fault."""
+    try:
+        loader = _Loader(text)
+        return loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UnreadableError(f"the character {chr(error.character)!r} may not stand in YAML", line) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = error.problem or error.context or "not YAML"
+        if "'\\t'" in problem:
+            problem = "a tab where YAML wants spaces; indent with spaces"
+        if "single document" in (error.context or ""):
+            problem = "a second document (`---`); a config is one"
+        if "mapping values are not allowed" in problem:
+            problem = "a ':' that can't stand here; check the indentation, or quote the text"
+        raise UnreadableError(problem, mark.line + 1 if mark else None) from None
+
+
+def key_of(node: yaml.Node) -> str:
+    """The text of a mapping's key, as written. Raises UnreadableError for merge keys and for anything but text."""
+    line = node.start_mark.line + 1
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALAR_TAGS:
+        raise UnreadableError("a key must be plain text", line)
+    if node.value == "<<" or not node.value:
+        raise UnreadableError("a merge key (<<) is refused; use _base_" if node.value else "a key is empty", line)
+    return node.value
+
+
+def value_of(node: yaml.Node, hint: Any = Any) -> Any:
+    """The plain value of a node: None, bool, int, float, str, list, dict. Text-typed keys keep what was written.
+
+    Raises UnreadableError for tags and for numbers that no computer holds.
+    """
+    line = node.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode) and node.tag == SEQ:
+        return [value_of(item, keys.element_hint(hint)) for item in node.value]
+    if isinstance(node, yaml.MappingNode) and node.tag == MAP:
+        found: dict[str, Any] = {}
+        for key_node, item in node.value:
+            key = key_of(key_node)
+            if key in found:
+                raise UnreadableError(f"key {key!r} is given twice", key_node.start_mark.line + 1)
+            found[key] = value_of(item)
+        return found
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALAR_TAGS:
+        raise UnreadableError(
+            f"the tag {node.tag.replace(_PREFIX, '!!')} is refused; a config holds plain values", line
+        )
+    return _scalar(node.tag, node.value, keys.is_text(hint), line)
+
+
+def _scalar(tag: str, text: str, keep_text: bool, line: int) -> Any:
+    try:
+        if tag == NULL:
+            return None
+        if tag == STR or keep_text:
+            return text
+        if tag == BOOL:
+            return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}[text.lower()]
+        if tag == INT:
+            return int(text.replace("_", ""), 0)
+        lowered = text.lower().replace("_", "")
+        return float(lowered.replace(".inf", "inf").replace(".nan", "nan"))
+    except (ValueError, KeyError):
+        raise UnreadableError(f"{text[:40]!r} can't be read as {tag.removeprefix(_PREFIX)}", line) from None
+
+
+def dump(value: Any) -> str:
+    """YAML that `parse` and `value_of` read back as the same value. Raises TypeError for other than plain values."""
+    try:
+        return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)
+    except yaml.representer.RepresenterError as error:
+        raise TypeError(f"a config holds plain values, not {error.args[-1]!r}") from None
