@@ -85,7 +85,7 @@ class Reporter:
             self._tensorboard.first_batch(images[:_MOST_IMAGES].cpu().numpy(), labels)
 
     def train(self, records: Sequence[Record]) -> None:
-        """Report all steps since the last call, a record each, in order; the last also has the speed. Empty: nothing."""
+        """Report all steps since the last call, a record each, in order; the last also has the speed. Empty: no-op."""
         if records:
             self._record(records)
             if self._console:
