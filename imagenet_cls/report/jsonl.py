@@ -7,8 +7,8 @@ numbers.
 Three kinds of records; `step` is the count of optimizer updates done, so the first is 1, and `epoch` counts from 1 as
 well:
 
-    {"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}   for every step; the last of each logging interval has
-                                                                    "images_per_sec", "data_wait_pct", "memory_mib" too
+    {"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}  for every step; the last of each logging interval has
+                                                                   "images_per_sec", "data_wait_pct", "memory_mib" too
     {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "images", "seconds"}
     {"kind": "event", "step", "message"}
 

@@ -24,8 +24,8 @@ class TensorBoard:
     folder: `tensorboard/` of the run. resume_step: the step of the checkpoint that the run goes on from, None for a new
     run. Tags: `train/FIELD` and `val/FIELD` or `val_ema/FIELD` at their own steps; `config` (text), `train/first_batch`
     (image) and `train/first_batch_labels` (text) at the first step that this process makes, so that a resume replaces
-    them cleanly. All methods raise ResourceError where the file system refuses, if late: event files are written by a
-    thread.
+    what it shows again (scalars and images; TensorBoard forgets no texts and lists them all). All methods raise
+    ResourceError where the file system refuses, if late: event files are written by a thread.
     """
 
     def __init__(self, folder: Path, resume_step: int | None):

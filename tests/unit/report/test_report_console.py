@@ -153,7 +153,7 @@ console.say("the end")
 
 
 def on_terminal(mode: str, columns: int, stop_with: int | None = None) -> tuple[str, int, bool]:
-    """What the script shows on a pseudo-terminal, its exit status, and whether the terminal's settings are as before."""
+    """What the script shows on a pseudo-terminal, its exit status, whether the settings are as before."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     before = termios.tcgetattr(slave)
@@ -193,7 +193,7 @@ def test_terminal_shows_a_bar_with_all_numbers_in_80_columns():
     assert re.search(r"evaluating \S+ +180/359 images", text)
     assert "epoch 3/8  raw weights: top-1 97.20 %" in text
     assert text.rstrip().endswith("the end")
-    assert "\r\nthe end" in shown, "the end has a line of its own"
+    assert "\r\nthe end" in text, "the end has a line of its own"
 
 
 @pytest.mark.parametrize("stop_with", [signal.SIGINT, signal.SIGKILL])

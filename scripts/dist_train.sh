@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Trains on several GPUs, or on CPU ranks where there is no GPU; on several machines when started on each of them.
+#   bash scripts/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash scripts/dist_train.sh CONFIG GPUS
+# GPUS: processes on this machine. PYTHON: the interpreter; the repository's own .venv where there is one.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+if [ $# -lt 2 ] || [[ ! "$2" =~ ^[1-9][0-9]*$ ]]; then
+    echo "usage: bash scripts/dist_train.sh CONFIG GPUS [arguments of tools/train.py]" >&2
+    echo "error: give a config file and the number of processes on this machine, such as: configs/resnet50.yaml 8" >&2
+    exit 2
+fi
+config="$1" gpus="$2"
+shift 2
+if [ -z "${PYTHON:-}" ]; then
+    if [ -x "$root/.venv/bin/python" ]; then PYTHON="$root/.venv/bin/python"; else PYTHON=python3; fi
+fi
+nodes=()
+if [ -n "${NNODES:-}" ]; then nodes+=(--nodes "$NNODES"); fi
+if [ -n "${NODE_RANK:-}" ]; then nodes+=(--node-rank "$NODE_RANK"); fi
+if [ -n "${MASTER_ADDR:-}" ]; then nodes+=(--master-addr "$MASTER_ADDR"); fi
+if [ -n "${MASTER_PORT:-}" ]; then nodes+=(--master-port "$MASTER_PORT"); fi
+exec "$PYTHON" "$root/tools/train.py" "$config" --launcher pytorch --gpus "$gpus" ${nodes[@]+"${nodes[@]}"} "$@"

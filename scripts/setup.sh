@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Makes or repairs .venv in the repository root and installs the package into it, editable; does nothing where that is done.
+#   bash scripts/setup.sh [test|dev]
+# PYTHON: the interpreter to make it with (3.11 or newer). Works offline once it has succeeded. Exit codes: 2 no usable Python,
+# 5 packages could not be installed. Called by quickstart.sh, test.sh and .ci/run.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+venv="$root/.venv"
+venv_python="$venv/bin/python"
+stamp="$venv/.installed"  # one line for each set of extras that is in, with what it was installed from
+log="$venv/setup.log"
+needed_gb=8
+
+fail() {  # fail CODE LINE...
+    local code="$1"
+    shift
+    printf '%s\n' "$@" >&2
+    exit "$code"
+}
+
+case "${1:-}" in
+    "") extras="" ;;
+    test | dev) extras="[$1]" ;;
+    *) fail 2 "error: unknown extra '$1'" "usage: bash scripts/setup.sh [test|dev]" ;;
+esac
+
+recipe() {  # what an installation depends on: the requirements, and the place that the editable package points to
+    { echo "$root"; cat "$root/setup.cfg" "$root/pyproject.toml"; } | cksum | tr -d '[:space:]'
+}
+
+is_usable() { "$@" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+has_uv() { uv --version >/dev/null 2>&1; }
+
+is_installed() {  # dev includes test, and both include the package
+    [ -f "$stamp" ] && is_usable "$venv_python" || return 1
+    local key
+    key="$(recipe)"
+    case "$extras" in
+        "") grep -q "^$key" "$stamp" ;;
+        "[test]") grep -qxF -e "$key[test]" -e "$key[dev]" "$stamp" ;;
+        *) grep -qxF -e "$key$extras" "$stamp" ;;
+    esac
+}
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        is_usable "$PYTHON" || fail 2 "error: PYTHON=$PYTHON can't be started or is older than 3.11" \
+            "Set PYTHON to a Python of 3.11 or newer, or unset it."
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if is_usable "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    if has_uv; then
+        echo ">=3.11"  # uv fetches one
+        return
+    fi
+    fail 2 "error: no Python of 3.11 or newer was found" \
+        "Install one (Debian, Ubuntu: apt-get install python3 python3-venv), or set PYTHON to it."
+}
+
+make_venv() {
+    local python
+    python="$(find_python)"
+    if has_uv; then
+        uv venv --quiet --clear --seed --python "$python" "$venv" || fail 5 "error: uv could not make $venv"
+    elif "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        "$python" -m venv --clear "$venv" || fail 5 "error: $python could not make $venv"
+    else
+        fail 2 "error: $python has no venv module" \
+            "Install it (Debian, Ubuntu: apt-get install python3-venv), or install uv, and run this again."
+    fi
+}
+
+install_package() {  # uv knows no pip.conf, so pip has a try where uv fails
+    cd "$root"
+    if has_uv && uv pip install --python "$venv_python" -e ".$extras"; then
+        return
+    fi
+    "$venv_python" -m pip --version || "$venv_python" -m ensurepip || return
+    "$venv_python" -m pip install --disable-pip-version-check -e ".$extras"
+}
+
+works() { (cd / && "$venv_python" -c 'import imagenet_cls, matplotlib, omegaconf, rich, sklearn, timm, torch, torchvision'); }
+
+if is_installed; then
+    exit 0
+fi
+free_gb="$(df -Pk "$root" | awk 'NR == 2 { print int($4 / 1048576) }')"
+echo "Setting up $venv: PyTorch and what else is needed, about 6 GB, once. This takes one to ten minutes."
+if [ "${free_gb:-$needed_gb}" -lt "$needed_gb" ] && [ ! -x "$venv_python" ]; then
+    echo "Only $free_gb GB are free here; $needed_gb GB are needed, with the download." >&2
+fi
+if [ ! -e "$venv" ]; then
+    make_venv
+elif ! "$venv_python" -c '' >/dev/null 2>&1; then
+    echo "$venv was left half made, or its Python is gone: making it anew."
+    make_venv
+elif ! is_usable "$venv_python"; then
+    fail 2 "error: $venv has a Python older than 3.11" "Remove this folder, or rename it, and run this again."
+fi
+if ! { install_package && works; } >"$log" 2>&1; then
+    fail 5 "error: the packages could not be installed: $(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | cut -c 1-300)" \
+        "Check the network and the free disk space ($free_gb GB), then run this again; it goes on where it stopped." \
+        "If that does not help, remove $venv first. The whole output is in $log"
+fi
+echo "$(recipe)$extras" >>"$stamp"
+echo "Done: $venv"
