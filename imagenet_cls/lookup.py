@@ -89,3 +89,18 @@ def check_kwargs(
             listing = ", ".join(dict.fromkeys(allowed)) or "no keywords at all"
             problems.append(Problem(key, f"unknown keyword{did_you_mean(name, allowed)} (allowed: {listing})"))
     return problems
+
+
+def missing_kwargs(
+    section: str, factory: Callable[..., Any], kwargs: Mapping[str, Any], given: Collection[str] = ()
+) -> list[Problem]:
+    """The arguments that `factory` can't do without and that neither the config's `kwargs` nor the program gives.
+
+    given: names that the program passes itself, by position or by keyword.
+    """
+    parameters = inspect.signature(factory).parameters.values()
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    missing = [name for name in required if name not in kwargs and name not in given and name not in ("self", "cls")]
+    return [Problem(f"{section}.kwargs", f"{name!r} has no default and must be given") for name in missing]

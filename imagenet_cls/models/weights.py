@@ -1,0 +1,217 @@
+"""Weights of any origin, into a model.
+
+Owns reading a checkpoint file or folder into a plain state dict (`read_weights`) and fitting it to a model
+(`load_weights`). Refuses, without executing anything, pickles that hold more than tensors and plain values; refuses
+whatever is not a whole checkpoint, and weights that do not fit but for a head of another size. Verifying the digests of
+our own checkpoint folders is `engine.checkpoint`'s part. Called by `engine.build`, `engine.checkpoint` and the tools.
+
+Formats: our checkpoint folders, `.safetensors`, and torch pickles as written by timm (`state_dict`, `state_dict_ema`),
+torchvision's reference scripts (`model`, `model_ema`), pytorch/examples (`state_dict`), or a bare state dict; from a
+model that was wrapped by DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile
+(`_orig_mod.`), in any order.
+"""
+
+import argparse
+import pickle
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.models.build import head_names
+
+Which = Literal["model", "ema"]
+
+# Where the libraries put the state dict inside a checkpoint, in order of preference.
+NESTED_KEYS: dict[Which, tuple[str, ...]] = {
+    "model": ("state_dict", "model", "model_state_dict", "module"),
+    "ema": ("state_dict_ema", "model_ema", "ema_state_dict"),
+}
+
+
+def read_weights(path: str | Path, which: Which = "model") -> dict[str, Tensor]:
+    """The weights in a checkpoint, by parameter name, on the CPU, without wrappers' prefixes.
+
+    path: one of our checkpoint folders, a `.safetensors` file, or a file that `torch.save` wrote. which: the trained
+    weights, or their moving average (CheckpointError where the checkpoint has none). Raises CheckpointError (at most
+    three lines) for anything that is missing, truncated, not a checkpoint, or unsafe to load.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _read_folder(path, which)
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint {str(path)!r}: no such file or folder; check the path")
+    if path.suffix == ".safetensors":
+        state: Any = _read_safetensors(path)
+    else:
+        state = _find_state_dict(_read_pickle(path), path, which)
+    return _strip_prefixes(state)
+
+
+def _read_folder(path: Path, which: Which) -> dict[str, Tensor]:
+    file = path / f"{which}.safetensors"
+    if not file.exists():
+        found = sorted(p.name for p in path.iterdir())[:5]
+        raise CheckpointError(
+            f"{str(path)!r} is a folder without {file.name} (it holds {', '.join(found) or 'nothing'})\n"
+            "name a checkpoint folder, such as work_dirs/NAME/checkpoints/step-0001234, or a file"
+        )
+    return _read_safetensors(file)  # as written: our own files never carry a wrapper's prefix
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path, device="cpu")
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is not a whole safetensors file: {_one_line(error)}\n"
+            "copy or download it again, or name another file"
+        ) from error
+
+
+def _read_pickle(path: Path) -> Any:
+    """What `torch.save` wrote, restricted to tensors, plain containers and values.
+
+    argparse.Namespace is let in besides, since timm's and torchvision's scripts store their options in one: it does
+    nothing but hold attributes, and what it holds goes through the same restriction.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if refused:
+            raise CheckpointError(
+                f"{str(path)!r} needs {refused[1]!r} to be loaded, which could run code: refused, nothing was run\n"
+                "save its state dict alone (tensors by name), best as .safetensors, where you trust the file"
+            ) from error
+        raise CheckpointError(_not_whole(path, error)) from error
+    except (
+        Exception
+    ) as error:  # a broken file makes torch.load raise nearly anything: EOFError, KeyError, RuntimeError, ...
+        raise CheckpointError(_not_whole(path, error)) from error
+
+
+def _not_whole(path: Path, error: Exception) -> str:
+    return (
+        f"{str(path)!r} is not a whole checkpoint: {_one_line(error)}\n"
+        "copy or download it again, or name a .pth, .pth.tar, .safetensors file or one of our checkpoint folders"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:120]}{'...' if len(text) > 120 else ''}"
+
+
+def _find_state_dict(content: Any, path: Path, which: Which) -> dict[str, Tensor]:
+    """The state dict in a checkpoint: the content itself, or under one of the keys that the libraries use."""
+    if isinstance(content, Mapping):
+        nested = [content[key] for key in NESTED_KEYS[which] if isinstance(content.get(key), Mapping)]
+        bare = [content] if which == "model" else []
+        for candidate in [*nested, *bare]:
+            tensors = {str(name): value for name, value in candidate.items() if isinstance(value, Tensor)}
+            # A checkpoint's own top level may hold a lone tensor (pytorch/examples' best_acc1), which is no model.
+            if tensors and (candidate is not content or len(tensors) * 2 > len(content)):
+                return tensors
+    keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
+    expected = ", ".join(NESTED_KEYS[which])
+    raise CheckpointError(
+        f"{str(path)!r} holds no {'averaged ' if which == 'ema' else ''}weights: found {keys or 'nothing'}\n"
+        f"expected a state dict, bare or under one of {expected}"
+    )
+
+
+def _strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take off `_orig_mod.` wherever it stands (torch.compile puts it before a compiled part too), and every leading
+    `module.` that all names share. AveragedModel's counter `n_averaged` is no weight and goes with it."""
+    state = {re.sub(r"(^|(?<=\.))_orig_mod\.", "", name): value for name, value in state.items()}
+    while True:
+        weights = {name: value for name, value in state.items() if name != "n_averaged"}
+        if not weights or not all(name.startswith("module.") for name in weights):
+            return state
+        state = {name.removeprefix("module."): value for name, value in weights.items()}
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int) -> str:
+    """Load `state` into `model`, in place, and say in one sentence what was done.
+
+    Everything must match: names and shapes. The one exception is a head of another size (its first dimension), which is
+    left as the model has it, that is, initialised anew. Counters `num_batches_tracked` may be missing (torch < 0.4.1).
+    Names that a timm model's published file has in its original authors' form are translated as timm does it.
+    num_classes: the model's, to find its head. Raises CheckpointError with counts and the first three names of each
+    kind.
+    """
+    state, translated = _translate(model, dict(state))
+    own = model.state_dict()
+    head = [name for name in head_names(model, num_classes) if name in own]
+    left_out: list[str] = []
+    if any(name in state and _only_size_differs(own[name], state[name]) for name in head):
+        left_out = [name for name in head if name in state]
+    kept = {name: value for name, value in state.items() if name not in left_out}
+    missing, unexpected = _differing_names(own, kept)
+    missing = [name for name in missing if name not in left_out]
+    shapes = [
+        f"{n} {tuple(v.shape)} for {tuple(own[n].shape)}"
+        for n, v in kept.items()
+        if n in own and v.shape != own[n].shape
+    ]
+    if missing or unexpected or shapes:
+        lacks = [_some("missing", missing), _some("unexpected", unexpected), _some("of another shape", shapes)]
+        raise CheckpointError(
+            f"the checkpoint's weights don't fit this model: {'; '.join(filter(None, lacks))}\n"
+            "set model.name and model.kwargs to what the checkpoint was trained with"
+        )
+    try:
+        model.load_state_dict(kept, strict=False)  # what is missing was decided above
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the checkpoint's weights can't be copied into this model: {_one_line(error)}"
+        ) from error
+    sentence = f"loaded {len(kept)} tensors"
+    if translated:
+        sentence += ", their names translated as timm does"
+    if left_out:
+        sizes = f"it had {state[left_out[0]].shape[0]} outputs, the model has {own[left_out[0]].shape[0]}"
+        sentence += f"; the head ({', '.join(left_out)}) is initialised anew: {sizes}"
+    return sentence
+
+
+def _only_size_differs(own: Tensor, given: Tensor) -> bool:
+    return own.ndim == given.ndim > 0 and own.shape[0] != given.shape[0] and own.shape[1:] == given.shape[1:]
+
+
+def _differing_names(own: Iterable[str], state: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Names that only the model has, and names that only the checkpoint has."""
+    own, state = list(own), list(state)
+    missing = [name for name in own if name not in set(state) and not name.endswith("num_batches_tracked")]
+    return missing, [name for name in state if name not in set(own)]
+
+
+def _translate(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+    """Many of timm's published files keep their authors' names; beside each such model timm has a function that
+    translates."""
+    translate = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if (
+        translate is None
+        or not type(model).__module__.startswith("timm.")
+        or not any(_differing_names(model.state_dict(), state))
+    ):
+        return state, False
+    try:
+        translated = dict(translate(dict(state), model))
+    except Exception:  # not a file of this model at all: let the comparison of names say so
+        return state, False
+    return translated, set(translated) != set(state)
+
+
+def _some(kind: str, names: list[str]) -> str:
+    listing = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} {kind} ({listing})" if names else ""

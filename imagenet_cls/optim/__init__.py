@@ -1,0 +1,1 @@
+"""How weights follow gradients: parameter groups, optimizers, learning-rate schedules, losses."""

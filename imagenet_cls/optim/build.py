@@ -1,0 +1,156 @@
+"""From a config's `optimizer` section to an optimizer.
+
+Owns the built-in optimizers and the check of the section. Refuses unknown names, keywords that the optimizer does not
+take, and optimizers whose state is more than a checkpoint can hold, found out by a trial step on two tiny parameters.
+Called by `engine.build`: `check_optimizer` before anything is started, `build_optimizer` with the groups of
+`groups.parameter_groups`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import timm.optim
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.config.schema import OptimizerConfig
+from imagenet_cls.errors import Problem, UserError
+from imagenet_cls.lookup import (
+    check_kwargs,
+    did_you_mean,
+    import_factory,
+    is_factory_name,
+    keyword_names,
+    missing_kwargs,
+)
+from imagenet_cls.optim.groups import parameter_groups
+
+TIMM = "timm:"
+BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+}
+# The fastest implementation that each has on CPUs and GPUs alike; kwargs may choose another.
+IMPLEMENTATION: dict[str, dict[str, bool]] = {
+    "sgd": {"fused": True},
+    "adamw": {"fused": True},
+    "rmsprop": {"foreach": True},
+}
+# Built in under timm's name, and made by timm's factory, so that what it sets by default (momentum 0.9) holds here too.
+BUILT_IN_FROM_TIMM = {"lamb": "timm:lamb", "rmsproptf": "timm:rmsproptf"}
+
+# What the program passes itself.
+RESERVED = ("params", "lr", "weight_decay")
+
+
+def build_optimizer(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer over `groups`, each with its own `weight_decay` (and `names`, which every optimizer keeps as it
+    is).
+
+    `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose between `fused`, `foreach` and
+    `differentiable`. A factory of the user's is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
+    UserError where such a factory does not return an optimizer, and what the constructor raises for bad numbers
+    (ValueError), which `check_optimizer` reports beforehand.
+    """
+    built = _factory(optimizer)(groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs)
+    if not isinstance(built, torch.optim.Optimizer):
+        returned = type(built).__name__
+        raise UserError(
+            f"optimizer.name: {optimizer.name!r} returned {returned}; let it return a torch.optim.Optimizer"
+        )
+    return built
+
+
+def _factory(optimizer: OptimizerConfig) -> Callable[..., Any]:
+    """What is called with (groups, lr=, weight_decay=, **kwargs). Raises LookupError for names that nobody knows."""
+    name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
+    if name in BUILT_IN:
+        chosen = {"fused", "foreach", "differentiable"} & optimizer.kwargs.keys()
+        return partial(BUILT_IN[name], **({} if chosen else IMPLEMENTATION[name]))
+    if name.startswith(TIMM):
+        # Groups, not the model, go in: timm then adds no exclusions from weight decay of its own.
+        return partial(timm.optim.create_optimizer_v2, opt=_timm_name(name))
+    if is_factory_name(name):
+        return import_factory(name)
+    raise LookupError(_unknown_name(name))
+
+
+def _unknown_name(name: str) -> str:
+    candidates = [*BUILT_IN, *BUILT_IN_FROM_TIMM, *(TIMM + known for known in timm.optim.list_optimizers())]
+    allowed = f"(built in: {', '.join([*BUILT_IN, *BUILT_IN_FROM_TIMM])}; or timm:NAME, my_module:my_factory)"
+    return f"unknown optimizer {name!r}{did_you_mean(name, candidates)} {allowed}"
+
+
+def _timm_name(name: str) -> str:
+    """timm's own name, checked here because timm takes `nonsense_adamw` for `adamw`."""
+    known = name.removeprefix(TIMM).lower()
+    if known.removeprefix("lookahead_") not in timm.optim.list_optimizers():
+        raise LookupError(_unknown_name(name))
+    return known
+
+
+def _signature(optimizer: OptimizerConfig) -> Callable[..., Any]:
+    """Whose signature the kwargs are compared with. Raises LookupError or, for what needs a GPU, AssertionError."""
+    name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name.startswith(TIMM):
+        return timm.optim.get_optimizer_class(_timm_name(name).removeprefix("lookahead_"), bind_defaults=False)
+    return _factory(optimizer)
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> list[Problem]:
+    """Everything wrong with the section that shows without a model.
+
+    Ends in a trial: one step on a (3, 2) weight and a (3,) bias on the CPU with fixed gradients. What it raises becomes
+    a problem, and so does a state that is not made of tensors, numbers, texts and lists of them.
+    """
+    try:
+        signature = _signature(optimizer)
+    except (LookupError, AssertionError, ImportError) as error:
+        return [Problem("optimizer.name", str(error))]
+    problems = check_kwargs("optimizer", signature, optimizer.kwargs, RESERVED)
+    # Whatever the first parameter is called, it receives the groups.
+    groups_name = next(iter(keyword_names(signature)[0]), "params")
+    problems += missing_kwargs("optimizer", signature, optimizer.kwargs, given=(groups_name, *RESERVED))
+    return problems or _trial(optimizer)
+
+
+def _trial(optimizer: OptimizerConfig) -> list[Problem]:
+    layer = nn.Linear(2, 3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(0.5)
+            parameter.grad = torch.full_like(parameter, 0.25)
+    groups = parameter_groups(layer, optimizer.weight_decay, decay_norm_and_bias=False)
+    try:
+        built = build_optimizer(optimizer, groups)
+        built.step()
+        state = built.state_dict()
+    except UserError as error:
+        return [Problem("optimizer.name", str(error).removeprefix("optimizer.name: "))]
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no reason given"
+        return [
+            Problem("optimizer", f"{optimizer.name!r} refuses these settings: {type(error).__name__}: {text[:200]}")
+        ]
+    kept = sorted(map(str, state.keys() - {"state", "param_groups"}))  # such as the generator state of timm's kron
+    kept += sorted({f"a {type(v).__module__}.{type(v).__qualname__}" for v in _foreign_values(state)})
+    if not kept:
+        return []
+    text = f"{optimizer.name!r} keeps {', '.join(kept)} besides tensors and numbers, which a checkpoint can't hold"
+    return [Problem("optimizer.name", f"{text}; choose another optimizer")]
+
+
+def _foreign_values(value: Any) -> Iterator[Any]:
+    """Everything within `value` that is neither a tensor, a number, a text nor a plain container of those."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _foreign_values(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _foreign_values(inner)
+    elif not (value is None or isinstance(value, Tensor | bool | int | float | str)):
+        yield value
