@@ -65,7 +65,7 @@ class Console:
     def train(self, record: Record, total_steps: int, total_epochs: int) -> None:
         """Report the last step of a logging interval. record: kind "train", as `jsonl` describes it."""
         step = record["step"]
-        where = f"epoch {record['epoch']}/{total_epochs}"
+        where = f"epoch {record['epoch'] + 1}/{total_epochs}"
         numbers = [f"loss {record['loss']:.4f}", f"lr {_format_lr(record['lr'])}"]
         if "images_per_sec" in record:
             numbers += [f"{record['images_per_sec']:.0f} img/s", f"data {record['data_wait_pct']:.0f} %"]
@@ -114,7 +114,7 @@ class Console:
             with self._printing():
                 self._bar.remove_task(self._eval_task)
             self._eval_task = None
-        parts = [f"epoch {record['epoch']}/{total_epochs}"] if total_epochs else []
+        parts = [f"epoch {record['epoch'] + 1}/{total_epochs}"] if total_epochs else []
         parts += [
             f"{record['weights']} weights: top-1 {record['top1_pct']:.2f} %",
             f"top-5 {record['top5_pct']:.2f} %",

@@ -4,13 +4,15 @@ Owns the file's form and its behaviour when a run is killed, resumed or meets a 
 holds: `console`, `tensorboard` and `plots` take the same records. Called by `reporter`, and by anyone who reads a run's
 numbers.
 
-Three kinds of records; `step` is the count of optimizer updates done, so the first is 1, and `epoch` counts from 1 as
-well:
+Three kinds of records; `step` is the count of optimizer updates done, so the first is 1; `epoch` is the pass that it
+belongs to, counted from 0 as samplers and schedules do (the screen counts from 1):
 
     {"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}  for every step; the last of each logging interval has
                                                                    "images_per_sec", "data_wait_pct", "memory_mib" too
     {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "images", "seconds"}
     {"kind": "event", "step", "message"}
+
+A train record of an update that was left out, for a loss or gradient that is not finite, has "skipped": true.
 
 JSON has no word for NaN and infinity. They are written as the strings "NaN", "Infinity" and "-Infinity", which
 `float()` of Python and `Number()` of JavaScript take as they are, so that every line is valid JSON and nothing is lost;
@@ -85,23 +87,27 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[Record]:
     """All records of the file, in order; [] where there is no file. An unfinished last line is left out.
 
-    Raises CheckpointError, with file and line, where any other line is not a JSON object.
+    Raises CheckpointError, with file and line, where any other line is not a JSON object with `kind` and `step`.
     """
     if not path.exists():
         return []
     return [record for _, record in _lines(path)]
 
 
-def truncate_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int, evaluated_step: int | None = None) -> None:
     """Drop the records of steps after `step`, which a resumed run is about to write again; no file is no error.
 
+    evaluated_step: the last step whose evaluation the resumed run knows of; later results are dropped as well, since
+    they came after its checkpoint. None: the same as `step`.
     Written beside, synced and renamed: a kill at any moment leaves the old file or the new one. Lines that stay keep
     their bytes. Raises CheckpointError for a file that `read_metrics` refuses, ResourceError where the file system
     does.
     """
     if not path.exists():
         return
-    kept = b"".join(line for line, record in _lines(path) if record.get("step", 0) <= step)
+    evaluated_step = step if evaluated_step is None else min(evaluated_step, step)
+    last = {"eval": evaluated_step}
+    kept = b"".join(line for line, record in _lines(path) if record["step"] <= last.get(record["kind"], step))
     beside = path.with_name(path.name + ".tmp")
     with writing(path):
         with beside.open("wb") as file:
@@ -122,9 +128,10 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                 record = json.loads(line)
             except ValueError:  # also not UTF-8
                 record = None
-            if not isinstance(record, dict):
+            if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
                 raise CheckpointError(
-                    f"{path}:{number}: not a JSON object\nRemove this line; the rest of the file is independent of it."
+                    f"{path}:{number}: not a record of this file\n"
+                    "Remove this line; the rest of the file is independent of it."
                 )
             yield line, {key: value if key in _TEXT_KEYS else _decode(value) for key, value in record.items()}
 

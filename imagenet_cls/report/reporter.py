@@ -26,7 +26,8 @@ class Reporter:
     folder: the run folder; None for the console only (a dry run, an evaluation). resume_step: the step of the
     checkpoint that the run goes on from, None for a new run; records of later steps are dropped, since they are about
     to be made again. tensorboard: whether to write event files. is_main: False makes every method a no-op. total_steps,
-    total_epochs: of the whole run, for the progress; 0 outside training. Methods raise ResourceError where the file
+    total_epochs: of the whole run, for the progress; 0 outside training. evaluated_step: as
+    `truncate_after` has it. Methods raise ResourceError where the file
     system refuses.
     """
 
@@ -38,6 +39,7 @@ class Reporter:
         is_main: bool,
         total_steps: int,
         total_epochs: int,
+        evaluated_step: int | None = None,
     ):
         self._folder = folder if is_main else None
         self._total_steps, self._total_epochs = total_steps, total_epochs
@@ -45,10 +47,12 @@ class Reporter:
         self._metrics: MetricsFile | None = None
         self._tensorboard: TensorBoard | None = None
         if self._folder is not None:
-            truncate_after(self._folder / "metrics.jsonl", resume_step or 0)
+            truncate_after(self._folder / "metrics.jsonl", resume_step or 0, evaluated_step)
             self._metrics = MetricsFile(self._folder / "metrics.jsonl")
             if tensorboard:
-                self._tensorboard = TensorBoard(self._folder / "tensorboard", resume_step)
+                self._tensorboard = self._open_tensorboard(
+                    self._folder / "tensorboard", self._metrics.path, resume_step
+                )
 
     def banner(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print what is about to run: (name, value) for device, ranks, batch, steps, parameters, seed, ..."""
@@ -133,6 +137,20 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _open_tensorboard(self, folder: Path, metrics: Path, resume_step: int | None) -> TensorBoard:
+        """Event files that show the same history as metrics.jsonl.
+
+        An evaluation of the resumed step may have been dropped. TensorBoard can only forget whole steps: it forgets
+        that one, and is told again what was kept of it.
+        """
+        if not resume_step:
+            return TensorBoard(folder, None)
+        board = TensorBoard(folder, resume_step - 1)
+        for record in read_metrics(metrics):
+            if record["step"] == resume_step:
+                board.write(record)
+        return board
 
     def _record(self, records: Sequence[Record]) -> None:
         """Keep records in every file. They reach the operating system here: a killed process loses none."""

@@ -20,7 +20,7 @@ from imagenet_cls.report.console import Console
 RECORD = {
     "kind": "train",
     "step": 120,
-    "epoch": 3,
+    "epoch": 2,
     "loss": 0.04117,
     "lr": 0.05,
     "grad_norm": 1.0,
@@ -31,7 +31,7 @@ RECORD = {
 EVAL = {
     "kind": "eval",
     "step": 120,
-    "epoch": 3,
+    "epoch": 2,
     "weights": "ema",
     "top1_pct": 97.214,
     "top5_pct": 99.9,
@@ -131,7 +131,7 @@ TERMINAL_SCRIPT = """
 import sys, time
 from imagenet_cls.report.console import Console
 console = Console()
-record = dict(kind="train", epoch=3, loss=0.0412, lr=0.05, images_per_sec=4210.0, data_wait_pct=3.0)
+record = dict(kind="train", epoch=2, loss=0.0412, lr=0.05, images_per_sec=4210.0, data_wait_pct=3.0)
 try:
     console.say("hello [bold]terminal[/bold]")
     for step in range(1, 6):
@@ -139,7 +139,7 @@ try:
     for done in (0, 180, 359):
         time.sleep(0.15)
         console.evaluating(done, 359)
-    result = dict(epoch=3, weights="raw", top1_pct=97.2, top5_pct=99.9, loss=0.1, images=359, seconds=0.4)
+    result = dict(epoch=2, weights="raw", top1_pct=97.2, top5_pct=99.9, loss=0.1, images=359, seconds=0.4)
     console.evaluation(result, 8)
     while sys.argv[1] == "wait":
         console.train(record | {"step": 6}, 176, 8)

@@ -92,6 +92,15 @@ def test_truncate_keeps_steps_up_to_the_checkpoint_byte_for_byte(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_truncate_drops_evaluations_that_the_checkpoint_does_not_know_of(tmp_path):
+    evaluations = [{"kind": "eval", "step": step, "epoch": 0, "weights": "raw", "top1_pct": 1.0} for step in (2, 4)]
+    path = written(tmp_path / "m.jsonl", [train_record(2), evaluations[0], train_record(4), evaluations[1]])
+    truncate_after(path, 4, evaluated_step=4)
+    assert len(read_metrics(path)) == 4
+    truncate_after(path, 4, evaluated_step=2)
+    assert read_metrics(path) == [train_record(2), evaluations[0], train_record(4)]
+
+
 def test_truncate_that_cannot_finish_leaves_the_old_file(tmp_path):
     path = written(tmp_path / "m.jsonl", [train_record(1), train_record(2)])
     before = path.read_bytes()
@@ -101,11 +110,11 @@ def test_truncate_that_cannot_finish_leaves_the_old_file(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("line", [b"not json\n", b"[1, 2]\n", b"\xff\xfe\n"])
+@pytest.mark.parametrize("line", [b"not json\n", b"[1, 2]\n", b"{}\n", b"\xff\xfe\n"])
 def test_a_broken_line_inside_is_named(tmp_path, line):
     path = written(tmp_path / "m.jsonl", [train_record(1)])
     path.write_bytes(path.read_bytes() + line + path.read_bytes())
-    with pytest.raises(CheckpointError, match=r"m\.jsonl:2: not a JSON object"):
+    with pytest.raises(CheckpointError, match=r"m\.jsonl:2: not a record"):
         read_metrics(path)
     with pytest.raises(CheckpointError):
         truncate_after(path, 1)

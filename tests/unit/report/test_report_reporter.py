@@ -1,6 +1,7 @@
 """Reporter: each output gets what is its own, a resume leaves one history, and ranks other than 0 leave no trace."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -91,6 +92,27 @@ def test_a_resume_leaves_one_history(tmp_path):
     with Reporter(tmp_path, 4, tensorboard=False, is_main=True, total_steps=10, total_epochs=1) as reporter:
         reporter.train(train_records(5, 10))
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 11))
+
+
+def test_tensorboard_shows_the_same_history_when_an_evaluation_is_made_again(tmp_path):
+    def start(resume_step: int | None) -> Reporter:
+        return Reporter(tmp_path, resume_step, True, True, 10, 1, evaluated_step=0 if resume_step else None)
+
+    with start(None) as reporter:
+        reporter.train(train_records(1, 6))
+        reporter.evaluation(EVAL)
+        reporter.train(train_records(7, 8))
+    for _ in range(2):
+        time.sleep(1.01 - time.time() % 1)  # event files are read in the order of their names, which hold the second
+        with start(6) as reporter:
+            reporter.evaluation(EVAL)
+            reporter.train(train_records(7, 10))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11))
+    assert [event.step for event in events.Scalars("val/top1_pct")] == [6]
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
+    assert len(events.Scalars("train/images_per_sec")) == sum("images_per_sec" in record for record in records)
 
 
 def test_a_new_start_where_nothing_was_saved_begins_anew(tmp_path):

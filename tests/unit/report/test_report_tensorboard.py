@@ -1,5 +1,6 @@
 """Event files, read back with TensorBoard's own reader: the right tags, and each step once after a resume."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,11 @@ def eval_record(step: int, weights: str) -> dict:
         "images": 10,
         "seconds": 1.0,
     }
+
+
+def wait_for_the_next_second() -> None:
+    """Event files are read in the order of their names, which hold the second. No process is resumed within one."""
+    time.sleep(1.01 - time.time() % 1)
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -69,6 +75,7 @@ def test_steps_are_unique_after_a_resume(tmp_path, resume_step):
         for step in range(first_step, 8):
             board.write(train_record(step, loss))
         board.close()
+        wait_for_the_next_second()
     events = read(tmp_path)
     found = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert found == [(step, 1.0 if step <= done else 3.0) for step in range(1, 8)]

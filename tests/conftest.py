@@ -1,0 +1,55 @@
+"""What all tests share: few threads, which marked tests run, and no quiet skips in CI.
+
+Imports no torch: the tests of `config` measure how fast the program starts without it.
+"""
+
+import os
+
+import pytest
+
+# Before any import of torch, and inherited by the processes that tests start: the number of threads decides the bits of
+# a sum, and the test machine has two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("MKL_NUM_THREADS", "2")
+
+
+def in_ci() -> bool:
+    """Whether a tool that is missing is a defect of the machine: `.ci/run` sets CI=true, as most services do."""
+    return os.environ.get("CI", "").lower() in ("1", "true")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long versions out unless asked for with `-m`, and skip `gpu` tests where there is no CUDA device."""
+    if "long" not in config.option.markexpr:
+        long_items = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long_items)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """In CI, turn every skip but that of a `gpu` test into a failure: there, nothing may go untested unnoticed."""
+    report = yield
+    if in_ci() and report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, which counts as a failure where CI is set: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    """The same for a whole module that skips itself, such as by `pytest.importorskip`."""
+    report = yield
+    if in_ci() and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{collector.nodeid} was skipped, which counts as a failure where CI is set: {report.longrepr}"
+        )
+    return report
