@@ -1,0 +1,151 @@
+"""Which images there are, and of which class each is, packed so that workers can share it.
+
+Owns the order of images and classes, the matching of validation classes to training classes by name, and the split of
+one part into two. Refuses to open an image. What is wrong with a folder is recognised in `layout`; annotation files
+are read in `lists`. Called by `datasets` and `prepare`.
+
+Paths are one block of bytes plus offsets, never a list of 1.28 million strings: reference counts of strings are
+written to in every worker, so that each worker ends up with its own copy of the list; a block is shared for good.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b, sha256
+from pathlib import Path
+
+import numpy as np
+
+from imagenet_cls.data.layout import (
+    class_folders,
+    listed,
+    refuse_empty_classes,
+    refuse_flat_folder,
+    refuse_one_level_too_deep,
+    scan_images,
+)
+from imagenet_cls.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class ImageIndex:
+    """Images on disk and their classes.
+
+    root: the folder that paths are relative to. blob: all relative paths (`/` between folders) in a row, as the file
+    system's bytes. offsets: int64 (N + 1,), where each path begins. targets: int64 (N,). classes: name of each target.
+    """
+
+    root: Path
+    blob: bytes
+    offsets: np.ndarray
+    targets: np.ndarray
+    classes: tuple[str, ...]
+
+    @classmethod
+    def pack(
+        cls, root: Path, names: Sequence[bytes], targets: Sequence[int] | np.ndarray, classes: Sequence[str]
+    ) -> "ImageIndex":
+        """An index over `names`, relative paths in the file system's bytes, one for each target."""
+        assert len(names) == len(targets), (len(names), len(targets))
+        offsets = np.zeros(len(names) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, names), np.int64, len(names)), out=offsets[1:])
+        return cls(root, b"".join(names), offsets, np.asarray(targets, np.int64), tuple(classes))
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def raw_name(self, i: int) -> bytes:
+        """Path of image `i` relative to `root`, as bytes."""
+        return self.blob[self.offsets[i] : self.offsets[i + 1]]
+
+    def name(self, i: int) -> str:
+        """Path of image `i` relative to `root`, with `/` between folders."""
+        return os.fsdecode(self.raw_name(i))
+
+    def path(self, i: int) -> Path:
+        """Where image `i` lies. A list may name absolute paths; those stay as they are."""
+        return self.root / self.name(i)
+
+    def select(self, rows: np.ndarray) -> "ImageIndex":
+        """The same index with these rows only, in this order."""
+        return replace(
+            ImageIndex.pack(self.root, [self.raw_name(i) for i in rows.tolist()], self.targets[rows], self.classes)
+        )
+
+    def digest(self) -> str:
+        """SHA-256 over names, targets and classes, in hex. Not over `root`: a moved data set stays the same."""
+        digest = sha256(self.blob)
+        digest.update(self.offsets.astype("<i8").tobytes())
+        digest.update(self.targets.astype("<i8").tobytes())
+        digest.update("\0".join(self.classes).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
+    """Index class folders: every image at any depth below `folder/CLASS/` is of that class.
+
+    Classes and images are in the order of torchvision's ImageFolder. Unlike there, hidden files and folders are left
+    out, and .gif is an image. classes: the training classes, which a validation folder's classes are matched to by
+    name. Raises DataError for what is not such a folder, with the likely mistake and its remedy.
+    """
+    root = Path(folder)
+    found = class_folders(root)
+    if not found:
+        refuse_flat_folder(root)
+    names: list[bytes] = []
+    counts: list[int] = []
+    base = os.fsencode(root)
+    for class_name in found:
+        before = len(names)
+        scan_images(base, os.fsencode(class_name), names)
+        counts.append(len(names) - before)
+    refuse_one_level_too_deep(root, found)
+    refuse_empty_classes(root, [name for name, count in zip(found, counts, strict=True) if count == 0], len(found))
+    if classes is None:
+        classes, labels = found, np.arange(len(found))
+    else:
+        labels = np.array(match_classes(found, classes, root), np.int64)
+    return ImageIndex.pack(root, names, np.repeat(labels, counts), classes)
+
+
+def match_classes(found: Sequence[str], classes: Sequence[str], root: Path) -> list[int]:
+    """Position of each class folder in the training `classes`, by name. DataError unless both are the same set."""
+    position = {name: i for i, name in enumerate(classes)}
+    unknown = [name for name in found if name not in position]
+    if unknown:
+        raise DataError(
+            f"{root}: {len(unknown)} of {len(found)} class folders are not among the {len(classes)} training classes: "
+            f"{listed(unknown)}\nname the folders of both parts alike, or set data.val to data.train's own"
+        )
+    missing = sorted(set(classes).difference(found))
+    if missing:
+        raise DataError(
+            f"{root}: {len(missing)} of {len(classes)} training classes have no folder here: {listed(missing)}\n"
+            "add them, or take the validation images from the training part: data.val=null data.val_fraction=0.1"
+        )
+    return [position[name] for name in found]
+
+
+def held_out(names: Iterable[bytes], targets: np.ndarray, fraction: float) -> np.ndarray:
+    """Which images are held out for validation: bool (N,). A pure function of names, targets and `fraction`.
+
+    Of each class with n images, those round(n * fraction) (half to even) with the smallest BLAKE2b hash of their name;
+    at least one, and at least one stays, where the class has two or more. A class of one image stays in training.
+    """
+    hashes = np.fromiter(
+        (int.from_bytes(blake2b(name, digest_size=8).digest(), "little") for name in names), np.uint64, len(targets)
+    )
+    mask = np.zeros(len(targets), bool)
+    by_class_then_hash = np.lexsort((hashes, targets))
+    bounds = np.flatnonzero(np.diff(targets[by_class_then_hash])) + 1
+    for rows in np.split(by_class_then_hash, bounds):
+        if len(rows) >= 2:
+            count = min(max(round(len(rows) * fraction), 1), len(rows) - 1)
+            mask[rows[:count]] = True
+    return mask
+
+
+def split(index: ImageIndex, fraction: float) -> tuple[ImageIndex, ImageIndex]:
+    """Hold out a share of each class for validation: (train, val). See `held_out`."""
+    mask = held_out((index.raw_name(i) for i in range(len(index))), index.targets, fraction)
+    return index.select(np.flatnonzero(~mask)), index.select(np.flatnonzero(mask))

@@ -1,0 +1,221 @@
+"""Batches of training and evaluation images, the same bits for any number of workers.
+
+Owns worker processes, the seeding of each sample, and how a broken image surfaces. Refuses floats and devices: batches
+are uint8 on the CPU (`device` takes them from there). Called by `engine`'s training loop and evaluation.
+"""
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+
+from imagenet_cls.data.samplers import EpochSampler, SampleKey
+from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.transforms import Transform
+from imagenet_cls.errors import DataError, ResourceError
+from imagenet_cls.seeding import hash_key, seed_generators
+
+# Workers that are forked share the index's memory and begin at once; others import torch anew, seconds each, and need
+# every data set to be picklable. On macOS forked processes crash in system libraries, and Windows has no fork.
+START_METHOD = "fork" if sys.platform == "linux" else None
+
+
+class TrainLoader:
+    """Micro-batches of this rank, epoch by epoch. Workers stay alive between epochs, until `close`.
+
+    micro_batch_size: images in one batch; divides this rank's share of the global batch. prefetch_batches: batches
+    that each worker prepares ahead. pin_memory: copy batches into page-locked memory, for asynchronous transfers to a
+    GPU. num_workers: 0 makes the samples in this process; torch's, numpy's and Python's default generators stay as
+    they were.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        transform: Transform,
+        sampler: EpochSampler,
+        micro_batch_size: int,
+        seed: int,
+        num_workers: int,
+        prefetch_batches: int = 2,
+        pin_memory: bool = False,
+    ):
+        share = sampler.global_batch_size // sampler.world_size
+        assert share % micro_batch_size == 0, (share, micro_batch_size)
+        self.sampler = sampler
+        self.loader = _data_loader(
+            _TrainSamples(source, transform, seed), sampler, micro_batch_size, num_workers, prefetch_batches, pin_memory
+        )
+        self.started = 0
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Batches from `start_step` on, in order: images uint8 (B, 3, S, S), targets int64 (B,).
+
+        An iterator may be left half way; the next call begins anew, and the older iterator must not be used again.
+        Raises DataError for an image that cannot be read, and ResourceError where a worker was killed.
+        """
+        self.started += 1
+        token = self.started
+        self.sampler.set_epoch(epoch, start_step)
+        for batch in _batches(self.loader):
+            assert token == self.started, "an epoch was begun while an older one was still in use"
+            yield batch
+
+    def close(self) -> None:
+        """Stop the workers. Can be called more than once; an epoch begun afterwards starts new workers."""
+        self.started += 1
+        _stop_workers(self.loader)
+
+
+def eval_batches(
+    source: ImageSource,
+    transform: Transform,
+    indices: Sequence[int],
+    batch_size: int,
+    num_workers: int,
+    prefetch_batches: int = 2,
+    pin_memory: bool = False,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Batches for evaluation: images uint8 (B, 3, S, S), targets int64 (B,), indices int64 (B,).
+
+    Every image of `indices` once, in order; the last batch is smaller where they do not divide. The workers end with
+    the iterator. Errors as in `TrainLoader.epoch`.
+    """
+    samples = _EvalSamples(source, transform)
+    loader = _data_loader(samples, indices, batch_size, min(num_workers, len(indices)), prefetch_batches, pin_memory)
+    try:
+        yield from _batches(loader)
+    finally:
+        _stop_workers(loader)
+
+
+class _Samples:
+    """Makes one batch: what a worker runs. A DataError is handed over as the batch: torch would wrap a raised one."""
+
+    def __init__(self, source: ImageSource, transform: Transform):
+        self.source = source
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, keys: list[Any]) -> Any:
+        """The batch for these keys, as a tuple of tensors; or the DataError of its first broken image."""
+        in_worker = get_worker_info() is not None
+        state = None if in_worker else _generator_states()
+        try:
+            return self.batch(keys)
+        except DataError as error:
+            return error
+        finally:
+            if state is not None:
+                _restore_generators(state)
+
+    def batch(self, keys: list[Any]) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+    def sample(self, key: int, index: int) -> tuple[torch.Tensor, int]:
+        """One transformed image and its target, with every default generator seeded by `key` beforehand."""
+        seed_generators(key)
+        image, target = self.source.load(index)
+        return self.transform(image), target
+
+
+class _TrainSamples(_Samples):
+    def __init__(self, source: ImageSource, transform: Transform, seed: int):
+        super().__init__(source, transform)
+        self.seed = seed
+
+    def batch(self, keys: list[SampleKey]) -> tuple[torch.Tensor, ...]:
+        samples = [self.sample(hash_key("sample", self.seed, *key), key[1]) for key in keys]
+        # default_collate writes straight into shared memory when in a worker
+        return default_collate([image for image, _ in samples]), torch.tensor([target for _, target in samples])
+
+
+class _EvalSamples(_Samples):
+    def batch(self, keys: list[int]) -> tuple[torch.Tensor, ...]:
+        # Nothing of ours draws in evaluation; a user's data set may, and then draws the same each time.
+        samples = [self.sample(hash_key("eval", index), index) for index in keys]
+        images = default_collate([image for image, _ in samples])
+        return images, torch.tensor([target for _, target in samples]), torch.tensor(keys)
+
+
+def _data_loader(
+    samples: _Samples, sampler: Any, batch_size: int, num_workers: int, prefetch_batches: int, pin_memory: bool
+) -> DataLoader[Any]:
+    workers: dict[str, Any] = {}
+    if num_workers > 0:
+        workers = {
+            "multiprocessing_context": START_METHOD,
+            "persistent_workers": True,
+            "prefetch_factor": prefetch_batches,
+            "worker_init_fn": _init_worker,
+        }
+    return DataLoader(
+        samples,  # type: ignore[arg-type]
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # or each epoch would draw a number from torch's default generator
+        **workers,
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _init_worker(worker_id: int) -> None:
+    """Leave stopping to the main process, which may need batches until it has saved: launchers signal whole groups."""
+    for name in ("SIGTERM", "SIGINT", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader's batches; errors that workers handed over are raised, and a worker's death is put in words."""
+    try:
+        for batch in loader:
+            if isinstance(batch, DataError):
+                raise batch
+            yield tuple(batch)  # pinning makes a list of it
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ResourceError(
+            f"a data worker of process {os.getpid()} was killed: {str(error).splitlines()[0]}\n"
+            "most often memory or /dev/shm ran out: use fewer data.num_workers or data.prefetch_batches"
+        ) from None
+
+
+def _stop_workers(loader: DataLoader[Any]) -> None:
+    """End the loader's worker processes now. torch has no public call for this; it does it when the iterator is
+    collected.
+    """
+    iterator = loader._iterator
+    loader._iterator = None
+    if iterator is None or loader.num_workers == 0:
+        return
+    iterator._shutdown_workers()  # type: ignore[attr-defined]
+    for worker in iterator._workers:  # type: ignore[attr-defined]
+        if worker.is_alive():  # stuck in a read; it ignores SIGTERM
+            worker.kill()
+
+
+def _generator_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _restore_generators(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])

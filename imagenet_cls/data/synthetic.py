@@ -1,0 +1,108 @@
+"""Random images that are made on the device: to measure a model without its input, and to try a config without data.
+
+Owns `data.name: synthetic`. Refuses to be learnt from: images and targets have nothing to do with each other. Called by
+`datasets` (the source) and by whoever builds the loaders: with a `SyntheticSource`, take `SyntheticLoader` and
+`synthetic_eval_batches` instead of `loader`'s, and nothing is decoded or copied at all.
+"""
+
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+
+import torch
+
+from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.seeding import generator, hash_key
+
+# Different micro-batches that take turns. Few, since a GPU's memory is worth more than variety that nobody looks at.
+POOL_BATCHES = 4
+
+
+class SyntheticSource:
+    """`num_images` random images of size_px by size_px with random targets; the same for the same arguments.
+
+    part: a word that keeps the images of training and validation apart.
+    """
+
+    def __init__(self, part: str, num_images: int, num_classes: int, size_px: int = 224):
+        self.part = part
+        self.num_images = num_images
+        self.size_px = size_px
+        self.classes = tuple(str(number) for number in range(num_classes))
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def load(self, i: int) -> tuple[torch.Tensor, int]:
+        """Image `i` as uint8 (3, size_px, size_px) on the CPU, and its target."""
+        draws = generator("synthetic", self.part, i)
+        image = torch.randint(0, 256, (3, self.size_px, self.size_px), dtype=torch.uint8, generator=draws)
+        return image, hash_key("synthetic target", self.part, i) % len(self.classes)
+
+    def name(self, i: int) -> str:
+        """Part and number."""
+        return f"synthetic/{self.part}[{i}]"
+
+    def digest(self) -> str:
+        """Over part, length, size and number of classes."""
+        return sha256(repr((self.part, self.num_images, self.size_px, len(self.classes))).encode()).hexdigest()
+
+
+class SyntheticLoader:
+    """Has the face of `loader.TrainLoader`; batches are made on `device`, once, and then take turns.
+
+    Which of the pool's batches comes is decided by the key (seed, epoch, step, micro-batch, rank), and so is each
+    batch's content by (seed, rank, place in the pool): the same for the same arguments on the same device type.
+    """
+
+    def __init__(
+        self,
+        source: SyntheticSource,
+        sampler: EpochSampler,
+        micro_batch_size: int,
+        size_px: int,
+        seed: int,
+        device: torch.device,
+    ):
+        share = sampler.global_batch_size // sampler.world_size
+        assert share % micro_batch_size == 0, (share, micro_batch_size)
+        self.sampler = sampler
+        self.seed = seed
+        self.micro_batches = share // micro_batch_size
+        num_classes = len(source.classes)
+        self.pool = [
+            _random_batch((seed, sampler.rank, place), micro_batch_size, size_px, num_classes, device)
+            for place in range(POOL_BATCHES)
+        ]
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Micro-batches of this rank: images uint8 (B, 3, S, S) and targets int64 (B,), both on the device.
+
+        The tensors come again: whoever changes them in place changes later batches.
+        """
+        for step in range(start_step, self.sampler.steps_per_epoch):
+            for micro_batch in range(self.micro_batches):
+                key = hash_key("synthetic", self.seed, epoch, step, micro_batch, self.sampler.rank)
+                yield self.pool[key % len(self.pool)]
+
+    def close(self) -> None:
+        """Free the pool."""
+        self.pool = []
+
+
+def synthetic_eval_batches(
+    source: SyntheticSource, indices: Sequence[int], batch_size: int, size_px: int, seed: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Has the face of `loader.eval_batches`: (images, targets, indices), every index once, always the same images."""
+    images, targets = _random_batch((seed, "eval", 0), batch_size, size_px, len(source.classes), device)
+    for start in range(0, len(indices), batch_size):
+        chunk = torch.tensor(list(indices[start : start + batch_size]), dtype=torch.int64)
+        yield images[: len(chunk)], targets[: len(chunk)], chunk
+
+
+def _random_batch(
+    key: tuple[int, int | str, int], batch_size: int, size_px: int, num_classes: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator(device).manual_seed(hash_key("synthetic batch", *key))
+    shape = (batch_size, 3, size_px, size_px)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=draws)
+    return images, torch.randint(0, num_classes, (batch_size,), device=device, generator=draws)
