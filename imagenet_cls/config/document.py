@@ -34,8 +34,7 @@ it. A file that is reached twice counts once, at its first place. A circle is an
 
 ## Command line
 
-    python tools/train.py configs/resnet50.yaml optimizer.lr=0.2 'augment.scale=[0.2, 1.0]'
-    optimizer.kwargs.nesterov=true
+    python tools/train.py configs/resnet50.yaml seed=1 'augment.scale=[0.2, 1.0]' optimizer.kwargs.nesterov=true
 
 What stands behind `=` is read as YAML; nothing at all is `null`. All words are one layer and have no order, so giving
 the same key twice is an error.
@@ -50,13 +49,13 @@ without stating `lr` is an error. Naming the same component again changes nothin
 ## Values
 
 - `${section.key}` stands for the value of another key that holds one value or a list, once all layers are merged.
-  Resolvers such as `${oc.env:HOME}` are refused, so that no saved config ever holds a secret. There is no way to write a
-  literal `${`.
+  Resolvers such as `${oc.env:HOME}` are refused, so that no saved config ever holds a secret. There is no way to write
+  a literal `${`.
 - `1e-4` is a number, here and in `kwargs`. `yes`, `no`, `on` and `off` are truth values, except where a key holds text:
   there what was written counts. `010` and dates are text. Numbers in quotes are text in `kwargs`.
 - `???` means: has to be set by a later layer.
-- Aliases of anchors (`*name`), merge keys (`<<`), tags (`!!...`), a key twice in one mapping, and more than one document
-  are refused.
+- Aliases of anchors (`*name`), merge keys (`<<`), tags (`!!...`), a key twice in one mapping, and more than one
+  document are refused.
 
 ## Errors
 

@@ -37,10 +37,14 @@ def sections() -> dict[KeyPath, type]:
 
 @cache
 def leaves() -> dict[KeyPath, Any]:
-    """Every key that holds a value, by its path, and its type hint; `kwargs` are leaves of type `dict[str, Any]`."""
+    """Every key that holds a value, by its path, and its type hint; `kwargs` are leaves of type `dict[str, Any]`.
+
+    In the order of the schema, those at the top level last, as they stand there.
+    """
+    in_order = [*(item for item in sections().items() if item[0]), ((), Config)]
     return {
         (*path, name): hint
-        for path, section in sections().items()
+        for path, section in in_order
         for name, hint in typing.get_type_hints(section).items()
         if not dataclasses.is_dataclass(hint)
     }
@@ -113,6 +117,9 @@ def unknown_key(path: KeyPath) -> tuple[str, KeyPath | None]:
     `optimizer.lr`); else the section's keys are listed.
     """
     section, name = path[:-1], path[-1]
+    if (*section, *name.split(".")) in leaves():
+        nested = ": {".join(name.split(".")) + ": ..." + "}" * name.count(".")
+        return f"unknown key {'.'.join(path)!r}; dots are for the command line, in a file write {nested}", None
     names = [field.name for field in dataclasses.fields(sections()[section])]
     found = [(*section, near) for near in nearest(name, names)]
     found = found or [known for known in [*leaves(), *sections()] if known and known[-1] == name][:3]

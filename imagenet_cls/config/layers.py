@@ -89,14 +89,16 @@ class _Walker:
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
+            key = ".".join(path)
             try:
                 name = reader.key_of(key_node)
                 if name in seen:
                     raise UnreadableError(f"key {name!r} is given twice; the first is in line {seen[name]}", line)
                 seen[name] = line
+                key = ".".join((*path, name))
                 self._take((*path, name), value_node, self.origin_at(line))
             except UnreadableError as error:
-                self.findings.add(self.origin_at(error.line or line), ".".join(path), error.message)
+                self.findings.add(self.origin_at(error.line or line), key, error.message)
 
     def _take(self, path: keys.KeyPath, node: yaml.Node, origin: Origin) -> None:
         hint = keys.leaves().get(path)
@@ -270,6 +272,9 @@ def merge(layers: Iterable[Layer]) -> Merged:
         for path, entry in layer.entries.items():
             _put(merged.entries, path, entry)
         merged.sections.update(layer.sections)
+    schema_order = {path: place for place, path in enumerate(keys.leaves())}
+    in_order = sorted(merged.entries, key=lambda path: schema_order.get(path, schema_order.get(path[:2], 0)))
+    merged.entries = {path: merged.entries[path] for path in in_order}
     return merged
 
 

@@ -1,0 +1,65 @@
+"""tools/print_config.py, as a user starts it and as a function."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.printing import print_config_main
+
+REPO = Path(__file__).resolve().parents[3]
+DEMO = str(REPO / "configs" / "demo.yaml")
+
+
+def test_the_tool_runs_from_any_directory_and_prints_a_config_that_loads(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "tools" / "print_config.py"), DEMO, "seed=9"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": "/usr/bin"})
+    assert (done.returncode, done.stderr) == (0, "")
+    (tmp_path / "printed.yaml").write_text(done.stdout)
+    assert load_config(tmp_path / "printed.yaml").config == load_config(DEMO, ["seed=9"]).config
+
+
+def test_errors_are_lines_on_stderr_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "tools" / "print_config.py"), DEMO, "sead=9", "train.epochs=x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "command line 'sead=9': unknown key 'sead'; did you mean 'seed'?",
+        "command line 'train.epochs=x': train.epochs: 'x' is not a whole number",
+    ]
+
+
+def test_origin_shows_the_place_of_each_value(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
+    assert print_config_main(["configs/resnet50.yaml", "--origin", "seed=3"]) == 0
+    printed = capsys.readouterr().out
+    places = dict(line.split(":", 1) for line in printed.splitlines())
+    assert places["seed"].split() == ["3", "#", "command", "line", "'seed=3'"]
+    assert places["train.compile"].split() == ["false", "#", "default"]
+    lines = (REPO / "configs/_base_/schedules/sgd_step_90e.yaml").read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if line.strip().startswith("weight_decay"))
+    assert places["optimizer.weight_decay"].split() == [
+        "0.0001",
+        "#",
+        f"configs/_base_/schedules/sgd_step_90e.yaml:{number}",
+    ]
+    assert yaml.safe_load(printed)["train.epochs"] == 90
+
+
+def test_diff_shows_both_values_of_the_keys_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_config_main([DEMO, "seed=3", "optimizer.kwargs.nesterov=true", "--diff", DEMO]) == 0
+    assert capsys.readouterr().out.splitlines() == ["optimizer.kwargs.nesterov: true | (absent)", "seed: 3 | 0"]
+    assert print_config_main([DEMO, "model.kwargs.a=1", "--diff", DEMO]) == 0
+    assert capsys.readouterr().out == "model.kwargs.a: 1 | (absent)\n"
+    assert print_config_main([DEMO, "--diff", DEMO]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_missing_config_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_config_main([str(REPO / "configs" / "demo.yml")]) == 2
+    assert "did you mean 'demo.yaml'" in capsys.readouterr().err

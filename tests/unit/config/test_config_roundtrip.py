@@ -1,0 +1,112 @@
+"""Any config survives being written as YAML, as a dictionary and as JSON, to the last bit."""
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from imagenet_cls.config import keys, reader
+from imagenet_cls.config.load import config_from_dict, config_to_dict, dump_yaml, load_config
+from imagenet_cls.config.schema import Config
+
+# `${` begins an interpolation and `???` means no value: the two texts that no config can hold.
+TEXT = st.text(max_size=20).filter(lambda text: "${" not in text and text.lstrip("\\") != "???")
+TRAPS = st.sampled_from(
+    ["no", "null", "~", "1e-4", "010", "1:30", "0x1F", "2020-01-01", "<<", "=", "a: b", "# x", "", " ", "- a"]
+)
+NUMBERS = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False)
+PLAIN = st.none() | st.booleans() | NUMBERS | TEXT | TRAPS
+NAMES = st.text(min_size=1, max_size=8).filter(
+    lambda text: "${" not in text and text.lstrip("\\") != "???" and text != "<<"
+)
+KWARGS = st.dictionaries(
+    NAMES,
+    st.recursive(
+        PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6
+    ),
+    max_size=4,
+)
+
+
+def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
+    bare, optional = keys.split_optional(hint)
+    plain: dict[Any, st.SearchStrategy[Any]] = {
+        int: st.integers(-(2**70), 2**70),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        str: TEXT | TRAPS,
+        list[float]: st.lists(st.floats(allow_nan=False), max_size=3),
+        list[str]: st.lists(TEXT | TRAPS, max_size=3),
+    }
+    if keys.is_kwargs(bare):
+        return KWARGS
+    found = plain[bare] if bare in plain else st.sampled_from(typing.get_args(bare))
+    return st.none() | found if optional else found
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Any config, sensible or not: some keys drawn, the others at their defaults."""
+    config = config_from_dict({"optimizer": {"lr": 0.1}})
+    paths = draw(st.lists(st.sampled_from(list(keys.leaves())), max_size=8, unique=True))
+    for path in paths:
+        value = draw(strategy_of(keys.leaves()[path]))
+        if len(path) == 1:
+            config = dataclasses.replace(config, **{path[0]: value})
+        elif len(path) == 2:
+            section = dataclasses.replace(getattr(config, path[0]), **{path[1]: value})
+            config = dataclasses.replace(config, **{path[0]: section})
+    return config
+
+
+def without_own_defaults(config: Config) -> Config:
+    """sgd's momentum comes back by itself, since dicts merge: a stored config always states it, as this one does."""
+    kwargs = {"momentum": 0.9, **config.optimizer.kwargs} if config.optimizer.name == "sgd" else config.optimizer.kwargs
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, kwargs=kwargs))
+
+
+SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+@SETTINGS
+@given(configs())
+def test_dump_and_read_back(config: Config) -> None:
+    config = without_own_defaults(config)
+    node = reader.parse(dump_yaml(config))
+    assert config_from_dict(config_to_dict(config)) == config
+    assert node is not None
+    assert types_of(config_to_dict(config_from_dict(config_to_dict(config)))) == types_of(config_to_dict(config))
+
+
+@SETTINGS
+@given(configs())
+def test_json_and_back(config: Config) -> None:
+    config = without_own_defaults(config)
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+@SETTINGS
+@given(KWARGS)
+def test_a_dump_loads_as_a_file(tmp_path_factory: pytest.TempPathFactory, kwargs: dict[str, Any]) -> None:
+    config = config_from_dict({"optimizer": {"lr": 0.1}, "model": {"kwargs": kwargs}})
+    assert config.model.kwargs == kwargs
+    path = Path(tmp_path_factory.mktemp("dump")) / "config.yaml"
+    path.write_text(dump_yaml(config), encoding="utf-8")
+    assert load_config(path).config == config
+
+
+def types_of(value: Any) -> Any:
+    """The types in a nested value, so that 1, 1.0 and true, which are equal, differ."""
+    if isinstance(value, dict):
+        return {key: types_of(item) for key, item in value.items()}
+    return [types_of(item) for item in value] if isinstance(value, list) else type(value)
+
+
+def test_a_dump_of_other_than_plain_values_is_a_bug_that_shows() -> None:
+    with pytest.raises(TypeError, match="plain values"):
+        reader.dump({"a": object()})
