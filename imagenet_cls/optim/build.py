@@ -27,7 +27,7 @@ from imagenet_cls.lookup import (
 from imagenet_cls.optim.groups import parameter_groups
 
 TIMM = "timm:"
-BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
+BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adamw": torch.optim.AdamW,
     "rmsprop": torch.optim.RMSprop,
@@ -127,8 +127,11 @@ def _trial(optimizer: OptimizerConfig) -> list[Problem]:
     groups = parameter_groups(layer, optimizer.weight_decay, decay_norm_and_bias=False)
     try:
         built = build_optimizer(optimizer, groups)
-        built.step()
-        state = built.state_dict()
+        problems = _check_state(optimizer.name, built.state_dict())
+        if not problems:
+            built.step()
+            problems = _check_state(optimizer.name, built.state_dict())
+        return problems
     except UserError as error:
         return [Problem("optimizer.name", str(error).removeprefix("optimizer.name: "))]
     except Exception as error:
@@ -136,11 +139,15 @@ def _trial(optimizer: OptimizerConfig) -> list[Problem]:
         return [
             Problem("optimizer", f"{optimizer.name!r} refuses these settings: {type(error).__name__}: {text[:200]}")
         ]
+
+
+def _check_state(name: str, state: dict[str, Any]) -> list[Problem]:
+    """Whether a checkpoint can hold what an optimizer's `state_dict()` returns."""
     kept = sorted(map(str, state.keys() - {"state", "param_groups"}))  # such as the generator state of timm's kron
     kept += sorted({f"a {type(v).__module__}.{type(v).__qualname__}" for v in _foreign_values(state)})
     if not kept:
         return []
-    text = f"{optimizer.name!r} keeps {', '.join(kept)} besides tensors and numbers, which a checkpoint can't hold"
+    text = f"{name!r} keeps {', '.join(kept)} besides tensors and numbers, which a checkpoint can't hold"
     return [Problem("optimizer.name", f"{text}; choose another optimizer")]
 
 

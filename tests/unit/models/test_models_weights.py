@@ -1,0 +1,238 @@
+"""Any checkpoint into this model, and nothing that is not one; what could run code never does."""
+
+import argparse
+import collections
+import copy
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+import torchvision
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.models.weights import load_weights, read_weights
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", num_classes=10)
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def checkpoint_of(kind: str, net: nn.Module) -> dict:
+    """What each of the libraries' training scripts passes to torch.save."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])  # its state holds a collections.Counter
+    state = net.state_dict()
+    wrapped = collections.OrderedDict((f"module.{key}", value) for key, value in state.items())
+    args = argparse.Namespace(model="resnet18", lr=0.1, data_path="/data", nested=argparse.Namespace(seed=None))
+    return {
+        "bare": state,
+        "pytorch/examples": {
+            "epoch": 3,
+            "arch": "resnet18",
+            "state_dict": wrapped,
+            "best_acc1": torch.tensor(70.0),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+        },
+        "torchvision": {
+            "model": state,
+            "optimizer": optimizer.state_dict(),
+            "lr_scheduler": scheduler.state_dict(),
+            "epoch": 3,
+            "args": args,
+            "scaler": {"scale": 65536.0},
+        },
+        "timm": {"epoch": 3, "arch": "resnet18", "state_dict": state, "args": args, "version": 2, "metric": 70.0},
+        "compiled": {"_orig_mod." + key: value for key, value in state.items()},
+        "ddp(compiled)": {"state_dict": {"module._orig_mod." + key: value for key, value in state.items()}},
+        "compiled(ddp)": {"model": {"_orig_mod.module." + key: value for key, value in state.items()}},
+        "part compiled": {key.replace("layer1.", "layer1._orig_mod."): value for key, value in state.items()},
+    }[kind]
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pth.tar", ".bin"])
+@pytest.mark.parametrize(
+    "kind",
+    ["bare", "pytorch/examples", "torchvision", "timm", "compiled", "ddp(compiled)", "compiled(ddp)", "part compiled"],
+)
+def test_pickles_of_every_origin(kind: str, suffix: str, net: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / f"weights{suffix}"
+    torch.save(checkpoint_of(kind, net), path)
+    assert same(read_weights(path), net.state_dict())
+
+
+def test_real_wrappers_and_the_old_file_format(net: nn.Module, tmp_path: Path) -> None:
+    torch.save(nn.DataParallel(net).state_dict(), tmp_path / "dp.pt", _use_new_zipfile_serialization=False)
+    torch.save(torch.compile(net).state_dict(), tmp_path / "compiled.pt")
+    assert same(read_weights(tmp_path / "dp.pt"), net.state_dict())
+    assert same(read_weights(tmp_path / "compiled.pt"), net.state_dict())
+
+
+def test_averages_of_every_origin(net: nn.Module, tmp_path: Path) -> None:
+    average = copy.deepcopy(net)
+    with torch.no_grad():
+        average.fc.bias.add_(1)
+    torch.save({"state_dict": net.state_dict(), "state_dict_ema": average.state_dict()}, tmp_path / "timm.pth.tar")
+    torch.save({"model": net.state_dict(), "model_ema": AveragedModel(average).state_dict()}, tmp_path / "tv.pth")
+    for file in ("timm.pth.tar", "tv.pth"):
+        assert same(read_weights(tmp_path / file, "ema"), average.state_dict())
+        assert same(read_weights(tmp_path / file), net.state_dict())
+    torch.save({"model": net.state_dict()}, tmp_path / "none.pth")
+    with pytest.raises(CheckpointError, match="no averaged weights"):
+        read_weights(tmp_path / "none.pth", "ema")
+
+
+def test_safetensors_and_our_folders(net: nn.Module, tmp_path: Path) -> None:
+    folder = tmp_path / "step-0000003"
+    folder.mkdir()
+    safetensors.torch.save_file(net.state_dict(), folder / "model.safetensors")
+    safetensors.torch.save_file({"module.a": torch.ones(2)}, folder / "ema.safetensors")
+    assert same(read_weights(folder), net.state_dict())
+    assert same(read_weights(folder / "model.safetensors"), net.state_dict())
+    assert list(read_weights(folder, "ema")) == ["module.a"]  # our own files are taken at their word
+    with pytest.raises(CheckpointError, match=r"without model\.safetensors"):
+        read_weights(tmp_path)
+
+
+class Hostile:
+    """Unpickling it runs a command that leaves a file behind."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.mark.parametrize("place", ["top", "in the options", "deep in the options", "in the weights"])
+@pytest.mark.parametrize("new_format", [True, False])
+def test_code_in_a_checkpoint_is_never_run(place: str, new_format: bool, net: nn.Module, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    hostile, state = Hostile(canary), dict(net.state_dict())
+    content = {
+        "top": hostile,
+        "in the options": {"state_dict": state, "args": argparse.Namespace(lr=hostile)},
+        "deep in the options": {
+            "state_dict": state,
+            "args": argparse.Namespace(a=argparse.Namespace(b=[{"c": hostile}])),
+        },
+        "in the weights": {"state_dict": {**state, "zebra": hostile}},
+    }[place]
+    torch.save(content, tmp_path / "weights.pth", _use_new_zipfile_serialization=new_format)
+    with pytest.raises(CheckpointError, match=r"'(posix|nt)\.system'") as caught:
+        read_weights(tmp_path / "weights.pth")
+    assert not canary.exists()
+    assert len(str(caught.value).splitlines()) <= 3
+    torch.load(tmp_path / "weights.pth", weights_only=False)
+    assert canary.exists()  # the canary does sing where it is allowed to
+
+
+def broken_files(net: nn.Module, tmp_path: Path) -> dict[str, Path]:
+    good, tensors = tmp_path / "good.pth", tmp_path / "good.safetensors"
+    torch.save(net.state_dict(), good)
+    safetensors.torch.save_file(net.state_dict(), tensors)
+    whole, lies = good.read_bytes(), tensors.read_bytes()
+    header = b'{"a":{"dtype":"F32","shape":[1000000],"data_offsets":[0,4000000]}}'
+    contents = {
+        "truncated.pth": whole[: len(whole) // 2],
+        "empty.pth": b"",
+        "text.pth": b"not a checkpoint\n" * 50,
+        "page.pth.tar": b"<!DOCTYPE html><html>404</html>",
+        "truncated.safetensors": lies[: len(lies) // 2],
+        "empty.safetensors": b"",
+        "huge.safetensors": struct.pack("<Q", 1 << 60) + b"{}",
+        "lying.safetensors": struct.pack("<Q", len(header)) + header + b"\0" * 16,
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    torch.save([1, 2, 3], tmp_path / "list.pth")
+    torch.save({"epoch": 3, "best_acc1": torch.tensor(1.0), "lr": 0.1}, tmp_path / "no-weights.pth")
+    return {name: tmp_path / name for name in [*contents, "list.pth", "no-weights.pth", "missing.pth"]}
+
+
+def test_what_is_no_checkpoint_says_so_in_three_lines(net: nn.Module, tmp_path: Path) -> None:
+    for name, path in broken_files(net, tmp_path).items():
+        with pytest.raises(CheckpointError) as caught:
+            read_weights(path)
+        message = str(caught.value)
+        assert caught.value.exit_code == 4
+        assert name in message
+        assert len(message.splitlines()) <= 3, message
+        assert max(map(len, message.splitlines())) < 400, message
+
+
+def test_load_everything(net: nn.Module) -> None:
+    other = timm.create_model("test_resnet", num_classes=10)
+    assert load_weights(other, net.state_dict(), 10) == f"loaded {len(net.state_dict())} tensors"
+    assert same(other.state_dict(), net.state_dict())
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "deit_tiny_distilled_patch16_224"])
+def test_a_head_of_another_size_is_left_and_said(name: str) -> None:
+    kwargs = {"depth": 1} if name.startswith("deit") else {}
+    source = timm.create_model(name, num_classes=10, **kwargs)
+    target = timm.create_model(name, num_classes=7, **kwargs)
+    before = {key: value.clone() for key, value in target.state_dict().items()}
+    sentence = load_weights(target, source.state_dict(), 7)
+    assert "it had 10 outputs, the model has 7" in sentence
+    for key, value in target.state_dict().items():
+        expected = before if key.startswith(("fc.", "head")) else source.state_dict()
+        assert torch.equal(value, expected[key]), key
+
+
+def test_every_other_difference_is_an_error_and_changes_nothing(net: nn.Module) -> None:
+    target = timm.create_model("test_resnet", num_classes=10)
+    before = {key: value.clone() for key, value in target.state_dict().items()}
+    state = dict(net.state_dict())
+    renamed = {key.replace("layer1", "block1"): value for key, value in state.items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(target, renamed, 10)
+    # Ten weights and statistics, and two counters, which may be missing.
+    assert "10 missing (layer1.0.conv1.weight, layer1.0.bn1.weight, layer1.0.bn1.bias, ...)" in str(caught.value)
+    assert "12 unexpected (block1.0.conv1.weight, block1.0.bn1.weight, block1.0.bn1.bias, ...)" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"1 of another shape \(layer1.0.conv1.weight"):
+        load_weights(target, state | {"layer1.0.conv1.weight": torch.zeros(64, 1, 3, 3)}, 10)
+    with pytest.raises(CheckpointError, match=r"1 of another shape \(fc.weight"):  # another width is not another size
+        load_weights(target, state | {"fc.weight": torch.zeros(10, 9)}, 10)
+    with pytest.raises(CheckpointError, match="2 missing"):
+        load_weights(target, {key: value for key, value in state.items() if not key.startswith("fc.")}, 10)
+    assert same(target.state_dict(), before)
+
+
+def test_files_from_before_batches_were_counted(net: nn.Module) -> None:
+    old = {key: value for key, value in net.state_dict().items() if not key.endswith("num_batches_tracked")}
+    target = timm.create_model("test_resnet", num_classes=10)
+    assert load_weights(target, old, 10) == f"loaded {len(old)} tensors"
+    assert torch.equal(target.bn1.running_var, net.bn1.running_var)
+
+
+def test_names_of_the_original_authors_are_translated() -> None:
+    """ConvNeXt's published files say `downsample_layers` and `pwconv1`, as its authors' repository does."""
+    target = timm.create_model("test_convnext", num_classes=10)
+    authors = {}
+    for key, value in timm.create_model("test_convnext", num_classes=10).state_dict().items():
+        name = key.replace("head.norm.", "norm.").replace("head.fc.", "head.").replace("stem.", "downsample_layers.0.")
+        for stage in range(4):
+            name = name.replace(f"stages.{stage}.downsample.", f"downsample_layers.{stage}.")
+            name = name.replace(f"stages.{stage}.blocks.", f"stages.{stage}.")
+        name = name.replace("conv_dw", "dwconv").replace("mlp.fc1", "pwconv1").replace("mlp.fc2", "pwconv2")
+        authors[name] = value
+    assert "names translated" in load_weights(target, authors, 10)
+    assert torch.equal(target.head.fc.weight, authors["head.weight"])
+
+
+def test_torchvision_to_timm_resnets_share_names() -> None:
+    source = torchvision.models.resnet18(num_classes=10)
+    load_weights(timm.create_model("resnet18", num_classes=10), source.state_dict(), 10)

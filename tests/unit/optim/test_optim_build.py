@@ -1,0 +1,176 @@
+"""Optimizers: the library's own steps, and slips told before a run starts."""
+
+import random
+
+import pytest
+import timm.optim
+import torch
+from torch import nn
+
+from imagenet_cls.config.schema import OptimizerConfig
+from imagenet_cls.errors import UserError
+from imagenet_cls.optim.build import build_optimizer, check_optimizer
+from imagenet_cls.optim.groups import parameter_groups
+
+BUILT_IN_EXAMPLES = {
+    "sgd": {"momentum": 0.9},
+    "adamw": {"betas": [0.9, 0.95]},
+    "rmsprop": {"momentum": 0.9, "eps": 1e-3},
+    "lamb": {"max_grad_norm": 1.0},
+    "rmsproptf": {"eps": 1e-3},
+}
+
+
+def layer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def weights_after(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(6, 5, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def ours(name: str, kwargs: dict, weight_decay: float = 0.1) -> list[torch.Tensor]:
+    model = layer()
+    config = OptimizerConfig(name=name, lr=0.01, weight_decay=weight_decay, kwargs=kwargs)
+    return weights_after(model, build_optimizer(config, parameter_groups(model, weight_decay, False)))
+
+
+def reference(model: nn.Module) -> list[dict]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("name", BUILT_IN_EXAMPLES)
+def test_steps_equal_the_librarys(name: str) -> None:
+    kwargs = BUILT_IN_EXAMPLES[name]
+    classes = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
+    classes |= {"lamb": timm.optim.Lamb, "rmsproptf": timm.optim.RMSpropTF}
+    more = {"momentum": 0.9} if name == "rmsproptf" else {}  # timm's factory sets it
+    model = layer()
+    expected = weights_after(model, classes[name](reference(model), lr=0.01, **kwargs, **more))
+    for a, b in zip(ours(name, kwargs), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_sgd_is_plain_and_timms_is_nesterov() -> None:
+    plain, nesterov = ours("sgd", {"momentum": 0.9}), ours("sgd", {"momentum": 0.9, "nesterov": True})
+    theirs = ours("timm:sgd", {})
+    assert not torch.equal(plain[0], nesterov[0])
+    torch.testing.assert_close(theirs, nesterov, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN_EXAMPLES, "timm:lion", "timm:lookahead_adamw"])
+def test_groups_keep_decay_and_names(name: str) -> None:
+    model = layer()
+    config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1)
+    optimizer = build_optimizer(config, parameter_groups(model, 0.1, False))
+    saved = optimizer.state_dict()["param_groups"]
+    assert [g["weight_decay"] for g in saved] == [0.1, 0.0]
+    assert saved[0]["names"] == ["0.weight", "2.weight"]
+    assert saved[1]["names"] == ["0.bias", "1.weight", "1.bias", "2.bias"]
+
+
+def test_the_fast_implementation_unless_kwargs_choose() -> None:
+    groups = parameter_groups(layer(), 0.0, True)
+    assert build_optimizer(OptimizerConfig(name="sgd", lr=0.1), groups).defaults["fused"] is True
+    assert build_optimizer(OptimizerConfig(name="adamw", lr=0.1), groups).defaults["fused"] is True
+    assert build_optimizer(OptimizerConfig(name="rmsprop", lr=0.1), groups).defaults["foreach"] is True
+    chosen = OptimizerConfig(name="sgd", lr=0.1, kwargs={"foreach": True})
+    assert build_optimizer(chosen, groups).defaults["fused"] is None
+
+
+@pytest.mark.parametrize("name", BUILT_IN_EXAMPLES)
+def test_good_sections_pass(name: str) -> None:
+    assert check_optimizer(OptimizerConfig(name=name, lr=0.1, weight_decay=0.01, kwargs=BUILT_IN_EXAMPLES[name])) == []
+
+
+@pytest.mark.parametrize("name", ["timm:lion", "timm:muon", "timm:novograd", "timm:madgrad", "timm:lookahead_radam"])
+def test_timms_optimizers_pass(name: str) -> None:
+    assert check_optimizer(OptimizerConfig(name=name, lr=0.1)) == []
+
+
+def only(name: str, **kwargs) -> tuple[str, str]:
+    (problem,) = check_optimizer(OptimizerConfig(name=name, lr=0.1, kwargs=kwargs))
+    assert "\n" not in problem.message
+    return problem.key, problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("adamv", "'adamw'"), ("SGD", "'sgd'"), ("timm:lionn", "'timm:lion'"), ("timm:nonsense_adamw", "'timm:nadamw'")],
+)
+def test_unknown_names(name: str, meant: str) -> None:
+    key, message = only(name)
+    assert key == "optimizer.name"
+    assert meant in message
+
+
+def test_slips_in_kwargs() -> None:
+    key, message = only("sgd", momentun=0.9)
+    assert key == "optimizer.kwargs.momentun"
+    assert "'momentum'" in message
+    assert only("timm:lion", beta=[0.9, 0.99])[0] == "optimizer.kwargs.beta"
+    assert only("lamb", trust_clipp=True)[0] == "optimizer.kwargs.trust_clipp"
+    for reserved in ("lr", "weight_decay", "params"):
+        assert "set by the program" in only("adamw", **{reserved: 1})[1]
+
+
+def test_bad_numbers_in_the_constructors_own_words() -> None:
+    assert "Invalid momentum value" in only("sgd", momentum=-1)[1]
+    assert "Invalid beta" in only("adamw", betas=[0.9, 1.5])[1]
+    assert "Nesterov" in only("sgd", nesterov=True)[1]
+
+
+def test_state_that_a_checkpoint_cannot_hold() -> None:
+    key, message = only("timm:kron")
+    assert key == "optimizer.name"
+    assert "rng_state" in message
+    assert "torch.dtype" in only("timm:adafactorbv")[1]
+
+
+def test_optimizers_that_cannot_step_here() -> None:
+    assert only("timm:adahessian")[0] == "optimizer"
+    if not torch.cuda.is_available():
+        assert "CUDA required" in only("timm:fusedadam")[1]
+
+
+class Diced(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["dice"] = [random.Random(0)]
+        return super().step(closure)
+
+
+def own_sgd(groups, lr, weight_decay, momentum):
+    return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay, momentum=momentum)
+
+
+def own_diced(groups, lr, weight_decay):
+    return Diced(groups, lr=lr, weight_decay=weight_decay)
+
+
+def own_nothing(groups, lr, weight_decay):
+    return None
+
+
+def own_blind(groups):
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def test_own_factories() -> None:
+    assert check_optimizer(OptimizerConfig(name=f"{__name__}:own_sgd", lr=0.1, kwargs={"momentum": 0.9})) == []
+    assert "'momentum'" in only(f"{__name__}:own_sgd")[1]
+    assert "random.Random" in only(f"{__name__}:own_diced")[1]
+    assert "returned NoneType" in only(f"{__name__}:own_nothing")[1]
+    assert "unexpected keyword" in only(f"{__name__}:own_blind")[1]
+    assert "'own_sgd'" in only(f"{__name__}:own_sdg")[1]
+    with pytest.raises(UserError, match="returned NoneType"):
+        build_optimizer(OptimizerConfig(name=f"{__name__}:own_nothing", lr=0.1), [])

@@ -1,0 +1,187 @@
+"""Every step of every schedule against torch's and timm's schedulers, and slips told before a run starts."""
+
+import math
+
+import pytest
+import torch
+from timm.scheduler import CosineLRScheduler, PolyLRScheduler
+from torch.optim import lr_scheduler
+
+from imagenet_cls.config.schema import ScheduleConfig
+from imagenet_cls.errors import UserError
+from imagenet_cls.optim.schedule import build_schedule, check_schedule
+
+BASE, PER_EPOCH, EPOCHS = 0.4, 7, 10
+TOTAL = PER_EPOCH * EPOCHS
+
+
+def rates(name: str, warmup_epochs: float = 0.0, factor: float = 0.01, **kwargs) -> list[float]:
+    schedule = ScheduleConfig(name=name, warmup_epochs=warmup_epochs, warmup_start_factor=factor, kwargs=kwargs)
+    learning_rate = build_schedule(schedule, BASE, PER_EPOCH, EPOCHS)
+    return [learning_rate(step) for step in range(TOTAL)]
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
+
+
+def torchs(make, per_epoch: bool = False) -> list[float]:
+    """The rate at every step of a torch scheduler that is stepped after each step, or after each epoch."""
+    optimizer = sgd()
+    scheduler = make(optimizer)
+    result = []
+    for step in range(TOTAL):
+        result.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if not per_epoch or (step + 1) % PER_EPOCH == 0:
+            scheduler.step()
+    return result
+
+
+def close(a: list[float], b: list[float]) -> None:
+    assert a == pytest.approx(b, rel=1e-9, abs=1e-12)
+
+
+def test_cosine() -> None:
+    close(rates("cosine", min_lr=0.02), torchs(lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL, eta_min=0.02)))
+
+
+def test_step() -> None:
+    expected = torchs(lambda o: lr_scheduler.StepLR(o, 3, gamma=0.2), per_epoch=True)
+    close(rates("step", every_epochs=3, gamma=0.2), expected)
+
+
+def test_step_defaults_are_pytorch_examples() -> None:
+    learning_rate = build_schedule(ScheduleConfig(name="step"), 0.1, 5, 90)
+    assert [learning_rate(step) for step in (0, 149, 150, 449)] == pytest.approx([0.1, 0.1, 0.01, 0.001])
+
+
+def test_multistep() -> None:
+    expected = torchs(lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 9], gamma=0.3), per_epoch=True)
+    close(rates("multistep", milestones_epochs=[2, 5, 9], gamma=0.3), expected)
+
+
+def test_exponential() -> None:
+    expected = torchs(lambda o: lr_scheduler.ExponentialLR(o, 0.9), per_epoch=True)
+    close(rates("exponential", gamma=0.9), expected)
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_polynomial(power: float) -> None:
+    close(rates("polynomial", power=power), torchs(lambda o: lr_scheduler.PolynomialLR(o, TOTAL, power)))
+
+
+def test_constant() -> None:
+    assert rates("constant") == [BASE] * TOTAL
+
+
+def test_warmup_equals_torchs_linear() -> None:
+    expected = torchs(lambda o: lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=2 * PER_EPOCH))
+    close(rates("constant", warmup_epochs=2, factor=0.1), expected)
+
+
+def test_warmup_multiplies_epoch_schedules() -> None:
+    def chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.ChainedScheduler:
+        linear = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2 * PER_EPOCH)
+        milestones = lr_scheduler.MultiStepLR(optimizer, [PER_EPOCH, 4 * PER_EPOCH], gamma=0.3)
+        return lr_scheduler.ChainedScheduler([linear, milestones])
+
+    close(rates("multistep", warmup_epochs=2, factor=0.1, milestones_epochs=[1, 4], gamma=0.3), torchs(chained))
+
+
+@pytest.mark.parametrize("warmup_epochs", [0, 3, 1 / 7, 2.5])
+def test_cosine_and_polynomial_with_warmup_equal_timms(warmup_epochs: float) -> None:
+    warmup_steps = round(warmup_epochs * PER_EPOCH)
+    shared = {"t_initial": TOTAL - warmup_steps, "lr_min": 0.02, "warmup_t": warmup_steps, "warmup_prefix": True}
+    shared |= {"warmup_lr_init": BASE * 0.05, "t_in_epochs": False}
+    theirs = {"cosine": CosineLRScheduler(sgd(), **shared), "polynomial": PolyLRScheduler(sgd(), power=2.0, **shared)}
+    ours = {
+        "cosine": rates("cosine", warmup_epochs, 0.05, min_lr=0.02),
+        "polynomial": rates("polynomial", warmup_epochs, 0.05, min_lr=0.02, power=2.0),
+    }
+    for name, scheduler in theirs.items():
+        expected = []
+        for step in range(TOTAL):
+            scheduler.step_update(step)
+            expected.append(scheduler.optimizer.param_groups[0]["lr"])
+        close(ours[name], expected)
+
+
+def test_the_end_is_one_after_the_last_step_and_stays() -> None:
+    for name in ("cosine", "polynomial"):
+        learning_rate = build_schedule(ScheduleConfig(name=name, kwargs={"min_lr": 0.02}), BASE, PER_EPOCH, EPOCHS)
+        assert learning_rate(TOTAL - 1) > 0.02
+        assert learning_rate(TOTAL) == learning_rate(TOTAL + 100) == pytest.approx(0.02)
+
+
+def test_a_warmup_that_never_ends() -> None:
+    learning_rate = build_schedule(ScheduleConfig(warmup_epochs=2, warmup_start_factor=0.0), BASE, 5, 1)
+    assert [learning_rate(step) for step in range(5)] == pytest.approx([BASE * step / 10 for step in range(5)])
+
+
+def own_halving(base_lr, total_steps, steps_per_epoch, times):
+    return lambda step: base_lr * 0.5 ** (times * step / total_steps)
+
+
+def own_number(base_lr, total_steps, steps_per_epoch):
+    return 0.1
+
+
+def test_own_factories() -> None:
+    close(rates(f"{__name__}:own_halving", times=2), [BASE * 0.5 ** (2 * step / TOTAL) for step in range(TOTAL)])
+    assert rates(f"{__name__}:own_halving", warmup_epochs=1, factor=0.5, times=2)[0] == BASE * 0.5
+    with pytest.raises(UserError, match="returned float"):
+        rates(f"{__name__}:own_number")
+    assert check_schedule(ScheduleConfig(name=f"{__name__}:own_halving", kwargs={"times": 2})) == []
+    assert "'times'" in only(f"{__name__}:own_halving")[1]
+    assert only(f"{__name__}:own_number", base_lr=3)[0] == "schedule.kwargs.base_lr"
+    assert only(f"{__name__}:own_nothing")[0] == "schedule.name"
+
+
+def only(name: str, **kwargs) -> tuple[str, str]:
+    (problem,) = check_schedule(ScheduleConfig(name=name, kwargs=kwargs))
+    return problem.key, problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("cosine", {}),
+        ("cosine", {"min_lr": 1e-5}),
+        ("step", {}),
+        ("multistep", {"milestones_epochs": [30, 60]}),
+        ("polynomial", {"power": 0.5}),
+        ("exponential", {"gamma": 0.97}),
+        ("constant", {}),
+    ],
+)
+def test_good_sections_pass(name: str, kwargs: dict) -> None:
+    assert check_schedule(ScheduleConfig(name=name, kwargs=kwargs)) == []
+
+
+def test_slips() -> None:
+    key, message = only("cosin")
+    assert key == "schedule.name"
+    assert "did you mean 'cosine'" in message
+    key, message = only("cosine", lr_min=0.1)
+    assert key == "schedule.kwargs.lr_min"
+    assert "min_lr" in message
+    assert "'gamma'" in only("exponential")[1]
+    assert "'milestones_epochs'" in only("multistep")[1]
+    assert only("cosine", span=3)[0] == "schedule.kwargs.span"
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("cosine", {"min_lr": "low"}),
+        ("cosine", {"min_lr": -0.1}),
+        ("step", {"every_epochs": 0}),
+        ("step", {"gamma": math.nan}),
+        ("multistep", {"milestones_epochs": 30}),
+        ("exponential", {"gamma": -0.9}),
+        ("exponential", {"gamma": 1e9}),
+    ],
+)
+def test_numbers_that_give_no_learning_rate(name: str, kwargs: dict) -> None:
+    assert only(name, **kwargs)[0] == "schedule.kwargs"
