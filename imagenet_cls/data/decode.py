@@ -12,12 +12,15 @@ import warnings
 import numpy as np
 import torch
 from PIL import Image
-from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.io import ImageReadMode
 
 from imagenet_cls.errors import DataError
 
 # Pillow's own limit (2 * Image.MAX_IMAGE_PIXELS as it is installed). ImageNet's largest image has about a tenth of it.
 MAX_PIXELS = 178_956_970
+
+# The operator under torchvision.io.decode_jpeg: from 0.29 on, that warns of its move to torchcodec in every worker.
+_DECODE_JPEG = torch.ops.image.decode_jpeg
 
 _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive Huffman: what torchvision decodes
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
@@ -38,7 +41,7 @@ def decode_rgb(data: bytes) -> torch.Tensor:
             raise DataError(f"{width} x {height} pixels, more than the {MAX_PIXELS} allowed")
         if channels in (1, 3):
             try:
-                return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
+                return _DECODE_JPEG(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value)
             except RuntimeError:
                 pass  # what Pillow makes of it decides; it refuses truncated files too
     return _decode_with_pillow(data)

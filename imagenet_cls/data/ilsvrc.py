@@ -90,8 +90,9 @@ def validation_labels(source: Source) -> dict[str, str]:
         if source.labels.suffix == ".csv":
             return _labels_from_solution(source.labels)
         return _labels_from_devkit(source.labels)
-    except (KeyError, ValueError, IndexError, TypeError) as error:
-        raise DataError(f"{source.labels}: not readable as validation labels ({error})\ndownload it again") from None
+    except (tarfile.TarError, EOFError, KeyError, ValueError, IndexError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{source.labels}: broken as validation labels ({reason})\ndownload it again") from None
 
 
 def _labels_from_solution(file: Path) -> dict[str, str]:

@@ -97,7 +97,7 @@ def prepare(source: Source, out: Path, copy: bool, track: Track) -> None:
             _val_from_folder(source.val_folder, out / "val", labels, copy, track)
     except (tarfile.TarError, EOFError) as error:
         raise DataError(
-            f"{source.train_tar or source.val_tar}: an archive is broken or cut short ({error})\n"
+            f"{source.train_tar} or {source.val_tar}: broken or cut short ({str(error).splitlines()[0]})\n"
             "compare its size and checksum with the publisher's, and download it again"
         ) from None
     except OSError as error:

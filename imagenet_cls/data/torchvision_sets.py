@@ -47,8 +47,9 @@ def check_torchvision(name: str, kwargs: Mapping[str, Any], val: str | None) -> 
     factory = getattr(torchvision.datasets, name)
     reserved = RESERVED if has_train_flag(factory) else (*RESERVED, "split")
     # EMNIST, QMNIST and ImageNet pass further keywords to the class that they derive from.
-    base_names, _ = keyword_names(factory.__mro__[1])
-    problems = check_kwargs("data", factory, kwargs, reserved, [word for word in base_names if word not in reserved])
+    names, takes_any = keyword_names(factory)
+    more_names = [*names, *keyword_names(factory.__mro__[1])[0]] if takes_any else []
+    problems = check_kwargs("data", factory, kwargs, reserved, more_names)
     if val is not None and not has_parts(factory):
         problems.append(Problem("data.val", f"{name} has one part only: use data.val=null data.val_fraction=0.1"))
     return problems

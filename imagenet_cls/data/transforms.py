@@ -17,7 +17,7 @@ from imagenet_cls.config.schema import AugmentConfig, EvalConfig
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-# "nearest" is Pillow's, which torch calls nearest-exact; torch's own `nearest` is off by half a pixel.
+# "nearest" is Pillow's, which torch calls nearest-exact (ties aside); torch's own `nearest` is off by half a pixel.
 INTERPOLATIONS = {
     "nearest": InterpolationMode.NEAREST_EXACT,
     "bilinear": InterpolationMode.BILINEAR,

@@ -1,0 +1,101 @@
+"""Decoding: Pillow's pixels for every kind of file, and no broken image taken for a whole one."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from imagenet_cls.data import decode
+from imagenet_cls.data.decode import decode_rgb
+from imagenet_cls.errors import DataError
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def fixtures(photograph: Image.Image) -> dict[str, bytes]:
+    image = photograph.resize((161, 107))
+    rgba = image.convert("RGBA")
+    rgba.putalpha(image.convert("L"))
+    palette = image.quantize(16)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated by 90 degrees: to be ignored
+    sixteen = Image.fromarray((np.arange(107 * 161, dtype=np.uint16) * 3).reshape(107, 161))
+    broken_exif = encode(image, exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x02" + b"\xff" * 30)
+    return {
+        "4:2:0": encode(image, quality=90),
+        "4:4:4": encode(image, quality=96, subsampling=0),
+        "4:2:2": encode(image, subsampling=1),
+        "progressive": encode(image, progressive=True),
+        "restart markers": encode(image, restart_marker_rows=1),
+        "grey": encode(image.convert("L")),
+        "cmyk": encode(image.convert("CMYK")),
+        "rotated": encode(image, exif=exif),
+        "broken exif": broken_exif,
+        "trailing bytes": encode(image) + b"\0" * 100,
+        "thumbnail": encode(image, exif=b"Exif\0\0" + encode(image.resize((16, 16)))),
+        "png": encode(image, "PNG"),
+        "png 16 bit": encode(sixteen, "PNG"),
+        "png rgba": encode(rgba, "PNG"),
+        "png palette with alpha": encode(palette, "PNG", transparency=bytes(range(0, 256, 16))),
+        "png bilevel": encode(image.convert("1"), "PNG"),
+        "gif": encode(palette, "GIF"),
+        "gif of two frames": encode(palette, "GIF", save_all=True, append_images=[palette.rotate(180)]),
+        "bmp": encode(image, "BMP"),
+        "webp": encode(image, "WEBP"),
+        "tiff": encode(image, "TIFF"),
+        "ppm": encode(image, "PPM"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_pixels_are_pillows(photographs: list[Image.Image], recwarn: pytest.WarningsRecorder) -> None:
+    for kind, data in fixtures(photographs[0]).items():
+        recwarn.clear()
+        pixels = decode_rgb(data)
+        assert not recwarn.list, (kind, str(recwarn.list[0].message))
+        expected = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+        assert pixels.dtype == torch.uint8 and pixels.shape == (3, *expected.shape[:2]), kind
+        assert np.array_equal(pixels.permute(1, 2, 0).numpy(), expected), kind
+
+
+def test_ordinary_jpegs_do_not_go_through_pillow(
+    photographs: list[Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "_decode_with_pillow", lambda data: pytest.fail("went through Pillow"))
+    for kind in ("4:2:0", "4:4:4", "progressive", "grey", "rotated", "broken exif", "thumbnail"):
+        decode_rgb(fixtures(photographs[0])[kind])
+
+
+@pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "cmyk", "png", "gif", "webp", "bmp"])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.9, 0.99])
+def test_truncated_images_are_errors(photographs: list[Image.Image], kind: str, share: float) -> None:
+    data = fixtures(photographs[0])[kind]
+    with pytest.raises(DataError) as error:
+        decode_rgb(data[: int(len(data) * share)])
+    assert "\n" not in str(error.value)
+
+
+def test_garbage_is_an_error() -> None:
+    for data in (b"", b"\xff\xd8", b"\xff\xd8\xff\xe0", b"<html>404</html>", bytes(range(256)) * 20):
+        with pytest.raises(DataError):
+            decode_rgb(data)
+
+
+def test_decompression_bombs_are_refused(photographs: list[Image.Image]) -> None:
+    jpeg = bytearray(encode(photographs[0].resize((16, 16)), progressive=True))
+    frame = jpeg.index(b"\xff\xc2")
+    struct.pack_into(">HH", jpeg, frame + 5, 65000, 65000)
+    header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    content = b"\0\0\0\x10IDAT" + b"\0" * 20
+    for bomb in (bytes(jpeg), b"\x89PNG\r\n\x1a\n" + chunk + content):
+        with pytest.raises(DataError, match="pixels"):
+            decode_rgb(bomb)

@@ -1,0 +1,89 @@
+"""Annotation files: both formats, both kinds of labels, and errors with file and line."""
+
+from pathlib import Path
+
+import pytest
+
+from imagenet_cls.data.lists import index_list
+from imagenet_cls.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    for name in ("a 1.jpg", "b.jpg", "c.jpg", "d.jpg"):
+        (tmp_path / "images" / name).write_bytes(b"x")
+    return tmp_path
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_lines_with_names_and_spaces(folder: Path) -> None:
+    index = index_list(write(folder, "t.txt", "images/a 1.jpg dog\n\nimages/b.jpg\tcat\nimages/c.jpg dog\n"), folder)
+    assert index.classes == ("cat", "dog") and index.targets.tolist() == [1, 0, 1]
+    assert index.name(0) == "images/a 1.jpg" and index.path(0).is_file()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "images/a 1.jpg,dog\nimages/b.jpg,cat\n",
+        "path,label\nimages/a 1.jpg,dog\nimages/b.jpg,cat\n",
+        'id,label,filename\n7,dog,"images/a 1.jpg"\n8,cat,images/b.jpg\n',
+        "\ufeffimage,class\r\nimages/a 1.jpg,dog\r\nimages/b.jpg,cat\r\n",
+    ],
+)
+def test_csv(folder: Path, text: str) -> None:
+    index = index_list(write(folder, "t.csv", text), folder)
+    assert [index.name(i) for i in range(2)] == ["images/a 1.jpg", "images/b.jpg"]
+    assert index.classes == ("cat", "dog") and index.targets.tolist() == [1, 0]
+
+
+def test_numbers_are_sorted_as_numbers(folder: Path) -> None:
+    rows = "".join(f"images/b.jpg {number}\n" for number in range(11))
+    index = index_list(write(folder, "t.txt", rows), folder)
+    assert index.classes == tuple(map(str, range(11))) and index.targets.tolist() == list(range(11))
+
+
+def test_numbers_with_classes_txt_and_for_validation(folder: Path) -> None:
+    write(folder, "classes.txt", "zebra\napple\nmole\n")
+    train = index_list(write(folder, "t.txt", "images/b.jpg 2\nimages/c.jpg 0\n"), folder)
+    assert train.classes == ("zebra", "apple", "mole") and train.targets.tolist() == [2, 0]
+    val = index_list(write(folder, "v.txt", "images/d.jpg mole\nimages/d.jpg apple\n"), folder, train.classes)
+    assert val.targets.tolist() == [2, 1]
+    by_number = index_list(write(folder, "w.txt", "images/d.jpg 1\n"), folder, train.classes)
+    assert by_number.targets.tolist() == [1]
+
+
+def test_decimal_class_names_are_names_first(folder: Path) -> None:
+    val = index_list(write(folder, "v.txt", "images/d.jpg 10\nimages/d.jpg 2\n"), folder, ("0", "1", "10", "2"))
+    assert val.targets.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "classes", "expected"),
+    [
+        ("t.txt", "images/b.jpg cat\nimages/c.jpg\n", None, ["t.txt:2:", "`path label`"]),
+        ("t.csv", "images/b.jpg,cat\nimages/c.jpg,\n", None, ["t.csv:2:"]),
+        ("t.txt", "images/b.jpg 0\nimages/c.jpg 3\nimages/c.jpg -1\n", ["a", "b"], ["t.txt:2:", "0 to 1", "2 such"]),
+        ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", ["a", "b"], ["t.txt:2:", "'x' is not among the 2 classes"]),
+        ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, ["from 1 to 2", "count classes from 0"]),
+        ("t.txt", "images/b.jpg a\nimages/gone.jpg b\n", None, ["t.txt:2:", "gone.jpg", "data.root"]),
+        ("t.txt", "\n", None, ["no images"]),
+    ],
+)
+def test_errors_name_file_and_line(
+    folder: Path, name: str, text: str, classes: list[str] | None, expected: list[str]
+) -> None:
+    with pytest.raises(DataError) as error:
+        index_list(write(folder, name, text), folder, classes)
+    assert all(words in str(error.value) for words in expected), str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_missing_list(folder: Path) -> None:
+    with pytest.raises(DataError, match="no such annotation file"):
+        index_list(folder / "none.txt", folder)

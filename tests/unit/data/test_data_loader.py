@@ -1,0 +1,195 @@
+"""Loaders: the same bits for any number of workers, left and begun anew, and errors in one line."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, EvalConfig
+from imagenet_cls.data.index import index_folder
+from imagenet_cls.data.loader import TrainLoader, eval_batches
+from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
+from imagenet_cls.data.sources import FolderSource
+from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
+from imagenet_cls.data.transforms import eval_transform, train_transform
+from imagenet_cls.errors import DataError, ResourceError
+from imagenet_cls.seeding import hash_key, seed_generators
+
+AUGMENT = AugmentConfig(size_px=24, color_jitter=ColorJitterConfig(brightness=0.3))
+EVAL = EvalConfig(crop_px=24)
+
+
+def train_loader(
+    folder: Path, num_workers: int, rank: int = 0, world_size: int = 1, micro: int = 4, **kwargs: Any
+) -> TrainLoader:
+    source = FolderSource(index_folder(folder / "train"))
+    sampler = EpochSampler(len(source), 8, rank, world_size, seed=5)
+    return TrainLoader(source, train_transform(AUGMENT), sampler, micro, 5, num_workers, **kwargs)
+
+
+def same(one: list[tuple[torch.Tensor, ...]], other: list[tuple[torch.Tensor, ...]]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(image_folder: Path) -> list[tuple[torch.Tensor, ...]]:
+    """Epoch 1, made by hand from the keys."""
+    source, transform = FolderSource(index_folder(image_folder / "train")), train_transform(AUGMENT)
+    sampler = EpochSampler(len(source), 8, 0, 1, seed=5)
+    sampler.set_epoch(1)
+    samples = []
+    for epoch, index, view in sampler:
+        image, target = source.load(index)
+        seed_generators(hash_key("sample", 5, epoch, index, view))
+        samples.append((transform(image), target))
+    chunks = [samples[i : i + 4] for i in range(0, len(samples), 4)]
+    return [(torch.stack([image for image, _ in c]), torch.tensor([target for _, target in c])) for c in chunks]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_same_bits_for_any_number_of_workers(
+    image_folder: Path, reference: list[tuple[torch.Tensor, ...]], num_workers: int
+) -> None:
+    loader = train_loader(image_folder, num_workers)
+    batches = list(loader.epoch(1))
+    assert batches[0][0].dtype == torch.uint8 and batches[0][0].shape == (4, 3, 24, 24)
+    assert batches[0][1].dtype == torch.int64
+    assert same(batches, reference)
+    # left half way, begun at a step, and the next epoch, with the same workers
+    abandoned = loader.epoch(1)
+    next(abandoned)
+    assert same(list(loader.epoch(1, start_step=3)), reference[6:])
+    assert not same(list(loader.epoch(2)), reference)
+    loader.close()
+    loader.close()
+    assert same(list(loader.epoch(1)), reference)
+    loader.close()
+
+
+def test_ranks_make_the_same_samples(image_folder: Path, reference: list[tuple[torch.Tensor, ...]]) -> None:
+    ranks = [list(train_loader(image_folder, 0, rank, 2, micro=2).epoch(1)) for rank in range(2)]
+    for batch, first, second in zip(reference, *ranks, strict=True):
+        both = torch.cat((first[0], second[0]))
+        together = [sorted(image.flatten().tolist() for image in images) for images in (batch[0], both)]
+        assert together[0] == together[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_default_generators_are_left_alone(image_folder: Path, num_workers: int) -> None:
+    seed_generators(99)
+    expected = (torch.rand(3).tolist(), random.random(), np.random.rand())
+    seed_generators(99)
+    loader = train_loader(image_folder, num_workers)
+    list(loader.epoch(0))
+    loader.close()
+    source = FolderSource(index_folder(image_folder / "val"))
+    list(eval_batches(source, eval_transform(EVAL), range(len(source)), 4, num_workers))
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_broken_image_is_a_data_error_in_one_line(tmp_path: Path, image_folder: Path, num_workers: int) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for image in sorted((image_folder / "train" / "cat").iterdir()):
+            os.link(image, tmp_path / "train" / name / image.name)
+    broken = tmp_path / "train" / "b" / "003.JPEG"
+    data = broken.read_bytes()
+    broken.unlink()
+    broken.write_bytes(data[: len(data) // 2])
+    loader = train_loader(tmp_path, num_workers)
+    for _ in range(2):  # the loader can be used again
+        with pytest.raises(DataError) as error:
+            list(loader.epoch(0))
+        text = str(error.value)
+        assert str(broken) in text and "image 11" in text and "cut short" in text and len(text.splitlines()) == 1
+    loader.close()
+    broken.unlink()
+    source = FolderSource(index_folder(image_folder / "train"))
+    missing = FolderSource(index_folder(tmp_path / "train"))
+    (tmp_path / "train" / "a" / "000.JPEG").unlink()
+    with pytest.raises(DataError, match=r"000.JPEG \(image 0\): No such file"):
+        list(eval_batches(missing, eval_transform(EVAL), [0], 4, num_workers))
+    assert len(source) == 40
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evaluation_has_every_image_once(image_folder: Path, num_workers: int, world_size: int) -> None:
+    source, transform = FolderSource(index_folder(image_folder / "val")), eval_transform(EVAL)
+    seen: list[int] = []
+    for rank in range(world_size):
+        for images, targets, indices in eval_batches(
+            source, transform, shard_for_eval(len(source), rank, world_size), 4, num_workers
+        ):
+            assert len(images) == len(targets) == len(indices) <= 4
+            for image, target, index in zip(images, targets, indices.tolist(), strict=True):
+                pixels, expected = source.load(index)
+                assert torch.equal(image, transform(pixels)) and int(target) == expected
+            seen.extend(indices.tolist())
+    assert sorted(seen) == list(range(len(source)))
+
+
+def children() -> set[int]:
+    """Process ids of this process's children."""
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+@pytest.fixture
+def running(image_folder: Path) -> Iterator[tuple[Iterator[Any], TrainLoader, set[int]]]:
+    before = children()
+    loader = train_loader(image_folder, 2, prefetch_batches=1)
+    epoch = loader.epoch(0)
+    next(epoch)
+    yield epoch, loader, children() - before
+    loader.close()
+
+
+def test_workers_ignore_the_signals_of_a_group_and_end_at_close(
+    running: tuple[Iterator[Any], TrainLoader, set[int]],
+) -> None:
+    epoch, loader, workers = running
+    assert len(workers) == 2
+    for pid in workers:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            os.kill(pid, number)
+    time.sleep(0.2)
+    assert len(list(epoch)) == 9
+    loader.close()
+    assert not workers & children()
+
+
+def test_a_killed_worker_is_a_resource_error(running: tuple[Iterator[Any], TrainLoader, set[int]]) -> None:
+    epoch, _, workers = running
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ResourceError) as error:
+        list(epoch)
+    assert len(str(error.value).splitlines()) <= 3 and "data.num_workers" in str(error.value)
+
+
+def test_synthetic_batches_are_functions_of_their_key() -> None:
+    source = SyntheticSource("train", 1000, 10)
+    device = torch.device("cpu")
+
+    def epoch(rank: int, seed: int, number: int = 0, start: int = 0) -> list[tuple[torch.Tensor, ...]]:
+        sampler = EpochSampler(len(source), 16, rank, 2, seed)
+        return list(SyntheticLoader(source, sampler, 4, 16, seed, device).epoch(number, start))
+
+    first = epoch(0, 1)
+    assert len(first) == 62 * 2 and first[0][0].shape == (4, 3, 16, 16) and first[0][0].dtype == torch.uint8
+    assert same(first, epoch(0, 1)) and same(first[10:], epoch(0, 1, start=5))
+    assert not same(first, epoch(1, 1)) and not same(first, epoch(0, 2)) and not same(first, epoch(0, 1, number=1))
+    assert len({tuple(images.flatten().tolist()) for images, _ in first}) == 4
+    batches = list(synthetic_eval_batches(source, range(3, 13), 4, 16, 1, device))
+    assert [len(images) for images, _, _ in batches] == [4, 4, 2]
+    assert torch.cat([indices for _, _, indices in batches]).tolist() == list(range(3, 13))

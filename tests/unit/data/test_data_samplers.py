@@ -1,0 +1,79 @@
+"""The sampler: the same global batches for every world size, from any step on, and nothing evaluated twice."""
+
+import time
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
+from imagenet_cls.errors import DataError
+from imagenet_cls.seeding import generator
+
+
+def test_global_batches_are_the_permutations_slices() -> None:
+    sampler = EpochSampler(103, 12, 0, 1, seed=7)
+    sampler.set_epoch(3)
+    order = torch.randperm(103, generator=generator("permutation", 7, 3)).tolist()
+    assert isinstance(sampler, DistributedSampler) and sampler.steps_per_epoch == 8
+    assert list(sampler) == [(3, index, 0) for index in order[:96]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_ranks_together_take_the_same_micro_batches(world_size: int, micro_batches: int) -> None:
+    num_images, batch = 103, 12
+    share = batch // world_size
+    if share % micro_batches:
+        pytest.skip("does not divide")
+    ranks = []
+    for rank in range(world_size):
+        sampler = EpochSampler(num_images, batch, rank, world_size, seed=7)
+        sampler.set_epoch(3)
+        ranks.append([index for _, index, _ in sampler])
+        assert len(ranks[-1]) == len(sampler) == 8 * share
+    order = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
+    size = batch // micro_batches
+    for m in range(8 * micro_batches):
+        part = slice(m * size // world_size, (m + 1) * size // world_size)
+        together = sorted(index for rank in ranks for index in rank[part])
+        assert together == sorted(order[m * size : (m + 1) * size])
+
+
+def test_starts_at_any_step_and_epochs_differ() -> None:
+    sampler = EpochSampler(50, 8, 1, 2, seed=0)
+    sampler.set_epoch(2)
+    whole = list(sampler)
+    for start in range(7):
+        sampler.set_epoch(2, start)
+        assert list(sampler) == whole[start * 4 :] and len(sampler) == len(whole) - start * 4
+    sampler.set_epoch(3)
+    assert [key[1] for key in sampler] != [key[1] for key in whole]
+    other_seed = EpochSampler(50, 8, 1, 2, seed=1)
+    other_seed.set_epoch(2)
+    assert list(other_seed) != whole
+
+
+def test_fewer_images_than_a_batch_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"10 training images .* 16\nset train.global_batch_size to at most 10"):
+        EpochSampler(10, 16, 0, 1, seed=0)
+
+
+def test_an_epoch_of_imagenet_is_ready_at_once() -> None:
+    sampler = EpochSampler(1_281_167, 1024, 3, 8, seed=0)
+    times = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch, 1000)
+        begin = time.perf_counter()
+        assert len(list(islice(sampler, 256))) == 256
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.3
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
+def test_evaluation_shards_are_exact(world_size: int) -> None:
+    for num_images in (0, 1, 50, 101):
+        shards = [shard_for_eval(num_images, rank, world_size) for rank in range(world_size)]
+        assert sorted(i for shard in shards for i in shard) == list(range(num_images))
+        assert max(map(len, shards)) - min(map(len, shards)) <= 1
