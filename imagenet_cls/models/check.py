@@ -158,9 +158,10 @@ def _trial(
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
             if not names:
                 failure = error
+    built_class = [] if built is None else [type(built)]
     problems = []
     for name, refuser_object in refused.items():
-        candidates = [n for n in _constructor_keywords([refuser_object, type(built)]) if n not in (*RESERVED, "cfg")]
+        candidates = [n for n in _constructor_keywords([refuser_object, *built_class]) if n not in (*RESERVED, "cfg")]
         listing = f" (allowed: {', '.join(candidates)})" if candidates else ""
         problems.append(Problem(f"model.kwargs.{name}", f"unknown keyword{did_you_mean(name, candidates)}{listing}"))
     if failure is not None:
@@ -193,7 +194,7 @@ def _constructor_keywords(objects: Iterable[Any]) -> list[str]:
     on."""
     names: dict[str, None] = {}
     for thing in objects:
-        for owner in thing.__mro__ if isinstance(thing, type) and thing is not type(None) else [thing]:
+        for owner in thing.__mro__ if isinstance(thing, type) else [thing]:
             if not callable(owner) or owner in (nn.Module, object):
                 continue
             taken, takes_any = keyword_names(owner)

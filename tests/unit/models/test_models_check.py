@@ -54,6 +54,12 @@ def test_all_slips_at_once() -> None:
     assert {p.key for p in problems} == {"model.kwargs.drop_rat", "model.kwargs.zebra", "model.kwargs.pretrained"}
 
 
+def test_a_slip_and_a_bad_value_together() -> None:
+    problems = check_model(ModelConfig(name="resnet18", kwargs={"drop_rat": 0.1, "block": "abc"}))
+    assert [p.key for p in problems] == ["model.kwargs.drop_rat", "model.kwargs"]
+    assert "'drop_rate'" in problems[0].message
+
+
 def test_a_bad_value_is_told_with_the_constructors_own_words() -> None:
     key, message = only(ModelConfig(name="vit_small_patch16_224", kwargs={"num_heads": 5}))
     assert key == "model.kwargs"
