@@ -1,0 +1,1 @@
+"""Parts, loop, evaluation and checkpoints: where everything comes together."""

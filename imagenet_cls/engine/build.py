@@ -1,0 +1,241 @@
+"""Config -> parts: the only module that sees every section.
+
+`check` is the second stage of checking (names, signatures, batch arithmetic): in the launching process, before any
+rank is started or any image read. `build` makes the parts that `engine.train` runs. Each part is handed its own
+section.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.config.schema import Config, ModelConfig
+from imagenet_cls.data import (
+    DataSets,
+    EpochSampler,
+    ImageSource,
+    Preprocess,
+    SyntheticLoader,
+    SyntheticSource,
+    TrainLoader,
+    check_data,
+    default_workers,
+    eval_batches,
+    eval_transform,
+    open_datasets,
+    shard_for_eval,
+    synthetic_eval_batches,
+    train_transform,
+)
+from imagenet_cls.engine.evaluate import Batch
+from imagenet_cls.engine.plan import Plan, batch_problem, plan_run
+from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
+from imagenet_cls.errors import ConfigError, Problem
+from imagenet_cls.models.build import build_model, model_mean_std
+from imagenet_cls.models.check import check_model
+from imagenet_cls.models.ema import ModelEma, build_ema
+from imagenet_cls.models.weights import load_weights, read_weights
+from imagenet_cls.optim.build import build_optimizer, check_optimizer
+from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.losses import build_loss, check_loss
+from imagenet_cls.optim.schedule import build_schedule, check_schedule
+from imagenet_cls.parallel.group import Group, on_main
+from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, wrap
+from imagenet_cls.seeding import hash_key, seed_generators
+
+
+@dataclass
+class EvaluationParts:
+    """What an evaluation needs besides a model. `batches` makes this rank's shard anew at each call."""
+
+    batches: Callable[[], Iterable[Batch]]
+    num_images: int
+    preprocess: Preprocess
+    autocast_dtype: torch.dtype | None
+    mean: list[float]
+    std: list[float]
+
+
+@dataclass
+class Parts:
+    """Everything that the loop touches. `model` is the model itself, `wrapped` what forward and backward go through."""
+
+    config: Config
+    group: Group
+    plan: Plan
+    data: DataSets
+    num_classes: int
+    messages: list[str]
+    model: nn.Module
+    wrapped: nn.Module
+    ema: ModelEma | None
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    optimizer: torch.optim.Optimizer
+    schedule: Callable[[int], float]
+    scaler: torch.amp.GradScaler
+    updater: Updater
+    statistics: RunningStatistics
+    train_loader: TrainLoader | SyntheticLoader
+    evaluation: EvaluationParts
+
+
+def check(config: Config, world_size: int | None) -> list[Problem]:
+    """Stage 2: everything that can be known without reading data or starting a rank. world_size: None where unknown yet."""
+    for name in config.imports:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return [Problem("imports", f"can't import {name!r}: {error}")]
+    problems = check_model(config.model) + check_data(config.data) + check_loss(config.loss)
+    problems += check_optimizer(config.optimizer) + check_schedule(config.schedule)
+    if world_size is not None:
+        if config.parallel.mode == "none" and world_size > 1:
+            problems.append(Problem("parallel.mode", f"'none' is for one device, but {world_size} ranks were started"))
+        elif (problem := batch_problem(config.train, world_size)) is not None:
+            problems.append(problem)
+    return problems
+
+
+def build(config: Config, group: Group) -> Parts:
+    """All parts of a training run, in their state at step 0. A collective: every rank calls it.
+
+    Raises DataError, ConfigError, CheckpointError, UsageError or ResourceError.
+    """
+    device, train = group.device, config.train
+    set_deterministic(train.deterministic, device)
+    dtype = choose_precision(train.precision, device)
+    data = open_datasets(config.data)
+    assert data.train is not None and data.val is not None
+    num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
+    plan = plan_run(train, len(data.train), group.world_size)
+    messages: list[str] = []
+
+    # Rank 0 reads weights from disk or network, and DDP hands them out when it wraps: the others need neither.
+    own = config.model if group.is_main else replace(config.model, pretrained=False, checkpoint=None)
+    model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, messages))
+    mean, std = choose_mean_std(config, model)
+    model.to(device, memory_format=torch.channels_last if train.channels_last else torch.preserve_format)  # type: ignore[call-overload]
+    wrapped = wrap(model, group, config.parallel.mode)
+    ema = build_ema(model, config.ema)
+    if train.compile:
+        model.compile()  # in place: adds no prefix to any name
+    criterion = build_loss(config.loss)
+    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.decay_norm_and_bias)
+    optimizer = build_optimizer(config.optimizer, groups)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    preprocess = Preprocess(mean, std, device, train.channels_last)
+
+    def throw_away_pass() -> None:
+        images = torch.zeros(plan.micro_batch, 3, config.augment.size_px, config.augment.size_px, dtype=torch.uint8)
+        targets = torch.zeros(plan.micro_batch, dtype=torch.int64, device=device)
+        with autocast(device, dtype):
+            loss = criterion(wrapped(preprocess(images)), targets)
+        loss.backward()
+
+    settle_buckets(wrapped, throw_away_pass)
+    return Parts(
+        config=config,
+        group=group,
+        plan=plan,
+        data=data,
+        num_classes=num_classes,
+        messages=messages,
+        model=model,
+        wrapped=wrapped,
+        ema=ema,
+        criterion=criterion,
+        optimizer=optimizer,
+        schedule=build_schedule(config.schedule, config.optimizer.lr, plan.steps_per_epoch, train.epochs),
+        scaler=scaler,
+        updater=Updater(model, optimizer, train.clip_norm, scaler),
+        statistics=RunningStatistics(model, group),
+        train_loader=build_train_loader(config, data.train, plan, group),
+        evaluation=EvaluationParts(
+            batches=partial(build_val_batches, config, data.val, group),
+            num_images=len(data.val),
+            preprocess=preprocess,
+            autocast_dtype=dtype,
+            mean=mean,
+            std=std,
+        ),
+    )
+
+
+def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: list[str]) -> nn.Module:
+    """The model on the CPU, with the weights that it starts from: drawn by key, published, or from a file."""
+    seed_generators(hash_key("init", seed))
+    built = build_model(model, num_classes)
+    if model.checkpoint is not None:
+        messages.append(load_weights(built, read_weights(Path(model.checkpoint)), num_classes))
+    return built
+
+
+def on_main_first(group: Group, action: Callable[[], nn.Module]) -> nn.Module:
+    """Rank 0 builds (and may fail: a missing file, no network) before the others do, so that one error is reported."""
+    built: list[nn.Module] = []
+
+    def build_and_keep() -> None:
+        built.append(action())
+
+    on_main(group, build_and_keep)
+    return built[0] if built else action()
+
+
+def choose_num_classes(asked: int | None, in_data: int) -> int:
+    """The head's outputs. Raises ConfigError where the data has more classes than the config asks for."""
+    if asked is not None and asked < in_data:
+        raise ConfigError(
+            [f"model.num_classes: {asked}, but the data set has {in_data} classes; give at least {in_data}, or null"]
+        )
+    return asked if asked is not None else in_data
+
+
+def choose_mean_std(config: Config, model: nn.Module) -> tuple[list[float], list[float]]:
+    """The config's normalisation, else the model's own."""
+    own_mean, own_std = model_mean_std(model)
+    return list(config.data.mean or own_mean), list(config.data.std or own_std)
+
+
+def build_train_loader(config: Config, source: ImageSource, plan: Plan, group: Group) -> TrainLoader | SyntheticLoader:
+    """This rank's micro-batches."""
+    sampler = EpochSampler(len(source), plan.global_batch, group.rank, group.world_size, config.seed)
+    if isinstance(source, SyntheticSource):
+        return SyntheticLoader(source, sampler, plan.micro_batch, config.augment.size_px, config.seed, group.device)
+    return TrainLoader(
+        source,
+        train_transform(config.augment),
+        sampler,
+        plan.micro_batch,
+        config.seed,
+        num_workers_for(config, group),
+        prefetch_batches=config.data.prefetch_batches,
+        pin_memory=group.device.type == "cuda",
+    )
+
+
+def build_val_batches(config: Config, source: ImageSource, group: Group) -> Iterable[Batch]:
+    """This rank's shard of an evaluation, unpadded."""
+    shard = shard_for_eval(len(source), group.rank, group.world_size)
+    if isinstance(source, SyntheticSource):
+        return synthetic_eval_batches(
+            source, shard, config.eval.batch_size, config.eval.crop_px, config.seed, group.device
+        )
+    return eval_batches(
+        source,
+        eval_transform(config.eval),
+        shard,
+        config.eval.batch_size,
+        num_workers_for(config, group),
+        prefetch_batches=config.data.prefetch_batches,
+        pin_memory=group.device.type == "cuda",
+    )
+
+
+def num_workers_for(config: Config, group: Group) -> int:
+    chosen = config.data.num_workers
+    return default_workers(group.place.local_world_size) if chosen is None else chosen

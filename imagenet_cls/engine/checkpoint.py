@@ -1,0 +1,226 @@
+"""Checkpoints: a folder that holds everything a run needs to go on, and everything a prediction needs. No pickle.
+
+    step-0001234/model.safetensors      weights and buffers, loadable by timm as they are
+                 ema.safetensors        the same names, averaged (where there is an EMA)
+                 optimizer.safetensors  tensors of the optimizer, by parameter name
+                 optimizer.json         its numbers
+                 state.json             step, best, classes, preprocessing, metrics, the whole config
+                 manifest.json          SHA-256 of each file, and of itself
+
+Owns the format, writing it so that a kill at any moment leaves the old ones whole, and verifying it. Refuses to know
+models and optimizers beyond their tensors: `engine.state` takes a run apart and puts it together again. Called by
+`engine.run`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from imagenet_cls.errors import CheckpointError
+
+FORMAT = 1
+_PREFIX, _TEMPORARY = "step-", ".tmp-"
+
+
+@dataclass
+class Snapshot:
+    """What a checkpoint holds, in host memory. Tensors are contiguous CPU tensors that nothing else writes to."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    optimizer_numbers: dict[str, Any]
+    state: dict[str, Any]
+    ema: dict[str, Tensor] | None = None
+    path: Path | None = field(default=None, compare=False)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"{_PREFIX}{step:07d}"
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+    """Write `folder/step-N` for the snapshot's step, replacing one of the same name, and return its path.
+
+    Written beside its place, each file fsynced, renamed, the parent fsynced: at every moment there is a whole
+    checkpoint under a final name, or none. Raises CheckpointError where the disk refuses; what was there before
+    stays.
+    """
+    final = checkpoint_path(folder, snapshot.state["step"])
+    temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temporary.mkdir()
+        tensors = {"model": snapshot.model, "ema": snapshot.ema, "optimizer": snapshot.optimizer}
+        for name, group in tensors.items():
+            if group is not None:
+                save_file(group, temporary / f"{name}.safetensors")
+        _write_json(temporary / "optimizer.json", snapshot.optimizer_numbers)
+        _write_json(temporary / "state.json", {"format": FORMAT, **snapshot.state})
+        _write_json(temporary / "manifest.json", _manifest(temporary))
+        for file in [*temporary.iterdir(), temporary]:
+            _fsync(file)
+        if final.exists():
+            # The same step again, after a resume: the same content. A folder can't be replaced in one go, so the old
+            # one steps aside first; a kill in between leaves the older checkpoints and this temporary one.
+            aside = folder / f"{_TEMPORARY}old-{final.name}-{os.getpid()}"
+            final.rename(aside)
+            temporary.rename(final)
+            shutil.rmtree(aside)
+        else:
+            temporary.rename(final)
+        _fsync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"could not write {final}: {error}\nOlder checkpoints are as they were. Make room or mend the folder, then go on "
+            "with --resume."
+        ) from error
+    return final
+
+
+def read_checkpoint(path: Path) -> Snapshot:
+    """Read and verify one checkpoint folder: each file's digest first, then its content.
+
+    Raises CheckpointError that says which file is missing or damaged.
+    """
+    content = verified_files(path)
+    try:
+        parsed = {name: load_tensors(data) for name, data in content.items() if name.endswith(".safetensors")}
+        state = json.loads(content["state.json"])
+        numbers = json.loads(content["optimizer.json"])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: can't be read: {error}\nUse another checkpoint.") from error
+    if state.pop("format", None) != FORMAT:
+        raise CheckpointError(
+            f"{path}: written in another format than {FORMAT}.\nRead it with the version that wrote it."
+        )
+    return Snapshot(
+        model=parsed["model.safetensors"],
+        optimizer=parsed["optimizer.safetensors"],
+        optimizer_numbers=numbers,
+        state=state,
+        ema=parsed.get("ema.safetensors"),
+        path=path,
+    )
+
+
+def verified_files(path: Path) -> dict[str, bytes]:
+    """The content of each file that the manifest names, after its digest was compared. Raises CheckpointError."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        files = manifest["files"]
+        if manifest["sha256"] != _digest(_canonical(files)):
+            raise CheckpointError(
+                f"{path}: damaged (manifest.json does not match its own digest).\nUse another checkpoint."
+            )
+        content = {}
+        for name, digest in files.items():
+            content[name] = (path / Path(name).name).read_bytes()
+            if _digest(content[name]) != digest:
+                raise CheckpointError(f"{path}: damaged ({name} does not match its digest).\nUse another checkpoint.")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a whole checkpoint ({error}).\nUse another checkpoint.") from error
+    return content
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint folders in a run's `checkpoints/`, newest (highest step) first. Not verified."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.name.startswith(_PREFIX) and path.name[len(_PREFIX) :].isdigit()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name[len(_PREFIX) :])
+
+
+def newest_whole(folder: Path) -> tuple[Snapshot | None, list[str]]:
+    """The newest checkpoint that verifies, and a message for each newer one that did not.
+
+    (None, []) where there is no checkpoint at all. Raises CheckpointError where there are some and all are bad:
+    starting afresh in silence would lose the run.
+    """
+    damage: list[str] = []
+    for path in list_checkpoints(folder):
+        try:
+            return read_checkpoint(path), damage
+        except CheckpointError as error:
+            damage.append(str(error).splitlines()[0])
+    if damage:
+        raise CheckpointError(
+            f"{folder}: none of {len(damage)} checkpoints is whole; the newest: {damage[0]}\n"
+            "Restore one from elsewhere, or start anew with --overwrite (which removes this run)."
+        )
+    return None, []
+
+
+def prune(folder: Path, keep_last: int | None, keep_steps: set[int]) -> None:
+    """Remove all but the newest `keep_last` checkpoints and those of `keep_steps` (the best ones)."""
+    if keep_last is None:
+        return
+    for path in list_checkpoints(folder)[keep_last:]:
+        if step_of(path) not in keep_steps:
+            # Renamed first: a kill half way through a removal must not leave a folder that looks like a checkpoint.
+            gone = folder / f"{_TEMPORARY}gone-{path.name}"
+            path.rename(gone)
+            shutil.rmtree(gone)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint folder that a user means: one itself, or of a run folder the one with the best top-1.
+
+    Raises CheckpointError where there is none.
+    """
+    if (path / "manifest.json").is_file():
+        return path
+    candidates = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not candidates:
+        raise CheckpointError(
+            f"{path}: neither a checkpoint (no manifest.json) nor a run folder with checkpoints.\n"
+            "Name a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder."
+        )
+    state = json.loads(verified_files(candidates[0])["state.json"])
+    best = state["progress"]["best"].get("raw", {}).get("step")
+    return next((c for c in candidates if step_of(c) == best), candidates[0])
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Temporary folders of a run that was killed. Only one run at a time holds the folder, so none is in use."""
+    for path in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    files = {file.name: _digest(file.read_bytes()) for file in sorted(folder.iterdir())}
+    return {"files": files, "sha256": _digest(_canonical(files))}
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,224 @@
+"""Using trained weights: evaluation of any weights on a config's data, and prediction with a checkpoint folder alone.
+
+Called by `cli` for `tools/test.py` and `tools/predict.py`. Writes nothing.
+"""
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.config.load import config_from_dict
+from imagenet_cls.config.schema import Config
+from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
+from imagenet_cls.data.layout import is_image
+from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_mean_std, choose_num_classes
+from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, read_checkpoint
+from imagenet_cls.engine.evaluate import evaluate, logits_of
+from imagenet_cls.engine.step import choose_precision
+from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.models.build import build_model
+from imagenet_cls.models.weights import load_weights, read_weights
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.reduce import gather_to_main
+
+_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Models to evaluate by kind (`raw`, `ema`), their class names (None: unknown), and their normalisation."""
+
+    models: dict[str, nn.Module]
+    classes: tuple[str, ...] | None
+    mean: list[float]
+    std: list[float]
+    origin: str
+
+
+def evaluate_weights(
+    config: Config, checkpoint: Path | None, group: Group, keep_predictions: bool
+) -> tuple[str, dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Evaluate weights on the config's validation images; every image exactly once. A collective.
+
+    checkpoint: a checkpoint or run folder of ours, foreign weights, or None for the published weights that the config
+    names. Returns a sentence about the weights, the results by kind, and on rank 0 (where asked for) one row for each
+    image: image, target, top-5 classes and probabilities, of the EMA weights where there are some, else of the raw
+    ones.
+    """
+    data = open_datasets(config.data, ("val",))
+    assert data.val is not None
+    weights = load_any_weights(config, checkpoint, len(data.classes))
+    if weights.classes is not None and weights.classes != data.classes:
+        raise DataError(
+            f"the validation images have {len(data.classes)} classes ({_first(data.classes)}), the checkpoint was trained on "
+            f"{len(weights.classes)} ({_first(weights.classes)}).\nUse the config and the data that it was trained with."
+        )
+    parts = EvaluationParts(
+        batches=partial(build_val_batches, config, data.val, group),
+        num_images=len(data.val),
+        preprocess=Preprocess(weights.mean, weights.std, group.device, config.train.channels_last),
+        autocast_dtype=choose_precision(config.train.precision, group.device),
+        mean=weights.mean,
+        std=weights.std,
+    )
+    results, rows = {}, []
+    for kind, model in weights.models.items():
+        model.to(group.device)
+        outputs = logits_of(model, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype)
+        rows = []
+        if keep_predictions:
+            outputs = _noting(outputs, data.val, data.classes, rows)
+        results[kind] = evaluate(outputs, group)
+    gathered = gather_to_main(rows, group)
+    return weights.origin, results, sorted(gathered, key=lambda row: row["index"])
+
+
+def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) -> Weights:
+    """Raises CheckpointError where the weights do not fit the model, UsageError where there are none."""
+    if checkpoint is not None and checkpoint.is_dir():
+        snapshot = read_checkpoint(find_checkpoint(checkpoint))
+        return Weights(
+            models=_models_of(snapshot),
+            classes=tuple(snapshot.state["classes"]),
+            mean=snapshot.state["preprocessing"]["mean"],
+            std=snapshot.state["preprocessing"]["std"],
+            origin=f"{snapshot.path}, step {snapshot.state['step']}",
+        )
+    if checkpoint is None and not config.model.pretrained and config.model.checkpoint is None:
+        raise UsageError(
+            "there are no weights to evaluate.\nName a checkpoint (test.py CONFIG CHECKPOINT), or set model.pretrained=true "
+            "for the published ones."
+        )
+    path = checkpoint or (Path(config.model.checkpoint) if config.model.checkpoint else None)
+    count = choose_num_classes(config.model.num_classes, num_classes)
+    model = build_model(replace(config.model, pretrained=path is None), count)
+    origin = f"published weights of {config.model.name}"
+    if path is not None:
+        origin = f"{path}: {load_weights(model, read_weights(path), count)}"
+    mean, std = choose_mean_std(config, model)
+    return Weights({"raw": model}, None, mean, std, origin)
+
+
+def _models_of(snapshot: Snapshot) -> dict[str, nn.Module]:
+    """The models of a checkpoint, on the CPU: raw, and averaged where it holds an average."""
+    config = config_from_dict(snapshot.state["config"])
+    models = {}
+    for kind, tensors in (("raw", snapshot.model), ("ema", snapshot.ema)):
+        if tensors is not None:
+            own = replace(config.model, pretrained=False, checkpoint=None)
+            models[kind] = build_model(own, snapshot.state["num_classes"]).eval()
+            try:
+                models[kind].load_state_dict(tensors)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{snapshot.path}: does not fit {config.model.name} as this version of its library builds it: "
+                    f"{str(error).splitlines()[-1].strip()}\nInstall the versions named in its state.json."
+                ) from error
+    return models
+
+
+def _noting(
+    outputs: Iterable[tuple[Tensor, Tensor, Tensor]],
+    source: ImageSource,
+    classes: Sequence[str],
+    rows: list[dict[str, Any]],
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Pass evaluation outputs through and note a row for each image."""
+    for logits, targets, indices in outputs:
+        for index, target, ranking in zip(indices.tolist(), targets.tolist(), rank(logits, classes), strict=True):
+            rows.append({"index": index, "image": source.name(index), "target": classes[target], "top": ranking})
+        yield logits, targets, indices
+
+
+def rank(logits: Tensor, classes: Sequence[str], count: int = 5) -> list[list[tuple[str, float]]]:
+    """For each row of logits (B, C) the `count` likeliest classes with their probabilities, likeliest first."""
+    best = logits.softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
+    return [
+        [(name_of(index, classes), probability) for index, probability in zip(indices, probabilities, strict=True)]
+        for indices, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+def name_of(index: int, classes: Sequence[str]) -> str:
+    """A class's name; a head may be wider than the list of classes."""
+    return classes[index] if index < len(classes) else f"class {index}"
+
+
+class Predictor:
+    """A checkpoint folder, ready to name images. Needs nothing but that folder.
+
+    weights: `raw`, `ema`, or None for the average where the checkpoint has one. Raises CheckpointError.
+    """
+
+    def __init__(self, checkpoint: Path, device: torch.device, weights: str | None = None):
+        snapshot = read_checkpoint(find_checkpoint(checkpoint))
+        assert snapshot.path is not None
+        config = config_from_dict(snapshot.state["config"])
+        models = _models_of(snapshot)
+        kind = weights or ("ema" if "ema" in models else "raw")
+        if kind not in models:
+            raise CheckpointError(f"{snapshot.path} holds no {kind} weights.\nIt holds: {', '.join(models)}.")
+        self.path, self.kind = snapshot.path, kind
+        self.model = models[kind].to(device)
+        self.classes = tuple(snapshot.state["classes"])
+        self.transform = eval_transform(config.eval)
+        preprocessing = snapshot.state["preprocessing"]
+        self.preprocess = Preprocess(preprocessing["mean"], preprocessing["std"], device, config.train.channels_last)
+
+    @torch.no_grad()
+    def logits(self, images: Sequence[Tensor]) -> Tensor:
+        """images: uint8 (3, H, W) of any sizes. Returns fp32 logits (B, C) on the CPU."""
+        batch = torch.stack([self.transform(image) for image in images])
+        return self.model(self.preprocess(batch)).float().cpu()
+
+    def predict(self, paths: Sequence[Path], count: int = 5, with_logits: bool = False) -> Iterator[dict[str, Any]]:
+        """A row for each file, in order: image, top (class, probability), and where asked for logits.
+
+        Raises DataError for a file that is no image.
+        """
+        for start in range(0, len(paths), _BATCH):
+            chunk = paths[start : start + _BATCH]
+            logits = self.logits([read_image(path) for path in chunk])
+            ranked = rank(logits, self.classes, count)
+            for path, ranking, outputs in zip(chunk, ranked, logits.tolist(), strict=True):
+                yield {"image": str(path), "top": ranking} | ({"logits": outputs} if with_logits else {})
+
+
+def read_image(path: Path) -> Tensor:
+    """One file as uint8 (3, H, W). Raises DataError that names it."""
+    try:
+        return decode_rgb(path.read_bytes())
+    except (OSError, DataError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path}: {reason}\nLeave it out, or give another file.") from error
+
+
+def find_images(words: Sequence[str]) -> list[Path]:
+    """Files, folders (searched through) and globs, as one sorted list for each word. Raises DataError for a word without any."""
+    found: list[Path] = []
+    for word in words:
+        path = Path(word)
+        if path.is_dir():
+            matches = sorted(f for f in path.rglob("*") if is_image(os.fsencode(f.name)) and f.is_file())
+        elif path.is_file():
+            matches = [path]
+        else:
+            matches = sorted(Path(match) for match in glob.glob(word, recursive=True) if Path(match).is_file())
+        if not matches:
+            kind = "holds no image" if path.is_dir() else "no such file, folder or pattern"
+            raise DataError(
+                f"{word}: {kind}.\nName image files, folders of images, or quoted patterns like 'photos/*.jpg'."
+            )
+        found += matches
+    return found
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,96 @@
+"""What a run measures of itself: losses of every step, speed, and the share of time spent waiting for data.
+
+Losses stay on the device until `flush`, which reads all of them at once. Called by `engine.train`.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from imagenet_cls.errors import NonFiniteError
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.reduce import all_mean
+
+T = TypeVar("T")
+
+
+class Meter:
+    """Collects rows of steps and turns them into records for `report`."""
+
+    def __init__(self, group: Group, global_batch: int, max_nonfinite_steps: int, overflow_is_normal: bool):
+        self.group = group
+        self.global_batch = global_batch
+        self.max_nonfinite_steps = max_nonfinite_steps
+        self.overflow_is_normal = overflow_is_normal  # fp16: the loss scale finds its height by overflowing
+        self.nonfinite_in_a_row = 0
+        self.rows: list[tuple[int, int, float]] = []
+        self.values: list[Tensor] = []
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave what came before (an evaluation, a checkpoint) out of the speed."""
+        self.started = time.perf_counter()
+        self.waited = 0.0
+        self.timed_steps = 0
+
+    def waiting_for(self, batches: Iterator[T]) -> Iterator[T]:
+        """Pass batches through and add up the time that the loop waits for them."""
+        while True:
+            before = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self.waited += time.perf_counter() - before
+            yield batch
+
+    def add(self, step: int, epoch: int, lr: float, loss: Tensor, norm: Tensor, skipped: Tensor) -> None:
+        """One step. loss: this rank's mean; norm: of the reduced gradient; all scalars on the device."""
+        self.rows.append((step, epoch, lr))
+        self.values.append(torch.stack([loss, norm.to(loss.dtype), skipped.to(loss.dtype)]))
+        self.timed_steps += 1
+
+    def flush(self) -> list[dict[str, Any]]:
+        """The records of all steps since the last call, losses averaged over the ranks. A collective: every rank calls it.
+
+        Raises NonFiniteError once `max_nonfinite_steps` updates in a row were skipped.
+        """
+        if not self.rows:
+            return []
+        values = all_mean(torch.stack(self.values), self.group).tolist()
+        records = [
+            {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": norm}
+            | ({"skipped": True} if skipped else {})
+            for (step, epoch, lr), (loss, norm, skipped) in zip(self.rows, values, strict=True)
+        ]
+        self.rows, self.values = [], []
+        seconds = time.perf_counter() - self.started
+        records[-1] |= {
+            "images_per_sec": self.timed_steps * self.global_batch / seconds,
+            "data_wait_pct": 100 * self.waited / seconds,
+            "memory_mib": self._memory_mib(),
+        }
+        self.restart_clock()
+        return records
+
+    def check_finite(self, records: list[dict[str, Any]]) -> None:
+        """Raise NonFiniteError where too many updates in a row were skipped. Called after the records were written."""
+        for record in records:
+            self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if "skipped" in record else 0
+            if self.nonfinite_in_a_row >= self.max_nonfinite_steps and not self.overflow_is_normal:
+                raise NonFiniteError(
+                    f"loss or gradient was NaN or infinite in {self.nonfinite_in_a_row} steps in a row, the last one step "
+                    f"{record['step']} (loss {record['loss']:g}, lr {record['lr']:g}).\nNo such step changed the weights. "
+                    "Lower optimizer.lr, warm up longer, set train.clip_norm, or look at that batch."
+                )
+
+    def _memory_mib(self) -> float:
+        """Peak memory so far: of the GPU's allocator, or this process's resident set."""
+        if self.group.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.group.device) / 2**20
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,18 @@
+"""What the command line says about a run beyond its config. Imports no torch: `cli` fills it in before that."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """resume: go on in `work_dir`. resume_from: go on from a checkpoint elsewhere. allow_change: dotted keys of the config that
+    may differ from the checkpoint's."""
+
+    work_dir: Path
+    resume: bool = False
+    resume_from: Path | None = None
+    overwrite: bool = False
+    allow_change: Sequence[str] = ()
+    dry_run: bool = False

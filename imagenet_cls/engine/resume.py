@@ -1,0 +1,68 @@
+"""May this run go on from that checkpoint? What a changed config means for a resumed run.
+
+Owns the list of keys that do not belong to the recipe. Called by `engine.run` on rank 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from imagenet_cls.config.load import config_to_dict
+from imagenet_cls.engine.build import Parts
+from imagenet_cls.errors import CheckpointError
+
+# Sections and keys that change how fast, where or how visibly a run goes, but not what it computes.
+_FREE = (
+    "checkpoint", "log", "parallel", "expect", "device", "imports", "eval.batch_size", "eval.every_epochs", "data.root",
+    "data.num_workers", "data.prefetch_batches", "train.max_steps", "train.max_nonfinite_steps", "train.deterministic",
+    "train.compile", "train.micro_batch_size", "model.pretrained", "model.checkpoint",
+)  # fmt: skip
+
+
+def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) -> list[str]:
+    """Compare a checkpoint's recipe and data with this run's; return lines that say what differs and is let through.
+
+    Raises CheckpointError for a change of the recipe that `allowed` (dotted keys, or whole sections) does not name,
+    and for another set of training images or classes.
+    """
+    before, now = flatten(state["config"]), flatten(config_to_dict(parts.config))
+    changed = {
+        key: (before.get(key), now.get(key)) for key in sorted({*before, *now}) if before.get(key) != now.get(key)
+    }
+    lines = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
+    refused = [key for key in changed if not _names(_FREE, key) and not _names(allowed, key)]
+    if refused:
+        shown = "; ".join(line for line in lines if line.partition(":")[0] in refused[:4])
+        more = f" and {len(refused) - 4} more" if len(refused) > 4 else ""
+        raise CheckpointError(
+            f"the config differs from the one that the checkpoint was made with: {shown}{more}\n"
+            f"Put it back, or allow it: {' '.join(f'--allow-change {key}' for key in refused[:4])}"
+        )
+    assert parts.data.train is not None
+    if state["classes"] != list(parts.data.classes) or state["data_digest"] != parts.data.train.digest():
+        raise CheckpointError(
+            f"the training images are not those of the checkpoint: {len(parts.data.train)} images in "
+            f"{len(parts.data.classes)} classes here, {len(state['classes'])} classes there.\n"
+            "Put the data back as it was, or start a new run from its weights with model.checkpoint=CHECKPOINT."
+        )
+    messages = [f"changed since the checkpoint: {line}" for line in lines]
+    if state["world_size"] != parts.group.world_size:
+        messages.append(
+            f"{state['world_size']} ranks before, {parts.group.world_size} now: the same samples, but the same bits are promised "
+            "for the same number of ranks only"
+        )
+    return messages
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _names(keys: Sequence[str], key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in keys)

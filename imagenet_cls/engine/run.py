@@ -1,0 +1,265 @@
+"""A training run from the outside: the folder, what it resumes from, the banner, the loop, and what is left at the end.
+
+Called by `cli` on every rank. The order is the order of what can go wrong: config, group, folder, data, parts, state.
+"""
+
+import logging
+import signal
+from pathlib import Path
+
+import numpy
+import PIL
+import safetensors
+import timm
+import torch
+import torchvision
+
+import imagenet_cls
+from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, format_problems
+from imagenet_cls.engine.build import Parts, build, check
+from imagenet_cls.engine.checkpoint import (
+    Snapshot,
+    checkpoint_path,
+    find_checkpoint,
+    newest_whole,
+    prune,
+    read_checkpoint,
+    write_checkpoint,
+)
+from imagenet_cls.engine.options import RunOptions
+from imagenet_cls.engine.resume import refuse_changes
+from imagenet_cls.engine.runfolder import RunFolder
+from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_optimizer
+from imagenet_cls.engine.step import autocast
+from imagenet_cls.engine.train import train
+from imagenet_cls.errors import ConfigError, Stopped
+from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
+from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.reduce import hand_out
+from imagenet_cls.parallel.stop import StopRequest
+from imagenet_cls.report.log import open_log
+from imagenet_cls.report.reporter import Reporter
+
+
+def raise_problems(loaded: Loaded, world_size: int | None) -> None:
+    """Stage 2 of checking; raises ConfigError with a line for each problem."""
+    problems = check(loaded.config, world_size)
+    if problems:
+        raise ConfigError(format_problems(problems, loaded.origins))
+
+
+def meet(loaded: Loaded, place: Place, groups: list[Group]) -> Group:
+    """Meet the other ranks and, unless our launching process has done it, make stage 2 of the checks on rank 0.
+
+    groups: receives the group as soon as there is one, so that the caller can end it whatever happens.
+    """
+    parallel = loaded.config.parallel
+    device = choose_device(loaded.config.device, place)
+    group = start_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
+    groups.append(group)
+    if not place.launched:
+        on_main(group, lambda: raise_problems(loaded, place.world_size))
+    return group
+
+
+def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Group]) -> None:
+    """Carry out a whole run on this rank. Returns at its end; raises Stopped (saved) or another UserError."""
+    config = loaded.config
+    group = meet(loaded, place, groups)
+    folder = RunFolder(options.work_dir)
+    if options.dry_run:
+        parts = build(config, group)
+        with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
+            reporter.banner(banner(parts, options, Progress()))
+            reporter.say(try_one_batch(parts))
+        parts.train_loader.close()
+        return
+    on_main(group, lambda: folder.open(options.resume, options.overwrite))
+    log = open_log(options.work_dir, group.rank)
+    log.info("rank %d of %d on %s, torch %s", group.rank, group.world_size, group.device, torch.__version__)
+    stop = StopRequest(group)
+    stop.listen()
+    parts = None
+    try:
+        parts = build(config, group)
+        progress, messages = resume(parts, folder, options)
+        resumed_at = progress.step if messages else None
+        evaluated = progress.evaluated_step if messages else None
+        tensorboard = config.log.tensorboard
+        total = (parts.plan.total_steps, parts.plan.epochs)
+        with Reporter(options.work_dir, resumed_at, tensorboard, group.is_main, *total, evaluated) as reporter:
+            if group.is_main:
+                folder.describe(dump_yaml(config), versions())
+            reporter.banner(banner(parts, options, progress))
+            reporter.config_text(dump_yaml(config))
+            for message in parts.messages:
+                reporter.say(message)
+            for message in messages:
+                reporter.event(progress.step, message)
+
+            def save() -> None:
+                reporter.sync()
+                save_run(parts, progress, folder, group)
+
+            number = train(parts, progress, reporter, save, stop)
+            if number:
+                code = 128 + number
+                where = checkpoint_path(folder.checkpoints, progress.step)
+                raise Stopped(
+                    f"stopped by {signal.Signals(number).name} after step {progress.step} of {parts.plan.total_steps}, saved "
+                    f"in {where}\nGo on with the same command and --resume.",
+                    code,
+                )
+            reporter.plot()
+            reporter.say(last_words(parts, progress, options.work_dir))
+    except Exception:
+        logging.getLogger("imagenet_cls").exception("the run ended early")
+        raise
+    finally:
+        stop.close()
+        if parts is not None:
+            parts.train_loader.close()
+        folder.close()
+
+
+def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:
+    """Load the state to go on from, on every rank; (Progress at 0, []) for a fresh start.
+
+    Rank 0 reads, verifies and compares; the others are handed its tensors. Raises CheckpointError.
+    """
+    group, found = parts.group, []
+
+    def find() -> dict | None:
+        """Rank 0's half: keeps the snapshot in `found` and returns what all ranks need to know of it."""
+        damage: list[str] = []
+        if options.resume and (newest := newest_whole(folder.checkpoints))[0] is not None:
+            found.append(newest[0])
+            damage = newest[1]
+        elif options.resume_from is not None:
+            found.append(read_checkpoint(find_checkpoint(options.resume_from)))
+        else:
+            return None
+        snapshot: Snapshot = found[0]
+        changes = refuse_changes(snapshot.state, parts, options.allow_change)
+        messages = [f"{line}; using an older checkpoint" for line in damage]
+        messages += [f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}", *changes]
+        return {
+            "state": snapshot.state,
+            "numbers": snapshot.optimizer_numbers,
+            "has_ema": snapshot.ema is not None,
+            "messages": messages,
+        }
+
+    known = on_main(group, find)
+    if known is None:
+        if options.resume and group.is_main:
+            parts.messages.append(f"nothing to resume in {folder.path}: starting fresh")
+        return Progress(), []
+    snapshot = found[0] if group.is_main else None
+    parts.model.load_state_dict(hand_out(snapshot and snapshot.model, group))
+    tensors = hand_out(snapshot and snapshot.optimizer, group)
+    give_optimizer(parts.model, parts.optimizer, tensors, known["numbers"])
+    if known["has_ema"]:
+        ema = hand_out(snapshot and snapshot.ema, group)
+        if parts.ema is not None:
+            parts.ema.module.load_state_dict(ema)
+    elif parts.ema is not None:
+        parts.ema.set(parts.model)
+    if parts.scaler.is_enabled() and known["state"]["scaler"]:
+        parts.scaler.load_state_dict(known["state"]["scaler"])
+    parts.statistics.remember()
+    return Progress(**known["state"]["progress"]), known["messages"]
+
+
+def save_run(parts: Parts, progress: Progress, folder: RunFolder, group: Group) -> None:
+    """Write a checkpoint of this moment on rank 0 and remove those that are no longer wanted."""
+    if not group.is_main:
+        return
+    optimizer, numbers = take_optimizer(parts.model, parts.optimizer)
+    snapshot = Snapshot(
+        model=host_copy(parts.model.state_dict()),
+        ema=None if parts.ema is None else host_copy(parts.ema.module.state_dict()),
+        optimizer=optimizer,
+        optimizer_numbers=numbers,
+        state=describe_state(parts, progress),
+    )
+    write_checkpoint(folder.checkpoints, snapshot)
+    best = {entry["step"] for entry in progress.best.values()}
+    prune(folder.checkpoints, parts.config.checkpoint.keep_last, best)
+
+
+def describe_state(parts: Parts, progress: Progress) -> dict:
+    """What `state.json` says: enough to go on from, and enough to predict with this folder and nothing else."""
+    config = parts.config
+    assert parts.data.train is not None
+    return {
+        "step": progress.step,
+        "progress": progress.to_dict(),
+        "plan": {"steps_per_epoch": parts.plan.steps_per_epoch, "total_steps": parts.plan.total_steps},
+        "scaler": parts.scaler.state_dict(),
+        "classes": list(parts.data.classes),
+        "num_classes": parts.num_classes,
+        "data_digest": parts.data.train.digest(),
+        "preprocessing": {"mean": parts.evaluation.mean, "std": parts.evaluation.std},
+        "config": config_to_dict(config),
+        "world_size": parts.group.world_size,
+        "cpu_threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    libraries = (imagenet_cls, torch, torchvision, timm, safetensors, numpy, PIL)
+    return {module.__name__: module.__version__ for module in libraries}
+
+
+def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[str, str]]:
+    """What will happen, in the order in which people ask."""
+    plan, group, config = parts.plan, parts.group, parts.config
+    parameters = sum(parameter.numel() for parameter in parts.model.parameters())
+    assert parts.data.train is not None
+    device = str(group.device)
+    if group.device.type == "cuda":
+        device += f" ({torch.cuda.get_device_name(group.device)})"
+    else:
+        device += f" ({torch.get_num_threads()} threads)"
+    precision = {None: "fp32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a loss scale"}
+    batch = f"{plan.global_batch} = {plan.world_size} ranks x {plan.accumulation} accumulated x {plan.micro_batch} on a device"
+    rows = [
+        ("model", f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {parts.num_classes} classes"),
+        ("data", f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images"),
+        ("device", f"{device}, {precision[parts.evaluation.autocast_dtype]}"),
+        ("ranks", f"{group.world_size} ({group.place.launcher})"),
+        ("batch", batch),
+        ("BatchNorm sees", f"{plan.micro_batch} images at a time"),
+        ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs} epochs)"),
+        ("optimizer", f"{config.optimizer.name}, lr {config.optimizer.lr:g}, {config.schedule.name}"),
+        ("seed", str(config.seed)),
+        ("run folder", "none: a dry run writes nothing" if options.dry_run else str(options.work_dir)),
+    ]
+    if progress.step:
+        rows.append(("goes on at", f"step {progress.step}"))
+    return rows
+
+
+def try_one_batch(parts: Parts) -> str:
+    """The dry run's last part: one real micro-batch through model, loss and backward. No weight changes."""
+    images, targets = next(iter(parts.train_loader.epoch(0, 0)))
+    parts.model.train()
+    with autocast(parts.group.device, parts.evaluation.autocast_dtype):
+        logits = parts.wrapped(parts.evaluation.preprocess(images))
+        loss = parts.criterion(logits, targets.to(parts.group.device))
+    loss.backward()
+    return (
+        f"dry run: one batch of {tuple(images.shape)} gave logits {tuple(logits.shape)} and loss {loss.item():.4f}; "
+        "nothing was written"
+    )
+
+
+def last_words(parts: Parts, progress: Progress, work_dir: Path) -> str:
+    lines = [
+        f"{kind} weights: top-1 {progress.latest[kind]['top1_pct']:.2f} % at the end, best {best['top1_pct']:.2f} % at step "
+        f"{best['step']} in {checkpoint_path(work_dir / 'checkpoints', best['step'])}"
+        for kind, best in progress.best.items()
+    ]
+    return "\n".join(["done", *lines])

@@ -1,0 +1,122 @@
+"""The run folder: who may write into it, and what lies where.
+
+    work_dirs/<config name>/ config.yaml env.json metrics.jsonl logs/ tensorboard/ checkpoints/ plots/
+
+Owns the refusal to write over a run, and the lock that keeps a second run out. Only rank 0 calls it; other machines
+need no shared disk. Called by `cli` (early, before ranks start) and `engine.run`.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from imagenet_cls.engine.checkpoint import list_checkpoints, step_of
+from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
+
+# Everything that a run writes: what --overwrite removes, and nothing else.
+_WRITTEN = ("config.yaml", "env.json", "metrics.jsonl", "logs", "tensorboard", "checkpoints", "plots")
+
+# Names that are safe to write down: no name here ever holds a secret.
+_SAFE_NAMES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+    "NCCL_DEBUG", "NCCL_IB_DISABLE", "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NODELIST", "PYTHONHASHSEED",
+)  # fmt: skip
+
+
+class RunFolder:
+    """The paths of one run, and its lock."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    def holds_a_run(self) -> bool:
+        return any((self.path / name).exists() for name in _WRITTEN if name != "logs")
+
+    def refuse_if_taken(self, resume: bool, overwrite: bool) -> None:
+        """Raise UsageError where the folder holds a run and neither flag says what to do with it. Changes nothing."""
+        if resume and overwrite:
+            raise UsageError(
+                "--resume and --overwrite contradict each other: one goes on, the other removes.\nGive one."
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"{self.path} is a file, not a folder.\nName another folder with --work-dir.")
+        if self.holds_a_run() and not resume and not overwrite:
+            done = list_checkpoints(self.checkpoints)
+            got = f"saved up to step {step_of(done[0])}" if done else "without a checkpoint yet"
+            raise UsageError(
+                f"{self.path} holds a run already ({got}).\n"
+                "--resume goes on with it, --overwrite removes it and starts anew, --work-dir DIR uses another folder."
+            )
+
+    def open(self, resume: bool, overwrite: bool) -> None:
+        """Make the folder this run's own until the process ends.
+
+        Raises UsageError for a folder that is taken or in use, CheckpointError where it can't be written.
+        """
+        self.refuse_if_taken(resume, overwrite)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            if overwrite:
+                for name in _WRITTEN:
+                    target = self.path / name
+                    shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"can't write to {self.path}: {error}\nName another folder with --work-dir."
+            ) from error
+
+    def _take_lock(self) -> None:
+        """The kernel's lock: a dead run's is free by itself. The file's text only says who holds it."""
+        lock = (self.path / ".lock").open("a+")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            lock.close()
+            raise UsageError(
+                f"{self.path} is in use by {holder}.\nWait for that run, or use another folder with --work-dir."
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        self._lock = lock
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def describe(self, config_yaml: str, versions: Mapping[str, str]) -> None:
+        """Write `config.yaml` (resolved) and `env.json` (versions, machine, environment variables from a list of safe names)."""
+        env = {
+            "versions": dict(versions) | {"python": platform.python_version()},
+            "host": socket.gethostname(),
+            "machine": platform.machine(),
+            "system": platform.platform(),
+            "variables": {name: os.environ[name] for name in _SAFE_NAMES if name in os.environ},
+        }
+        try:
+            write_whole(self.path / "config.yaml", config_yaml)
+            write_whole(self.path / "env.json", json.dumps(env, indent=1) + "\n")
+        except OSError as error:
+            raise ResourceError(
+                f"can't write to {self.path}: {error}\nMake room, or name another --work-dir."
+            ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,97 @@
+"""A run's state, taken apart into named tensors and numbers, and put together again in the same bits.
+
+Owns the names of optimizer state and the strides it is given back in. No generator state is among it: every random
+draw has a key of its own. Called by `engine.run` around `engine.checkpoint`.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.errors import CheckpointError
+
+_SEPARATOR = "//"
+
+
+@dataclass
+class Progress:
+    """Where a run stands. step: optimizer updates done. best: per kind of weights (raw, ema) its top1_pct and step."""
+
+    step: int = 0
+    evaluated_step: int = 0
+    best: dict[str, dict[str, Any]] = field(default_factory=dict)
+    latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU copies that share memory with nothing, as safetensors wants them and as a running step can't change."""
+    return {name: t.detach().to("cpu", copy=True).contiguous().clone() for name, t in tensors.items()}
+
+
+def take_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state as tensors by name (`layer1.0.conv1.weight//momentum_buffer`) and JSON-able numbers."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {"groups": [], "parameters": {}, "on_host": []}
+    for index, group in enumerate(optimizer.param_groups):
+        kept = {key: value for key, value in group.items() if key not in ("params", "names")}
+        tensors |= {f"group{_SEPARATOR}{index}{_SEPARATOR}{k}": v for k, v in kept.items() if isinstance(v, Tensor)}
+        members = [names[id(parameter)] for parameter in group["params"]]
+        values = {key: value for key, value in kept.items() if not isinstance(value, Tensor)}
+        numbers["groups"].append({"members": members, "values": values})
+    for parameter, state in optimizer.state.items():
+        name = names[id(parameter)]
+        tensors |= {f"{name}{_SEPARATOR}{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+        numbers["on_host"] += [
+            f"{name}{_SEPARATOR}{key}"
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.device != parameter.device
+        ]
+        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        numbers["parameters"][name] = plain
+    return host_copy(tensors), numbers
+
+
+def give_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> None:
+    """Put what `take_optimizer` took into an optimizer of the same kind over the same parameters.
+
+    Each tensor takes its parameter's strides: fused kernels walk weight and state flat, side by side, so a contiguous
+    momentum under a channels-last weight corrupts the run in silence (error 2e-2 on weights of 0.1 in the first step).
+
+    Raises CheckpointError where the groups of parameters differ.
+    """
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    there = [group["members"] for group in numbers["groups"]]
+    if here != there:
+        raise CheckpointError(
+            f"the optimizer has {len(here)} groups of {[len(g) for g in here]} parameters, the checkpoint {len(there)} of "
+            f"{[len(g) for g in there]}.\nResume with the config that the run was started with (its config.yaml)."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in numbers["groups"][index]["values"].items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    optimizer.state.clear()
+    for name, plain in numbers["parameters"].items():
+        optimizer.state[parameters[name]] = dict(plain)
+    on_host = set(numbers["on_host"])
+    for full_name, tensor in tensors.items():
+        *owner, key = full_name.split(_SEPARATOR)
+        if owner[0] == "group":
+            group = optimizer.param_groups[int(owner[1])]
+            group[key] = tensor.to(group["params"][0].device, copy=True)
+            continue
+        parameter = parameters[owner[0]]
+        if tensor.shape == parameter.shape:
+            value = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+        else:
+            value = tensor.to("cpu" if full_name in on_host else parameter.device, copy=True)
+        optimizer.state[parameter][key] = value

@@ -1,0 +1,127 @@
+"""The loop. Called by `engine.run`, which builds the parts and writes what comes out.
+
+epoch = step // steps_per_epoch: where a run stands is one number, so a resumed run is this loop begun at another
+step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.evaluate import evaluate, logits_of
+from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.state import Progress
+from imagenet_cls.engine.step import autocast
+from imagenet_cls.models.ema import update_ema
+from imagenet_cls.parallel.stop import StopRequest
+from imagenet_cls.parallel.wrap import sync_on_last
+from imagenet_cls.report.reporter import Reporter
+from imagenet_cls.seeding import hash_key, seed_generators
+
+
+def train(p: Parts, progress: Progress, reporter: Reporter, save: Callable[[], None], stop: StopRequest) -> int:
+    """Train from `progress.step` to the end of the plan. Every rank calls it, with the same `progress`.
+
+    save: writes a checkpoint of the present state. Returns 0, or the signal that the run was stopped for; then the
+    state was saved. Raises NonFiniteError, or DataError from a worker.
+    """
+    cfg, plan, device, seed = p.config, p.plan, p.group.device, p.config.seed
+    meter = Meter(p.group, plan.global_batch, cfg.train.max_nonfinite_steps, overflow_is_normal=p.scaler.is_enabled())
+
+    def report_steps() -> None:
+        records = meter.flush()
+        reporter.train(records)
+        meter.check_finite(records)
+
+    while True:
+        if evaluation_due(p, progress):
+            improved = evaluate_all(p, progress, reporter)
+            if improved or save_due(p, progress.step):
+                save()
+        if progress.step >= plan.total_steps:
+            return 0
+
+        epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
+        p.model.train()
+        meter.restart_clock()
+        micro_batches = meter.waiting_for(p.train_loader.epoch(epoch, first_step))
+        for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
+            lr = p.schedule(step)
+            losses = []
+            for micro in range(plan.accumulation):
+                images, targets = next(micro_batches)
+                if step == 0 and micro == 0:
+                    reporter.first_batch(images, targets, p.data.classes)
+                seed_generators(hash_key("batch", seed, step, micro, p.group.rank), device)  # dropout, drop-path
+                last = micro == plan.accumulation - 1
+                with sync_on_last(p.wrapped, last):
+                    with autocast(device, p.evaluation.autocast_dtype):
+                        logits = p.wrapped(p.evaluation.preprocess(images))
+                        loss = p.criterion(logits, targets.to(device, non_blocking=True)) / plan.accumulation
+                    p.scaler.scale(loss).backward()
+                losses.append(loss.detach())
+            grad_norm, skipped = p.updater.update(lr)
+            p.statistics.settle(skipped)
+            if p.ema is not None:
+                update_ema(p.ema, p.model, step)
+            progress.step = step + 1
+            meter.add(progress.step, epoch, lr, sum(losses), grad_norm, skipped)
+
+            if progress.step % cfg.log.every_steps == 0:
+                report_steps()
+            if signal_number := stop.agreed():
+                report_steps()
+                save()
+                return signal_number
+            if save_due(p, progress.step) and not evaluation_due(p, progress):
+                report_steps()
+                save()
+                meter.restart_clock()
+        report_steps()
+
+
+def evaluation_due(p: Parts, progress: Progress) -> bool:
+    """At the end of every `eval.every_epochs`-th epoch and of the run, unless this step was evaluated already."""
+    at_end = progress.step >= p.plan.total_steps
+    epochs, rest = divmod(progress.step, p.plan.steps_per_epoch)
+    at_epoch = rest == 0 and epochs > 0 and epochs % p.config.eval.every_epochs == 0
+    return (at_end or at_epoch) and progress.evaluated_step < progress.step
+
+
+def save_due(p: Parts, step: int) -> bool:
+    """At the end of the run, and as `checkpoint.every_steps` and `checkpoint.every_epochs` say."""
+    every_steps, every_epochs = p.config.checkpoint.every_steps, p.config.checkpoint.every_epochs
+    epochs, rest = divmod(step, p.plan.steps_per_epoch)
+    by_steps = every_steps is not None and step % every_steps == 0
+    by_epochs = every_epochs is not None and rest == 0 and epochs % every_epochs == 0
+    return by_steps or by_epochs or step >= p.plan.total_steps
+
+
+def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
+    """Evaluate the raw and the averaged weights, record both, and say whether either is the best so far."""
+    models: dict[str, nn.Module] = {"raw": p.model} | ({} if p.ema is None else {"ema": p.ema.module})
+    improved = False
+    for kind, model in models.items():
+        result = evaluate_one(p, model, reporter)
+        record: dict[str, Any] = {
+            "kind": "eval",
+            "step": progress.step,
+            "epoch": (progress.step - 1) // p.plan.steps_per_epoch,
+            "weights": kind,
+            **result,
+        }
+        reporter.evaluation(record)
+        progress.latest[kind] = {name: value for name, value in result.items() if name != "seconds"}
+        if result["top1_pct"] > progress.best.get(kind, {}).get("top1_pct", -1.0):
+            progress.best[kind] = {"top1_pct": result["top1_pct"], "step": progress.step}
+            improved = True
+    progress.evaluated_step = progress.step
+    return improved
+
+
+def evaluate_one(p: Parts, model: nn.Module, reporter: Reporter) -> dict[str, Any]:
+    e = p.evaluation
+    outputs = logits_of(model, e.batches(), e.preprocess, p.group.device, e.autocast_dtype)
+    return evaluate(outputs, p.group)

@@ -1,0 +1,166 @@
+"""The ranks of a run as one group: how they meet, what they share, how they end.
+
+Owns torch.distributed's process groups: the main one (nccl or gloo) for gradients, and a gloo side group on the CPU
+for control: stop requests, rank 0's verdicts, state. Refuses to know what is computed. Called by `engine` and `cli`.
+"""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from imagenet_cls.errors import ResourceError, UsageError, UserError
+from imagenet_cls.parallel.place import Place, choose_interface, complete_master_address
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One rank's view of all ranks. `control` is None where there is one rank only and nothing to talk to."""
+
+    place: Place
+    device: torch.device
+    control: Any = None
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.place.is_main
+
+
+def choose_device(device: str, place: Place) -> torch.device:
+    """The device of this rank: `auto` and `cuda` give each rank of a machine the GPU with its local rank's number.
+
+    Raises UsageError for a GPU that is not there, or one certain GPU for several ranks.
+    """
+    gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise UsageError(
+            f"device={device}, but torch {torch.__version__} sees no GPU here.\nUse device=cpu or device=auto."
+        )
+    if place.world_size > 1 and ":" in device:
+        raise UsageError(
+            f"device={device} with {place.world_size} ranks: each rank needs its own GPU.\nUse device=cuda."
+        )
+    index = int(device.partition(":")[2] or place.local_rank)
+    if index >= gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise UsageError(
+            f"rank {place.rank} (local rank {place.local_rank}) wants GPU {index}, but {gpus} are visible here"
+            + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
+            + f".\nStart at most {gpus} ranks on this machine, or use device=cpu."
+        )
+    return torch.device("cuda", index)
+
+
+def start_group(
+    place: Place, device: torch.device, mode: str, backend: str, init_method: str, timeout_sec: float
+) -> Group:
+    """Meet the other ranks. One rank alone meets nobody, and gets a process group only where `mode` is `ddp`.
+
+    backend: `auto` (nccl on GPUs, gloo on CPUs), `nccl`, `gloo`. timeout_sec: longest wait for another rank, here and
+    in every later collective.
+
+    Raises UsageError where MASTER_ADDR or MASTER_PORT is missing, ResourceError where the ranks do not meet.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = {"auto": "nccl" if device.type == "cuda" else "gloo"}.get(backend, backend)
+    if place.world_size == 1:
+        if mode == "ddp" and not dist.is_initialized():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return Group(place, device)
+    complete_master_address(os.environ, place.launcher)
+    address = init_method
+    if init_method == "env://":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise UsageError(
+                f"rank {place.rank} of {place.world_size} can't find the others: {' and '.join(missing)} not set.\n"
+                "Set both to the first machine's address and a free port of it, or start with scripts/dist_train.sh."
+            )
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host = re.sub(r"^tcp://", "", address).rpartition(":")[0]
+    if host and not address.startswith("file:"):
+        choose_interface(os.environ, host)
+    timeout = timedelta(seconds=timeout_sec)
+    try:
+        dist.init_process_group(
+            backend, init_method=init_method, rank=place.rank, world_size=place.world_size, timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )  # fmt: skip
+        # A group of its own also where gloo carries the gradients: two collectives in flight on one group must be
+        # issued in the same order on every rank, and a stop request may come between any two.
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        dist.barrier(group=control)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+        reason = "that port is taken by another program" if taken else str(error).strip().splitlines()[0][:200]
+        raise ResourceError(
+            f"rank {place.rank} of {place.world_size} could not meet the others at {address} within {timeout_sec:g} s:\n"
+            f"{reason}\n"
+            "Check that every rank was started, that all name the same address and port, and that the port is free."
+        ) from error
+    return Group(place, device, control)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an exception is a collective that failed because another rank is gone or late: not this rank's own fault."""
+    if isinstance(error, dist.DistError):
+        return True
+    pattern = r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|timed out waiting|socket"
+    return isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE) is not None
+
+
+def on_main(group: Group, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and give every rank its result, or raise on every rank the user error that it raised.
+
+    The result travels pickled between our own processes, over the control group. Whatever else goes wrong on rank 0
+    is a bug: it ends rank 0, and with it the others.
+    """
+    if group.control is None:
+        return action()
+    outcome: list[Any] = [None, None]
+    if group.is_main:
+        try:
+            outcome = [action(), None]
+        except UserError as error:
+            outcome = [None, error]
+    dist.broadcast_object_list(outcome, src=0, group=group.control)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def leave(group: Group | None, code: int) -> None:
+    """End this rank's process with an exit code. Never returns.
+
+    A rank that falls off the end of its script while gloo's threads still run aborts with exit code 134 now and then;
+    so: wait for the others (only where all is well), take the groups down, flush, and skip the interpreter's own
+    clean-up.
+    """
+    if group is not None and group.control is not None and code == 0:
+        with contextlib.suppress(RuntimeError):
+            dist.barrier(group=group.control)
+            dist.destroy_process_group()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,209 @@
+"""Starting ranks on this machine: by torch.multiprocessing (spawn), or by torchrun's elastic agent (pytorch).
+
+Owns the processes of the ranks: their environment, the first failing rank's exit code and its message, signals.
+Refuses to check configs: `cli` has done that before it calls `start_ranks`. The ranks run the same command line
+again.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, cpu_threads, free_port
+
+# torchrun's own variable: the file that a failing rank leaves its message in.
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What is to be started. gpus: processes on this machine. nodes: machines, or `1:4` for an elastic job (pytorch only)."""
+
+    launcher: str
+    gpus: int
+    nodes: str = "1"
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    max_restarts: int = 0
+
+
+def start_ranks(ranks: Ranks, script: str, argv: Sequence[str], run_rank: Callable[[Sequence[str]], None]) -> int:
+    """Start the ranks of this machine, wait for them, and return the exit code that a shell should see.
+
+    script, argv: the command line that each rank runs (pytorch). run_rank: the function that does the same from inside
+    Python (spawn); it must be importable and end its process itself.
+
+    The code is the one of the rank that failed first, and its message is printed here, once.
+    """
+    os.environ[LAUNCHED_VARIABLE] = ranks.launcher
+    # The number of threads changes the last bits of a result, so it is always set, not only by one of the launchers.
+    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(ranks.gpus)))
+    if ranks.launcher == "spawn":
+        return _spawn(ranks, argv, run_rank)
+    return _torchrun(ranks, script, argv)
+
+
+def refuse_too_many_ranks(gpus: int, device: str) -> None:
+    """Raise UsageError for more ranks than this machine has GPUs. Without a GPU, or with device=cpu, ranks share the CPU."""
+    import torch
+
+    present = torch.cuda.device_count()
+    if device != "cpu" and 0 < present < gpus:
+        raise UsageError(
+            f"{gpus} ranks were asked for, but this machine shows {present} GPUs.\n"
+            f"Ask for at most {present}, check CUDA_VISIBLE_DEVICES, or use device=cpu for ranks on the CPU."
+        )
+
+
+def write_error_file(message: str, exit_code: int) -> None:
+    """Leave this rank's message where the process that started it looks for it (in torchrun's own format)."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if path:
+        extra = {"timestamp": str(int(time.time())), "py_callstack": ""}
+        record = {"message": {"message": message, "errorCode": exit_code, "extraInfo": extra}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(record))
+
+
+def _exit_code(code: int) -> int:
+    """A shell's exit code for a process's: 128 + n for one that signal n ended."""
+    return 128 - code if code < 0 else code
+
+
+def _report(rank: int, code: int, error_file: Path | None) -> None:
+    """Print the failing rank's message, or what can be said of a rank that left none."""
+    message = ""
+    if error_file is not None and error_file.is_file():
+        with contextlib.suppress(ValueError, KeyError):
+            message = json.loads(error_file.read_text())["message"]["message"]
+    if not message and code < 0:
+        name = signal.Signals(-code).name
+        hint = "the kernel may have run out of memory (see `dmesg`)" if -code == signal.SIGKILL else "somebody sent it"
+        message = f"rank {rank} was killed by {name}: {hint}; the other ranks were ended.\nGo on with the same command and --resume."
+    elif not message:
+        message = (
+            f"rank {rank} ended with exit code {code} and left no message; see logs/rank{rank}.log in the run folder."
+        )
+    print(message, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- spawn
+
+
+def _spawn(ranks: Ranks, argv: Sequence[str], run_rank: Callable[[Sequence[str]], None]) -> int:
+    import torch.multiprocessing as mp
+
+    if not ranks.nodes.isdigit():
+        raise UsageError(f"--nodes {ranks.nodes}: an elastic number of machines needs --launcher pytorch.")
+    nodes = int(ranks.nodes)
+    if nodes > 1 and ranks.master_addr is None:
+        raise UsageError(
+            "--launcher spawn on several machines: the ranks need an address to meet at.\n"
+            "Add parallel.init_method=tcp://FIRST_MACHINE:PORT, the same on each machine."
+        )
+    shared = {
+        "WORLD_SIZE": str(ranks.gpus * nodes),
+        "LOCAL_WORLD_SIZE": str(ranks.gpus),
+        "MASTER_ADDR": ranks.master_addr or "127.0.0.1",
+        "MASTER_PORT": str(ranks.master_port or free_port()),
+        LAUNCHED_VARIABLE: "spawn",
+    }
+    with tempfile.TemporaryDirectory(prefix="imagenet-cls-") as folder:
+        first_rank = ranks.node_rank * ranks.gpus
+        arguments = (run_rank, list(argv), shared, first_rank, folder)
+        # One server imports torch once and forks the ranks, before anything in it has touched a GPU.
+        mp.set_forkserver_preload(["torch", "torchvision", "timm", "imagenet_cls.cli"])
+        context = mp.start_processes(_spawned, arguments, ranks.gpus, join=False, start_method="forkserver")
+        forward = _forward_signals(lambda: [p.pid for p in context.processes])
+        try:
+            while not context.join(timeout=1.0):
+                pass
+        except mp.ProcessExitedException as failure:
+            _report(first_rank + failure.error_index, failure.exit_code, Path(folder) / f"{failure.error_index}.json")
+            return _exit_code(failure.exit_code)
+        finally:
+            forward()
+    return 0
+
+
+def _spawned(
+    local_rank: int,
+    run_rank: Callable[[Sequence[str]], None],
+    argv: list[str],
+    env: dict[str, str],
+    first_rank: int,
+    folder: str,
+) -> None:
+    os.environ.update(env, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
+    os.environ[ERROR_FILE_VARIABLE] = str(Path(folder) / f"{local_rank}.json")
+    run_rank(argv)
+
+
+def _forward_signals(pids: Callable[[], list[int | None]]) -> Callable[[], None]:
+    """Pass SIGTERM on to the ranks and let them decide; a terminal's Ctrl-C reaches them by itself. Returns the undo."""
+
+    def pass_on(number: int, frame: object) -> None:
+        if number == signal.SIGTERM:
+            for pid in pids():
+                with contextlib.suppress(ProcessLookupError, TypeError):
+                    os.kill(pid, number)  # type: ignore[arg-type]
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def undo() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    return undo
+
+
+# ---------------------------------------------------------------------------------------------- torchrun
+
+
+def _torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
+    """torch.distributed.run, called as a function: as a program it turns every exit code into 1, with 44 lines of its own."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+    words = [f"--nproc-per-node={ranks.gpus}", f"--nnodes={ranks.nodes}", f"--max-restarts={ranks.max_restarts}"]
+    if ranks.nodes == "1":
+        port = ranks.master_port or free_port()
+        words += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    elif ":" in ranks.nodes:
+        endpoint = f"{ranks.master_addr or '127.0.0.1'}:{ranks.master_port or 29500}"
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=imagenet-cls"]
+    else:
+        if ranks.master_addr is None:
+            raise UsageError(
+                f"{ranks.nodes} machines need one address to meet at, and none was given.\n"
+                "Set MASTER_ADDR (--master-addr) to the first machine's address, on each machine, and NODE_RANK to 0, 1, ..."
+            )
+        words += [f"--node-rank={ranks.node_rank}", f"--master-addr={ranks.master_addr}"]
+        words += [f"--master-port={ranks.master_port or 29500}"]
+    try:
+        torchrun.run(torchrun.parse_args([*words, script, *argv]))
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        error_file = Path(first.error_file) if first.error_file else None
+        _report(rank, first.exitcode, error_file)
+        return _exit_code(first.exitcode)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except OSError as error:
+        raise ResourceError(
+            f"could not start {ranks.gpus} ranks: {error}\nCheck the address, the port and the limits."
+        ) from error
+    return 0

@@ -1,0 +1,206 @@
+"""A command on one rank or many: start the ranks, be one of them, and show an error once.
+
+Owns the difference between a launching process and a rank, and every exit code. Refuses to know what a command does.
+Called by `cli`; stands on the same level.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imagenet_cls.config.load import Loaded
+from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError
+from imagenet_cls.parallel.place import LAUNCHERS, Place, cpu_threads, find_place
+
+if TYPE_CHECKING:
+    from imagenet_cls.parallel.group import Group
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+
+# How long a rank that lost another waits to be ended by its launcher before it speaks: the other one's message is the
+# cause.
+_PATIENCE_SEC = 5.0
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """A command that runs on ranks. All functions are importable, since a spawned rank gets them by name.
+
+    script: its file in tools/. parser: makes the parser, with `add_rank_options`. load: stage 1 of checking, without
+    torch. precheck: what else the launching process can refuse before ranks start. run: one rank's part.
+    """
+
+    script: str
+    parser: Callable[[], argparse.ArgumentParser]
+    load: Callable[[argparse.Namespace], Loaded]
+    precheck: Callable[[argparse.Namespace, Loaded], None]
+    run: Callable[[argparse.Namespace, Loaded, Place, "list[Group]"], None]
+
+
+def run_command(command: RankCommand, argv: Sequence[str]) -> int:
+    """Be the only rank, one of several (then the process ends here), or the process that starts them."""
+    arguments = command.parser().parse_intermixed_args(argv)
+    launcher, gpus = arguments.launcher, arguments.gpus or 1
+    place = find_place(os.environ, "auto" if launcher == "spawn" else launcher)
+    if place is not None and (place.world_size > 1 or place.launched):
+        run_rank(command, argv)
+    if place is None and (launcher in ("spawn", "pytorch") or (launcher == "auto" and gpus > 1)):
+        return start(command, arguments, argv, "spawn" if launcher == "auto" else launcher)
+    if place is None and gpus > 1:
+        raise UsageError(f"--gpus {gpus} with --launcher {launcher}: that starts no ranks.\nUse --launcher spawn.")
+    loaded = command.load(arguments)
+    prepare_process(loaded, place or Place())
+    command.run(arguments, loaded, place or Place(), [])
+    return 0
+
+
+def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[str], launcher: str) -> int:
+    """Check everything that can be checked here, once, then start the ranks and wait for them."""
+    loaded = command.load(arguments)
+    gpus = arguments.gpus or 1
+    from imagenet_cls.engine.run import raise_problems
+    from imagenet_cls.parallel.launch import Ranks, refuse_too_many_ranks, start_ranks
+
+    refuse_too_many_ranks(gpus, loaded.config.device)
+    raise_problems(loaded, gpus * int(arguments.nodes) if arguments.nodes.isdigit() else None)
+    if arguments.node_rank == 0:
+        command.precheck(arguments, loaded)
+    init_method = loaded.config.parallel.init_method
+    host, _, port = init_method.removeprefix("tcp://").rpartition(":")
+    by_address = init_method.startswith("tcp://")
+    ranks = Ranks(
+        launcher=launcher,
+        gpus=gpus,
+        nodes=arguments.nodes,
+        node_rank=arguments.node_rank,
+        master_addr=host if by_address else arguments.master_addr,
+        master_port=int(port) if by_address else arguments.master_port,
+        max_restarts=arguments.max_restarts,
+    )
+    return start_ranks(ranks, str(TOOLS / command.script), argv, partial(run_rank, command))
+
+
+def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
+    """Be one of several ranks, from the command line to the end of the process. Never returns.
+
+    Only one rank's error is shown. Our launching process shows that of the rank that failed first; under a foreign
+    launcher ranks speak for themselves, rank 0 first.
+    """
+    from imagenet_cls.parallel.group import leave, lost_a_peer
+    from imagenet_cls.parallel.launch import write_error_file
+
+    groups: list[Group] = []
+    rank, launched, code = 0, False, 0
+    try:
+        arguments = command.parser().parse_intermixed_args(argv)
+        place = find_place(os.environ, "auto" if arguments.launcher == "spawn" else arguments.launcher)
+        assert place is not None
+        rank, launched = place.rank, place.launched
+        loaded = command.load(arguments)
+        prepare_process(loaded, place)
+        command.run(arguments, loaded, place, groups)
+    except Stopped as stopped:
+        # Not an error to be reported by the launching process: every rank stops, and rank 0 says so.
+        if rank == 0:
+            show(stopped, argv)
+        code = stopped.exit_code
+    except UserError as error:
+        write_error_file(str(error), error.exit_code)
+        if not launched:
+            time.sleep(0.0 if rank == 0 else 1.0)
+            show(error, argv)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as usage:
+        code = usage.code if isinstance(usage.code, int) else 1
+    except BaseException as error:
+        crash = lost_peer(error, rank) if lost_a_peer(error) else None
+        logging.getLogger("imagenet_cls").error("rank %d failed", rank, exc_info=error)
+        text = str(crash) if crash else "".join(traceback.format_exception(error))
+        code = crash.exit_code if crash else 1
+        write_error_file(text, code)
+        if not launched:
+            print(text, file=sys.stderr, flush=True)
+    leave(groups[0] if groups else None, code)
+
+
+def lost_peer(error: BaseException, rank: int) -> ResourceError:
+    """What a rank says whose only fault is that another one is gone; after it gave the launcher time to end it unheard."""
+    time.sleep(_PATIENCE_SEC)
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return ResourceError(
+        f"rank {rank} lost contact with another rank: {reason}\n"
+        "The other ranks' logs (logs/rank*.log) tell the cause. Go on with the same command and --resume."
+    )
+
+
+def prepare_process(loaded: Loaded, place: Place) -> None:
+    """Set what torch and its libraries read when they are imported."""
+    if loaded.config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if place.world_size > 1:
+        # The number of threads changes the last bits, and only some launchers set it.
+        threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(place.local_world_size)))
+        import torch
+
+        torch.set_num_threads(max(1, int(threads)))  # a forked rank's torch has been imported already
+
+
+def main(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
+    """Run a command and turn what it raises into an exit code and at most a few lines on stderr. For the entries in tools/."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return command(words) or 0
+    except UserError as error:
+        return show(error, words)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output (`| head`) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def show(error: UserError, words: Sequence[str]) -> int:
+    """Print an error for a person: its message, or with --traceback where it was raised. Returns its exit code."""
+    if "--traceback" in words:
+        traceback.print_exception(error)
+    else:
+        print(error, file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that runs on ranks."""
+    ranks = parser.add_argument_group("several ranks")
+    ranks.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="what started, or is to start, the ranks")
+    ranks.add_argument(
+        "--gpus", type=positive, metavar="N", help="ranks to start on this machine (on the CPU without GPUs)"
+    )
+    ranks.add_argument(
+        "--nodes", default="1", metavar="N", help="machines; 1:4 for one to four (elastic, pytorch only)"
+    )
+    ranks.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the machines this is, from 0")
+    ranks.add_argument("--master-addr", metavar="HOST", help="address of the first machine")
+    ranks.add_argument("--master-port", type=int, metavar="PORT", help="free port of the first machine")
+    ranks.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="restarts after a failure (pytorch only)"
+    )
+    # torch.distributed.launch passes the local rank as an option, spelled either way; the environment says it, too.
+    ranks.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number

@@ -1,0 +1,11 @@
+"""Name what is on images, with nothing but a checkpoint folder. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.cli import main, predict_command  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(predict_command))

@@ -1,0 +1,11 @@
+"""Evaluate a checkpoint, foreign weights or published weights. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.cli import main, test_command  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(test_command))
