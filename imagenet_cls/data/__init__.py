@@ -9,5 +9,56 @@ models, optimizers or reports. Called by `engine`; `prepare` is called by its to
     torchvision_sets                                           device        uint8 to normalised floats
     datasets                the config's section, opened       prepare, ilsvrc    ImageNet's archives into folders
 
-Imports nothing here, so that the tool, which needs no torch, starts at once.
+The names below are what the rest of the program uses. Each is imported when it is first asked for (PEP 562), so that the
+preparing tool, which needs no torch, starts at once and not after several seconds.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from imagenet_cls.data.datasets import DataSets, check_data, default_workers, open_datasets
+    from imagenet_cls.data.decode import decode_rgb
+    from imagenet_cls.data.device import Preprocess
+    from imagenet_cls.data.loader import TrainLoader, eval_batches
+    from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
+    from imagenet_cls.data.sources import ImageSource
+    from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
+    from imagenet_cls.data.transforms import eval_transform, train_transform
+
+__all__ = [
+    "DataSets",
+    "EpochSampler",
+    "ImageSource",
+    "Preprocess",
+    "SyntheticLoader",
+    "SyntheticSource",
+    "TrainLoader",
+    "check_data",
+    "decode_rgb",
+    "default_workers",
+    "eval_batches",
+    "eval_transform",
+    "open_datasets",
+    "shard_for_eval",
+    "synthetic_eval_batches",
+    "train_transform",
+]
+
+_MODULES = {
+    "datasets": ("DataSets", "check_data", "default_workers", "open_datasets"),
+    "decode": ("decode_rgb",),
+    "device": ("Preprocess",),
+    "loader": ("TrainLoader", "eval_batches"),
+    "samplers": ("EpochSampler", "shard_for_eval"),
+    "sources": ("ImageSource",),
+    "synthetic": ("SyntheticLoader", "SyntheticSource", "synthetic_eval_batches"),
+    "transforms": ("eval_transform", "train_transform"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

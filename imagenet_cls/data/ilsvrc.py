@@ -91,7 +91,7 @@ def validation_labels(source: Source) -> dict[str, str]:
             return _labels_from_solution(source.labels)
         return _labels_from_devkit(source.labels)
     except (tarfile.TarError, EOFError, KeyError, ValueError, IndexError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(f"{source.labels}: broken as validation labels ({reason})\ndownload it again") from None
 
 

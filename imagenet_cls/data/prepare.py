@@ -72,6 +72,10 @@ def prepare_main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def _progress() -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -83,6 +87,7 @@ def prepare(source: Source, out: Path, copy: bool, track: Track) -> None:
 
     Raises DataError for archives and labels that are broken or do not fit, and ResourceError where the disk is full.
     """
+    labels = validation_labels(source)  # first: unpacking takes an hour, and may be in vain without them
     try:
         (out / "train").mkdir(parents=True, exist_ok=True)
         (out / "val").mkdir(exist_ok=True)
@@ -90,14 +95,13 @@ def prepare(source: Source, out: Path, copy: bool, track: Track) -> None:
             _train_from_tar(source.train_tar, out / "train", track)
         elif source.train_folder is not None:
             _train_from_folder(source.train_folder, out / "train", copy, track)
-        labels = validation_labels(source)
         if source.val_tar is not None:
             _val_from_tar(source.val_tar, out / "val", labels, track)
         elif source.val_folder is not None:
             _val_from_folder(source.val_folder, out / "val", labels, copy, track)
     except (tarfile.TarError, EOFError) as error:
         raise DataError(
-            f"{source.train_tar} or {source.val_tar}: broken or cut short ({str(error).splitlines()[0]})\n"
+            f"{source.train_tar} or {source.val_tar}: broken or cut short ({_first_line(error)})\n"
             "compare its size and checksum with the publisher's, and download it again"
         ) from None
     except OSError as error:
