@@ -9,8 +9,8 @@ models, optimizers or reports. Called by `engine`; `prepare` is called by its to
     torchvision_sets                                           device        uint8 to normalised floats
     datasets                the config's section, opened       prepare, ilsvrc    ImageNet's archives into folders
 
-The names below are what the rest of the program uses. Each is imported when it is first asked for (PEP 562), so that the
-preparing tool, which needs no torch, starts at once and not after several seconds.
+The names below are what the rest of the program uses. Each is imported when it is first asked for (PEP 562), so that
+the preparing tool, which needs no torch, starts at once and not after several seconds.
 """
 
 from importlib import import_module

@@ -149,7 +149,7 @@ def _open_files(data: DataConfig, parts: Collection[str]) -> dict[str, ImageSour
             refuse_missing_part(root, data.val, "data.val")
     if data.val is None:
         whole = read(data.train)
-        if parts == ("train",) and data.val_fraction is None:
+        if "val" not in parts and data.val_fraction is None:
             return {"train": FolderSource(whole)}
         train, val = split(whole, _fraction(data))
         return {"train": FolderSource(train), "val": FolderSource(val)}
@@ -169,7 +169,7 @@ def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, Image
     """The parts of torchvision's sets and of factories."""
     if data.val is None:
         whole = _map_source(data, data.train)
-        if parts == ("train",) and data.val_fraction is None:
+        if "val" not in parts and data.val_fraction is None:
             return {"train": whole}
         targets = known_targets(whole.dataset)
         if targets is None:  # not stratified then: the targets cannot be known without reading all images

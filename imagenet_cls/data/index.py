@@ -47,9 +47,7 @@ class ImageIndex:
     ) -> "ImageIndex":
         """An index over `names`, relative paths in the file system's bytes, one for each target."""
         assert len(names) == len(targets), (len(names), len(targets))
-        offsets = np.zeros(len(names) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, names), np.int64, len(names)), out=offsets[1:])
-        return cls(root, b"".join(names), offsets, np.asarray(targets, np.int64), tuple(classes))
+        return cls(root, b"".join(names), _offsets(_lengths(names)), np.asarray(targets, np.int64), tuple(classes))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -92,20 +90,30 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
     found = class_folders(root)
     if not found:
         refuse_flat_folder(root)
-    names: list[bytes] = []
-    counts: list[int] = []
+    blobs: list[bytes] = []  # joined class by class: all names as objects at once would take 240 MB for ImageNet
+    lengths: list[np.ndarray] = []
     base = os.fsencode(root)
     for class_name in found:
-        before = len(names)
-        scan_images(base, os.fsencode(class_name), names)
-        counts.append(len(names) - before)
+        names = scan_images(base, os.fsencode(class_name))
+        blobs.append(b"".join(names))
+        lengths.append(_lengths(names))
+    counts = [len(of_class) for of_class in lengths]
     refuse_one_level_too_deep(root, found)
     refuse_empty_classes(root, [name for name, count in zip(found, counts, strict=True) if count == 0], len(found))
     if classes is None:
         classes, labels = found, np.arange(len(found))
     else:
         labels = np.array(match_classes(found, classes, root), np.int64)
-    return ImageIndex.pack(root, names, np.repeat(labels, counts), classes)
+    offsets = _offsets(np.concatenate(lengths))
+    return ImageIndex(root, b"".join(blobs), offsets, np.repeat(labels, counts), tuple(classes))
+
+
+def _lengths(names: Sequence[bytes]) -> np.ndarray:
+    return np.fromiter(map(len, names), np.int64, len(names))
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
 
 
 def match_classes(found: Sequence[str], classes: Sequence[str], root: Path) -> list[int]:

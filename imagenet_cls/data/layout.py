@@ -28,9 +28,8 @@ def listed(names: Sequence[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
-def scan_images(base: bytes, folder: bytes, names: list[bytes]) -> None:
-    """Append the images at any depth below `base/folder` to `names`, as paths relative to `base` with `/` between
-    folders.
+def scan_images(base: bytes, folder: bytes) -> list[bytes]:
+    """The images at any depth below `base/folder`, as paths relative to `base` with `/` between folders.
 
     Order: folders by their whole path, files by name within each, as torchvision's ImageFolder. Links are followed.
     """
@@ -49,9 +48,7 @@ def scan_images(base: bytes, folder: bytes, names: list[bytes]) -> None:
                     files.append(name)
         files.sort()
         folders.append((current, files))
-    for current, files in sorted(folders):
-        prefix = current + b"/"
-        names.extend([prefix + name for name in files])
+    return [current + b"/" + name for current, files in sorted(folders) for name in files]
 
 
 def class_folders(root: Path) -> list[str]:

@@ -64,8 +64,8 @@ class TrainLoader:
         token = self.started
         self.sampler.set_epoch(epoch, start_step)
         for batch in _batches(self.loader):
-            assert token == self.started, "an epoch was begun while an older one was still in use"
             yield batch
+            assert token == self.started, "an older epoch was used after a newer one was begun, or after close"
 
     def close(self) -> None:
         """Stop the workers. Can be called more than once; an epoch begun afterwards starts new workers."""
