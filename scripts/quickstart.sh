@@ -20,16 +20,16 @@ echo "== 2/3  Evaluating it on the images that were held out"
 
 echo
 echo "== 3/3  Classifying five of them; the folder that an image lies in is its true class"
-images="$("$python" - "$run/predictions.csv" <<'PYTHON'
+paths=()
+while IFS= read -r name; do paths+=("data/digits/train/$name"); done < <(
+    "$python" - "$run/predictions.csv" <<'PYTHON'
 import csv, sys
 
 with open(sys.argv[1], newline="") as file:
-    paths = [row[0] for row in list(csv.reader(file))[1:]]  # the first row names the columns
-print("\n".join(paths[:: max(1, len(paths) // 5)][:5]))
+    names = [row["image"] for row in csv.DictReader(file)]
+print("\n".join(names[:: len(names) // 5][:5]))
 PYTHON
-)"
-paths=()
-while IFS= read -r path; do paths+=("$path"); done <<<"$images"
+)
 "$python" tools/predict.py "$run" "${paths[@]}"
 
 cat <<TEXT

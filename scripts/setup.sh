@@ -93,8 +93,12 @@ works() { (cd / && "$venv_python" -c 'import imagenet_cls, matplotlib, omegaconf
 if is_installed; then
     exit 0
 fi
+if [ -f "$stamp" ]; then
+    echo "Bringing $venv up to date: seconds to minutes."
+else
+    echo "Setting up $venv: PyTorch and what else is needed, about 6 GB, once. This takes one to ten minutes."
+fi
 free_gb="$(df -Pk "$root" | awk 'NR == 2 { print int($4 / 1048576) }')"
-echo "Setting up $venv: PyTorch and what else is needed, about 6 GB, once. This takes one to ten minutes."
 if [ "${free_gb:-$needed_gb}" -lt "$needed_gb" ] && [ ! -x "$venv_python" ]; then
     echo "Only $free_gb GB are free here; $needed_gb GB are needed, with the download." >&2
 fi
@@ -107,9 +111,12 @@ elif ! is_usable "$venv_python"; then
     fail 2 "error: $venv has a Python older than 3.11" "Remove this folder, or rename it, and run this again."
 fi
 if ! { install_package && works; } >"$log" 2>&1; then
-    fail 5 "error: the packages could not be installed: $(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | cut -c 1-300)" \
+    reason="$(grep -m 1 -E 'ERROR: |[eE]rror: ' "$log" || tail -n 1 "$log")"
+    fail 5 "error: the packages could not be installed: $(echo "$reason" | sed 's/^ *//' | cut -c 1-300)" \
         "Check the network and the free disk space ($free_gb GB), then run this again; it goes on where it stopped." \
         "If that does not help, remove $venv first. The whole output is in $log"
 fi
-echo "$(recipe)$extras" >>"$stamp"
+key="$(recipe)"
+{ grep "^$key" "$stamp" 2>/dev/null || true; echo "$key$extras"; } >"$stamp.new"
+mv "$stamp.new" "$stamp"
 echo "Done: $venv"
