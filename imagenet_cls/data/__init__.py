@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets, check_data, default_workers, open_datasets
     from imagenet_cls.data.decode import decode_rgb
     from imagenet_cls.data.device import Preprocess
-    from imagenet_cls.data.loader import TrainLoader, eval_batches
+    from imagenet_cls.data.loader import TrainLoader, eval_batches, worker_death
     from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
     from imagenet_cls.data.sources import ImageSource
     from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
@@ -43,13 +43,14 @@ __all__ = [
     "shard_for_eval",
     "synthetic_eval_batches",
     "train_transform",
+    "worker_death",
 ]
 
 _MODULES = {
     "datasets": ("DataSets", "check_data", "default_workers", "open_datasets"),
     "decode": ("decode_rgb",),
     "device": ("Preprocess",),
-    "loader": ("TrainLoader", "eval_batches"),
+    "loader": ("TrainLoader", "eval_batches", "worker_death"),
     "samplers": ("EpochSampler", "shard_for_eval"),
     "sources": ("ImageSource",),
     "synthetic": ("SyntheticLoader", "SyntheticSource", "synthetic_eval_batches"),

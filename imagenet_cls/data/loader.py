@@ -189,12 +189,21 @@ def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
                 raise batch
             yield tuple(batch)  # pinning makes a list of it
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise ResourceError(
-            f"a data worker of process {os.getpid()} was killed: {str(error).splitlines()[0]}\n"
-            "most often memory or /dev/shm ran out: use fewer data.num_workers or data.prefetch_batches"
-        ) from None
+        raise worker_death(error) or error from None
+
+
+def worker_death(error: RuntimeError) -> ResourceError | None:
+    """What to tell a user where `error` says that a worker was killed; None where it says anything else.
+
+    torch raises it from a signal handler, wherever the main process is: mostly while it waits for a batch, and
+    then the loaders above have translated it already; else in the middle of a training step.
+    """
+    if "DataLoader worker" not in str(error):
+        return None
+    return ResourceError(
+        f"a data worker of process {os.getpid()} was killed: {str(error).splitlines()[0]}\n"
+        "most often memory or /dev/shm ran out: use fewer data.num_workers or data.prefetch_batches"
+    )
 
 
 def _stop_workers(loader: DataLoader[Any]) -> None:
