@@ -34,7 +34,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 
 def split_words(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that are changes to the config (key=value), and the others, of which there are at most as many as `names`."""
+    """The words that are changes to the config (key=value), and the others: at most as many as `names`."""
     words = [*arguments.words, *(arguments.cfg_options or [])]
     changes = [word for word in words if "=" in word]
     others = [word for word in words if "=" not in word]
@@ -59,7 +59,7 @@ def train_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py",
         usage="train.py [CONFIG] [key=value ...] [options]",
-        description="Train an image classifier from a config file. Without a config: the demo, on real handwritten digits.",
+        description="Train an image classifier from a config. Without one: the demo, on real handwritten digits.",
     )
     add_words(parser)
     run = parser.add_argument_group("the run folder")

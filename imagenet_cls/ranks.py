@@ -134,7 +134,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
 
 
 def lost_peer(error: BaseException, rank: int) -> ResourceError:
-    """What a rank says whose only fault is that another one is gone; after it gave the launcher time to end it unheard."""
+    """What a rank says that lost another one; after it gave the launcher time to end it unheard."""
     time.sleep(_PATIENCE_SEC)
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return ResourceError(
@@ -156,7 +156,7 @@ def prepare_process(loaded: Loaded, place: Place) -> None:
 
 
 def main(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Run a command and turn what it raises into an exit code and at most a few lines on stderr. For the entries in tools/."""
+    """Run a command and turn what it raises into an exit code and a few lines on stderr. For the entries in tools/."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return command(words) or 0

@@ -4,8 +4,13 @@ Imports no torch: the tests of `config` measure how fast the program starts with
 """
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+# Where `bed`, the tests' own network, is found by the name that a config gives it.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Before any import of torch, and inherited by the processes that tests start: the number of threads decides the bits of
 # a sum, and the test machine has two cores.
@@ -53,3 +58,13 @@ def pytest_make_collect_report(collector: pytest.Collector):
             f"{collector.nodeid} was skipped, which counts as a failure where CI is set: {report.longrepr}"
         )
     return report
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the handwritten digits, written once for all tests."""
+    from imagenet_cls.data.digits import write_digits
+
+    root = tmp_path_factory.mktemp("data") / "digits"
+    write_digits(root, "train")
+    return root

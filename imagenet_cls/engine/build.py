@@ -85,7 +85,7 @@ class Parts:
 
 
 def check(config: Config, world_size: int | None) -> list[Problem]:
-    """Stage 2: everything that can be known without reading data or starting a rank. world_size: None where unknown yet."""
+    """Stage 2: everything that can be known without data or ranks. world_size: None where it is not known yet."""
     for name in config.imports:
         try:
             importlib.import_module(name)

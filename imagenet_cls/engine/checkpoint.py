@@ -82,8 +82,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"could not write {final}: {error}\nOlder checkpoints are as they were. Make room or mend the folder, then go on "
-            "with --resume."
+            f"could not write {final}: {error}\n"
+            "Older checkpoints are as they were. Make room or mend the folder, then go on with --resume."
         ) from error
     return final
 

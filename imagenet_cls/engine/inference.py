@@ -57,8 +57,9 @@ def evaluate_weights(
     weights = load_any_weights(config, checkpoint, len(data.classes))
     if weights.classes is not None and weights.classes != data.classes:
         raise DataError(
-            f"the validation images have {len(data.classes)} classes ({_first(data.classes)}), the checkpoint was trained on "
-            f"{len(weights.classes)} ({_first(weights.classes)}).\nUse the config and the data that it was trained with."
+            f"the validation images have {len(data.classes)} classes ({_first(data.classes)}), the checkpoint was "
+            f"trained on {len(weights.classes)} ({_first(weights.classes)}).\n"
+            "Use the config and the data that it was trained with."
         )
     parts = EvaluationParts(
         batches=partial(build_val_batches, config, data.val, group),
@@ -93,8 +94,8 @@ def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) 
         )
     if checkpoint is None and not config.model.pretrained and config.model.checkpoint is None:
         raise UsageError(
-            "there are no weights to evaluate.\nName a checkpoint (test.py CONFIG CHECKPOINT), or set model.pretrained=true "
-            "for the published ones."
+            "there are no weights to evaluate.\n"
+            "Name a checkpoint (test.py CONFIG CHECKPOINT), or set model.pretrained=true for the published ones."
         )
     path = checkpoint or (Path(config.model.checkpoint) if config.model.checkpoint else None)
     count = choose_num_classes(config.model.num_classes, num_classes)
@@ -201,7 +202,7 @@ def read_image(path: Path) -> Tensor:
 
 
 def find_images(words: Sequence[str]) -> list[Path]:
-    """Files, folders (searched through) and globs, as one sorted list for each word. Raises DataError for a word without any."""
+    """Files, folders (searched through) and patterns, sorted for each word. Raises DataError for a word without any."""
     found: list[Path] = []
     for word in words:
         path = Path(word)
@@ -210,7 +211,7 @@ def find_images(words: Sequence[str]) -> list[Path]:
         elif path.is_file():
             matches = [path]
         else:
-            matches = sorted(Path(match) for match in glob.glob(word, recursive=True) if Path(match).is_file())
+            matches = sorted(Path(match) for match in glob.glob(word, recursive=True) if Path(match).is_file())  # noqa: PTH207 (absolute patterns, too)
         if not matches:
             kind = "holds no image" if path.is_dir() else "no such file, folder or pattern"
             raise DataError(

@@ -54,7 +54,7 @@ class Meter:
         self.timed_steps += 1
 
     def flush(self) -> list[dict[str, Any]]:
-        """The records of all steps since the last call, losses averaged over the ranks. A collective: every rank calls it.
+        """The records of all steps since the last call, losses averaged over the ranks. A collective.
 
         Raises NonFiniteError once `max_nonfinite_steps` updates in a row were skipped.
         """
@@ -82,9 +82,9 @@ class Meter:
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if "skipped" in record else 0
             if self.nonfinite_in_a_row >= self.max_nonfinite_steps and not self.overflow_is_normal:
                 raise NonFiniteError(
-                    f"loss or gradient was NaN or infinite in {self.nonfinite_in_a_row} steps in a row, the last one step "
-                    f"{record['step']} (loss {record['loss']:g}, lr {record['lr']:g}).\nNo such step changed the weights. "
-                    "Lower optimizer.lr, warm up longer, set train.clip_norm, or look at that batch."
+                    f"loss or gradient was NaN or infinite in {self.nonfinite_in_a_row} steps in a row, the last "
+                    f"one step {record['step']} (loss {record['loss']:g}, lr {record['lr']:g}).\n"
+                    "No such step changed the weights. Lower optimizer.lr, warm up longer, or set train.clip_norm."
                 )
 
     def _memory_mib(self) -> float:

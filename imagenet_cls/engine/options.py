@@ -7,8 +7,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunOptions:
-    """resume: go on in `work_dir`. resume_from: go on from a checkpoint elsewhere. allow_change: dotted keys of the config that
-    may differ from the checkpoint's."""
+    """resume: go on in `work_dir`. resume_from: go on from a checkpoint elsewhere.
+
+    allow_change: dotted keys of the config that may differ from the checkpoint's.
+    """
 
     work_dir: Path
     resume: bool = False

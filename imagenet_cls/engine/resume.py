@@ -47,8 +47,8 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
     messages = [f"changed since the checkpoint: {line}" for line in lines]
     if state["world_size"] != parts.group.world_size:
         messages.append(
-            f"{state['world_size']} ranks before, {parts.group.world_size} now: the same samples, but the same bits are promised "
-            "for the same number of ranks only"
+            f"{state['world_size']} ranks before, {parts.group.world_size} now: the same samples, but the same bits "
+            "are promised for the same number of ranks only"
         )
     return messages
 

@@ -106,8 +106,8 @@ def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Gr
                 code = 128 + number
                 where = checkpoint_path(folder.checkpoints, progress.step)
                 raise Stopped(
-                    f"stopped by {signal.Signals(number).name} after step {progress.step} of {parts.plan.total_steps}, saved "
-                    f"in {where}\nGo on with the same command and --resume.",
+                    f"stopped by {signal.Signals(number).name} after step {progress.step} of {parts.plan.total_steps}, "
+                    f"saved in {where}\nGo on with the same command and --resume.",
                     code,
                 )
             reporter.plot()
@@ -224,7 +224,7 @@ def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[
     else:
         device += f" ({torch.get_num_threads()} threads)"
     precision = {None: "fp32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a loss scale"}
-    batch = f"{plan.global_batch} = {plan.world_size} ranks x {plan.accumulation} accumulated x {plan.micro_batch} on a device"
+    batch = f"{plan.global_batch} = {plan.world_size} ranks x {plan.accumulation} in turn x {plan.micro_batch} at once"
     rows = [
         ("model", f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {parts.num_classes} classes"),
         ("data", f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images"),
@@ -258,8 +258,8 @@ def try_one_batch(parts: Parts) -> str:
 
 def last_words(parts: Parts, progress: Progress, work_dir: Path) -> str:
     lines = [
-        f"{kind} weights: top-1 {progress.latest[kind]['top1_pct']:.2f} % at the end, best {best['top1_pct']:.2f} % at step "
-        f"{best['step']} in {checkpoint_path(work_dir / 'checkpoints', best['step'])}"
+        f"{kind} weights: top-1 {progress.latest[kind]['top1_pct']:.2f} % at the end, best {best['top1_pct']:.2f} % "
+        f"at step {best['step']} in {checkpoint_path(work_dir / 'checkpoints', best['step'])}"
         for kind, best in progress.best.items()
     ]
     return "\n".join(["done", *lines])

@@ -98,7 +98,7 @@ class RunFolder:
             self._lock = None
 
     def describe(self, config_yaml: str, versions: Mapping[str, str]) -> None:
-        """Write `config.yaml` (resolved) and `env.json` (versions, machine, environment variables from a list of safe names)."""
+        """Write `config.yaml` (resolved) and `env.json` (versions, machine, variables from a list of safe names)."""
         env = {
             "versions": dict(versions) | {"python": platform.python_version()},
             "host": socket.gethostname(),

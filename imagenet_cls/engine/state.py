@@ -29,7 +29,7 @@ class Progress:
 
 
 def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU copies that share memory with nothing, as safetensors wants them and as a running step can't change."""
+    """Contiguous CPU copies that share memory with nothing, as safetensors wants them."""
     return {name: t.detach().to("cpu", copy=True).contiguous().clone() for name, t in tensors.items()}
 
 
@@ -73,8 +73,9 @@ def give_optimizer(
     there = [group["members"] for group in numbers["groups"]]
     if here != there:
         raise CheckpointError(
-            f"the optimizer has {len(here)} groups of {[len(g) for g in here]} parameters, the checkpoint {len(there)} of "
-            f"{[len(g) for g in there]}.\nResume with the config that the run was started with (its config.yaml)."
+            f"the optimizer has {len(here)} groups of {[len(g) for g in here]} parameters, the checkpoint "
+            f"{len(there)} of {[len(g) for g in there]}.\n"
+            "Resume with the config that the run was started with (its config.yaml)."
         )
     for index, group in enumerate(optimizer.param_groups):
         for key, value in numbers["groups"][index]["values"].items():

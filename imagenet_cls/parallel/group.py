@@ -114,7 +114,7 @@ def start_group(
         taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
         reason = "that port is taken by another program" if taken else str(error).strip().splitlines()[0][:200]
         raise ResourceError(
-            f"rank {place.rank} of {place.world_size} could not meet the others at {address} within {timeout_sec:g} s:\n"
+            f"rank {place.rank} of {place.world_size} could not meet the others at {address} in {timeout_sec:g} s:\n"
             f"{reason}\n"
             "Check that every rank was started, that all name the same address and port, and that the port is free."
         ) from error
@@ -122,7 +122,7 @@ def start_group(
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an exception is a collective that failed because another rank is gone or late: not this rank's own fault."""
+    """Whether an exception is a collective that failed because another rank is gone or late: not this one's fault."""
     if isinstance(error, dist.DistError):
         return True
     pattern = r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|timed out waiting|socket"

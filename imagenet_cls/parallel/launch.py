@@ -26,7 +26,7 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 @dataclass(frozen=True)
 class Ranks:
-    """What is to be started. gpus: processes on this machine. nodes: machines, or `1:4` for an elastic job (pytorch only)."""
+    """What is to be started. gpus: processes on this machine. nodes: machines; `1:4` for an elastic job (pytorch)."""
 
     launcher: str
     gpus: int
@@ -54,7 +54,7 @@ def start_ranks(ranks: Ranks, script: str, argv: Sequence[str], run_rank: Callab
 
 
 def refuse_too_many_ranks(gpus: int, device: str) -> None:
-    """Raise UsageError for more ranks than this machine has GPUs. Without a GPU, or with device=cpu, ranks share the CPU."""
+    """Raise UsageError for more ranks than this machine has GPUs. Ranks on the CPU may be as many as one likes."""
     import torch
 
     present = torch.cuda.device_count()
@@ -89,7 +89,10 @@ def _report(rank: int, code: int, error_file: Path | None) -> None:
     if not message and code < 0:
         name = signal.Signals(-code).name
         hint = "the kernel may have run out of memory (see `dmesg`)" if -code == signal.SIGKILL else "somebody sent it"
-        message = f"rank {rank} was killed by {name}: {hint}; the other ranks were ended.\nGo on with the same command and --resume."
+        message = (
+            f"rank {rank} was killed by {name}: {hint}; the other ranks were ended.\n"
+            "Go on with the same command and --resume."
+        )
     elif not message:
         message = (
             f"rank {rank} ended with exit code {code} and left no message; see logs/rank{rank}.log in the run folder."
@@ -150,7 +153,7 @@ def _spawned(
 
 
 def _forward_signals(pids: Callable[[], list[int | None]]) -> Callable[[], None]:
-    """Pass SIGTERM on to the ranks and let them decide; a terminal's Ctrl-C reaches them by itself. Returns the undo."""
+    """Pass SIGTERM on to the ranks, which decide; a terminal's Ctrl-C reaches them by itself. Returns the undo."""
 
     def pass_on(number: int, frame: object) -> None:
         if number == signal.SIGTERM:
@@ -171,7 +174,7 @@ def _forward_signals(pids: Callable[[], list[int | None]]) -> Callable[[], None]
 
 
 def _torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
-    """torch.distributed.run, called as a function: as a program it turns every exit code into 1, with 44 lines of its own."""
+    """torch.distributed.run, called as a function: as a program it turns every exit code into 1, in 44 lines."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -189,7 +192,7 @@ def _torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
         if ranks.master_addr is None:
             raise UsageError(
                 f"{ranks.nodes} machines need one address to meet at, and none was given.\n"
-                "Set MASTER_ADDR (--master-addr) to the first machine's address, on each machine, and NODE_RANK to 0, 1, ..."
+                "On each, set MASTER_ADDR (--master-addr) to the first machine's address, and NODE_RANK to 0, 1, ..."
             )
         words += [f"--node-rank={ranks.node_rank}", f"--master-addr={ranks.master_addr}"]
         words += [f"--master-port={ranks.master_port or 29500}"]

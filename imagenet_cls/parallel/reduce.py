@@ -10,7 +10,7 @@ from imagenet_cls.parallel.group import Group
 
 
 def all_sum(tensor: Tensor, group: Group) -> Tensor:
-    """Sum over all ranks, in place; the same bits on every rank. On the device, over the group that carries gradients."""
+    """Sum over all ranks, in place; the same bits on every rank. Over the group that carries gradients."""
     if group.world_size > 1:
         dist.all_reduce(tensor)
     return tensor

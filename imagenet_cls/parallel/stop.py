@@ -20,7 +20,7 @@ _SECOND_CTRL_C_SEC = 0.3
 
 
 class StopRequest:
-    """Listens for SIGTERM and SIGINT from `listen` to `close`. One object for each run, in the main thread of each rank."""
+    """Listens for SIGTERM and SIGINT from `listen` to `close`. One for each run, in the main thread of each rank."""
 
     def __init__(self, group: Group):
         self.group = group

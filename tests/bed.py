@@ -1,0 +1,118 @@
+"""A small network of the tests' own, and runs on real digits, in this process or in others.
+
+`bed:plain` has no BatchNorm and no dropout, so that losses agree between any cuts of a batch; `bed:noisy` has both.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TRAIN, TEST, PREDICT = (str(REPOSITORY / "tools" / name) for name in ("train.py", "test.py", "predict.py"))
+DIST_TRAIN = str(REPOSITORY / "scripts" / "dist_train.sh")
+DEMO = str(REPOSITORY / "configs" / "demo.yaml")
+
+
+def plain(num_classes: int, width: int = 16) -> Any:
+    """Convolutions and ReLU only, for images of 16 px."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * width, num_classes),
+    )
+
+
+def noisy(num_classes: int, width: int = 16) -> Any:
+    """With BatchNorm and dropout: state in buffers, and draws in every step."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(8 * width, num_classes),
+    )
+
+
+def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) -> list[str]:
+    """Words for train.py: the demo, shrunk to 16 px and 10 steps an epoch. A double underscore in a name is a dot."""
+    settings: dict[str, Any] = {
+        "model.name": f"bed:{model}",
+        "data.root": root,
+        "data.num_workers": 0,
+        "augment.size_px": 16,
+        "eval.crop_px": 16,
+        "optimizer.lr": 0.03,
+        "train.epochs": 2,
+        "train.global_batch_size": 128,
+        "log.every_steps": 1,
+        "log.tensorboard": "false",
+        "ema.decay": "null",
+    }
+    settings |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(work_dir)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For processes that tests start: one thread each, `bed` to be found, and nothing of a launcher around the tests."""
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in foreign}
+    env |= {"PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    return env | more
+
+
+def train_here(words: list[str]) -> None:
+    """One rank, in this process. Raises what the run raises."""
+    from imagenet_cls.cli import train_command
+
+    assert train_command(words) == 0
+
+
+def run(words: list[str], timeout_sec: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
+    """Any command, in a process of its own."""
+    return subprocess.run(
+        words, env=environment(**more), capture_output=True, text=True, timeout=timeout_sec, cwd=REPOSITORY
+    )
+
+
+def losses(work_dir: Path) -> list[float]:
+    """The loss of every step, in order; asserts that each step is there exactly once."""
+    records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "train"]
+    assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
+    return [record["loss"] for record in steps]
+
+
+def evaluations(work_dir: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "eval"]
+
+
+def newest(work_dir: Path) -> Path:
+    return max((work_dir / "checkpoints").glob("step-*"))
+
+
+def state_digest(work_dir: Path) -> str:
+    """SHA-256 over everything that a run computed: weights, buffers, EMA, optimizer, and where it stands."""
+    folder = newest(work_dir)
+    digest = hashlib.sha256()
+    for name in sorted(path.name for path in folder.glob("*.safetensors")) + ["optimizer.json"]:
+        digest.update(name.encode() + (folder / name).read_bytes())
+    state = json.loads((folder / "state.json").read_text())
+    digest.update(json.dumps([state["progress"], state["scaler"]], sort_keys=True).encode())
+    return digest.hexdigest()
