@@ -6,8 +6,11 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,17 @@ def plain(num_classes: int, width: int = 16) -> Any:
     )
 
 
-def noisy(num_classes: int, width: int = 16) -> Any:
-    """With BatchNorm and dropout: state in buffers, and draws in every step."""
+def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0) -> Any:
+    """With BatchNorm and dropout: state in buffers, and draws in every step. pause_sec: time to be killed in, a forward."""
     from torch import nn
 
+    class Pause(nn.Module):
+        def forward(self, images: Any) -> Any:
+            time.sleep(pause_sec if self.training else 0.0)
+            return images
+
     return nn.Sequential(
+        Pause(),
         nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(width),
         nn.ReLU(),
@@ -116,3 +125,34 @@ def state_digest(work_dir: Path) -> str:
     state = json.loads((folder / "state.json").read_text())
     digest.update(json.dumps([state["progress"], state["scaler"]], sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def ranks_of(work_dir: Path) -> dict[int, int]:
+    """Process ids of the latest start, by rank, as their logs tell."""
+    found = {}
+    for log in (work_dir / "logs").glob("rank*.log"):
+        matches = re.findall(r"rank (\d+) of \d+ on .*, process (\d+)", log.read_text())
+        if matches:
+            found[int(matches[-1][0])] = int(matches[-1][1])
+    return found
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_sec: float = 120) -> None:
+    end = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < end, f"waited {timeout_sec} s for {what}"
+        time.sleep(0.02)
+
+
+def steps_done(work_dir: Path) -> int:
+    """How far a running run has got."""
+    metrics = work_dir / "metrics.jsonl"
+    return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -4,6 +4,7 @@ Called by `cli` on every rank. The order is the order of what can go wrong: conf
 """
 
 import logging
+import os
 import signal
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Gr
         return
     on_main(group, lambda: folder.open(options.resume, options.overwrite))
     log = open_log(options.work_dir, group.rank)
-    log.info("rank %d of %d on %s, torch %s", group.rank, group.world_size, group.device, torch.__version__)
+    log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
     stop = StopRequest(group)
     stop.listen()
     parts = None

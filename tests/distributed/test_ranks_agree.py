@@ -1,0 +1,56 @@
+"""Law 2: the batch is global. One rank or two, however they were started: the same steps, samples and losses."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from bed import DIST_TRAIN, TRAIN, arguments, evaluations, losses, run, train_here
+
+
+@pytest.fixture(scope="module")
+def one_rank(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train_here(arguments(digits, folder))
+    return folder
+
+
+def start_words(way: str, words: list[str]) -> list[str]:
+    """The command line that starts two ranks in one of the ways there are."""
+    config, *rest = words
+    return {
+        "dist_train.sh": ["bash", DIST_TRAIN, config, "2", *rest],
+        "spawn": [sys.executable, TRAIN, config, *rest, "--gpus", "2"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", TRAIN, config, *rest],
+    }[way]
+
+
+@pytest.mark.parametrize("way", ["dist_train.sh", "spawn", "torchrun"])
+def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "run"
+    done = run(start_words(way, arguments(digits, folder, log__tensorboard="true")))
+    assert done.returncode == 0, done.stderr
+    single, double = losses(one_rank), losses(folder)
+    assert len(double) == len(single) == 22
+    assert double == pytest.approx(single, rel=1e-4)
+    assert done.stdout.count("run folder") == 1, "only rank 0 speaks"
+    assert len(list((folder / "tensorboard").glob("events*"))) == 1
+    assert {path.name for path in (folder / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+    for ours, alone in zip(evaluations(folder), evaluations(one_rank), strict=True):
+        assert ours["images"] == alone["images"] == 359
+        assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        assert abs(ours["top1_pct"] - alone["top1_pct"]) <= 100 / 359 + 1e-9  # one image on the edge may tip
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(3, 48), (4, 48)])
+def test_more_ranks_too(digits: Path, tmp_path: Path, ranks: int, batch: int) -> None:
+    """Three is the odd one: nothing halves evenly, and sums are taken in another order."""
+    common = {"train.global_batch_size": batch, "train.max_steps": 6, "optimizer.lr": 0.01}
+    train_here(arguments(digits, tmp_path / "one", **common))
+    done = run(["bash", DIST_TRAIN, *_with_ranks(arguments(digits, tmp_path / "many", **common), ranks)])
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert [e["images"] for e in evaluations(tmp_path / "many")] == [359]
+
+
+def _with_ranks(words: list[str], ranks: int) -> list[str]:
+    return [words[0], str(ranks), *words[1:]]
