@@ -1,0 +1,122 @@
+"""The examples of docs/extending.md, run as they stand there: each part is really used, the own loop is the loop."""
+
+import json
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bed import REPOSITORY, arguments, evaluations, losses, newest, train_here
+from safetensors.torch import load_file
+
+from imagenet_cls.cli import test_command as evaluate_command
+from imagenet_cls.config.load import load_config
+from imagenet_cls.engine.build import build_weights
+from imagenet_cls.ranks import main
+
+PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
+FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.fixture
+def beside_the_page(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a reader: the page's files, the repository's configs, and the digits."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits").symlink_to(digits)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # own modules are found from the working directory
+    yield tmp_path
+    for name in FILES:
+        sys.modules.pop(Path(name).stem, None)
+
+
+def train(config: str, *words: str, steps: int = 3) -> Path:
+    """A few steps with one of the page's configs; the run folder that train.py chooses itself."""
+    train_here([config, f"train.max_steps={steps}", "data.num_workers=0", "log.tensorboard=false", *words])
+    return Path("work_dirs") / Path(config).stem
+
+
+def state(run: Path) -> dict:
+    return json.loads((newest(run) / "state.json").read_text())
+
+
+def small_model() -> list[str]:
+    """The network of the tests' own: for the examples that are not about the model."""
+    return ["model.name=bed:plain", "augment.size_px=16", "eval.crop_px=16", "optimizer.lr=0.03"]
+
+
+def test_every_block_of_the_page_is_a_file_that_a_test_runs() -> None:
+    assert PAGE.count("```python\n") + PAGE.count("```yaml\n") == len(FILES)
+    parts = ("model", "data", "optimizer", "loss", "schedule")
+    assert sorted(FILES) == sorted([*(f"my_{part}.{end}" for part in parts for end in ("py", "yaml")), "my_loop.py"])
+
+
+def test_own_model(beside_the_page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train("my_model.yaml")
+    weights = load_file(newest(run) / "model.safetensors")
+    assert weights["patches.weight"].shape == (48, 3, 4, 4)  # the width of my_model.yaml, the patch of the signature
+    assert weights["head.weight"].shape == (10, 48)
+    capsys.readouterr()
+    assert main(evaluate_command, ["my_model.yaml", str(run)]) == 0
+    assert "over 359 images" in capsys.readouterr().out
+
+
+def test_the_class_itself_is_a_factory_too(beside_the_page: Path) -> None:
+    words = ["model.name=my_model:PatchMLP", "model.kwargs.width=32", "model.kwargs.patch_px=8"]
+    weights = load_file(newest(train("my_model.yaml", *words)) / "model.safetensors")
+    assert weights["patches.weight"].shape == (32, 3, 8, 8)
+
+
+def test_own_data(beside_the_page: Path) -> None:
+    run = train("my_data.yaml", *small_model())
+    assert state(run)["classes"] == ["disc", "square"]
+    assert state(run)["plan"]["steps_per_epoch"] == 1024 // 64
+    assert {record["images"] for record in evaluations(run)} == {100}
+
+
+def test_own_optimizer(beside_the_page: Path) -> None:
+    """One step moves every weight by lr, whatever its gradient is, after a pull towards zero."""
+    words = [word for word in small_model() if "optimizer" not in word]
+    run = train("my_optimizer.yaml", *words, "ema.decay=null", "schedule.warmup_epochs=0", steps=1)
+    tensors = load_file(newest(run) / "optimizer.safetensors")
+    assert {name.split("//")[1] for name in tensors} == {"average"}
+    groups = json.loads((newest(run) / "optimizer.json").read_text())["groups"]
+    assert {group["values"]["beta"] for group in groups} == {0.95}
+
+    config = load_config(run / "config.yaml").config
+    before = build_weights(config.model, 10, config.seed, []).state_dict()  # drawn by a key, so drawn once more
+    after = load_file(newest(run) / "model.safetensors")
+    moved = after["5.weight"] - before["5.weight"] * (1 - 1e-3 * config.optimizer.weight_decay)
+    assert moved.abs().max().item() == pytest.approx(1e-3, rel=1e-3)
+    assert moved.abs().median().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_own_loss(beside_the_page: Path) -> None:
+    plain = losses(train("configs/demo.yaml", *small_model()))
+    focal = losses(train("my_loss.yaml", *small_model()))
+    # At the start every class has about a tenth of the probability, so the factor is about 0.9 ** 1.5.
+    assert focal[0] == pytest.approx(0.9**1.5 * plain[0], rel=0.03)
+    assert losses(train("my_loss.yaml", *small_model(), "loss.kwargs.gamma=0", "--overwrite")) == pytest.approx(plain)
+
+
+def test_own_schedule(beside_the_page: Path) -> None:
+    run = train("my_schedule.yaml", *small_model(), steps=44)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [record["lr"] for record in records if record["kind"] == "train"]
+    assert rates == pytest.approx([0.03] * 22 + [0.03 * (44 - step) / 22 for step in range(22, 44)])
+
+
+def test_own_loop_has_the_losses_of_the_loop(
+    beside_the_page: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = arguments(digits, beside_the_page / "run", "plain", device="cpu")
+    train_here(words)
+    words = words[: words.index("--work-dir")]
+    monkeypatch.setattr(sys, "argv", ["my_loop.py", *words])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert runpy.run_path("my_loop.py")["losses"] == losses(beside_the_page / "run")
