@@ -9,12 +9,13 @@
 
 Owns the format, writing it so that a kill at any moment leaves the old ones whole, and verifying it. Refuses to know
 models and optimizers beyond their tensors: `engine.state` takes a run apart and puts it together again. Called by
-`engine.run`.
+`engine.run` and `engine.inference`.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,9 @@ from torch import Tensor
 from imagenet_cls.errors import CheckpointError
 
 FORMAT = 1
-_PREFIX, _TEMPORARY = "step-", ".tmp-"
+_TEMPORARY = ".tmp-"
+# `.old`: a checkpoint that stepped aside for another of the same step, and is one until that has taken its place.
+_NAME = re.compile(r"step-(\d+)(\.old)?")
 
 
 @dataclass
@@ -44,15 +47,14 @@ class Snapshot:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"{_PREFIX}{step:07d}"
+    return folder / f"step-{step:07d}"
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     """Write `folder/step-N` for the snapshot's step, replacing one of the same name, and return its path.
 
-    Written beside its place, each file fsynced, renamed, the parent fsynced: at every moment there is a whole
-    checkpoint under a final name, or none. Raises CheckpointError where the disk refuses; what was there before
-    stays.
+    Written beside its place, each file fsynced, renamed, the parent fsynced: whatever `list_checkpoints` finds, at
+    every moment, is whole. Raises CheckpointError where the disk refuses; what was there before stays.
     """
     final = checkpoint_path(folder, snapshot.state["step"])
     temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
@@ -69,16 +71,15 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         _write_json(temporary / "manifest.json", _manifest(temporary))
         for file in [*temporary.iterdir(), temporary]:
             _fsync(file)
+        # The same step again, after a resume. A folder can't be replaced in one go, so the old one steps aside first,
+        # under a name that still counts as a checkpoint.
+        aside = final.with_name(f"{final.name}.old")
         if final.exists():
-            # The same step again, after a resume: the same content. A folder can't be replaced in one go, so the old
-            # one steps aside first; a kill in between leaves the older checkpoints and this temporary one.
-            aside = folder / f"{_TEMPORARY}old-{final.name}-{os.getpid()}"
             final.rename(aside)
-            temporary.rename(final)
-            shutil.rmtree(aside)
-        else:
-            temporary.rename(final)
+        temporary.rename(final)
         _fsync(folder)
+        if aside.exists():
+            _remove(aside)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -114,8 +115,11 @@ def read_checkpoint(path: Path) -> Snapshot:
     )
 
 
-def verified_files(path: Path) -> dict[str, bytes]:
-    """The content of each file that the manifest names, after its digest was compared. Raises CheckpointError."""
+def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
+    """The content of each file that the manifest names, after its digest was compared. Raises CheckpointError.
+
+    only: the one file to read and compare, of a checkpoint that may be many gigabytes.
+    """
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
         files = manifest["files"]
@@ -124,7 +128,7 @@ def verified_files(path: Path) -> dict[str, bytes]:
                 f"{path}: damaged (manifest.json does not match its own digest).\nUse another checkpoint."
             )
         content = {}
-        for name, digest in files.items():
+        for name, digest in files.items() if only is None else [(only, files[only])]:
             content[name] = (path / Path(name).name).read_bytes()
             if _digest(content[name]) != digest:
                 raise CheckpointError(f"{path}: damaged ({name} does not match its digest).\nUse another checkpoint.")
@@ -137,12 +141,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint folders in a run's `checkpoints/`, newest (highest step) first. Not verified."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if path.name.startswith(_PREFIX) and path.name[len(_PREFIX) :].isdigit()]
-    return sorted(found, key=step_of, reverse=True)
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
 
 
 def step_of(path: Path) -> int:
-    return int(path.name[len(_PREFIX) :])
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
 
 
 def newest_whole(folder: Path) -> tuple[Snapshot | None, list[str]]:
@@ -165,16 +171,35 @@ def newest_whole(folder: Path) -> tuple[Snapshot | None, list[str]]:
     return None, []
 
 
-def prune(folder: Path, keep_last: int | None, keep_steps: set[int]) -> None:
-    """Remove all but the newest `keep_last` checkpoints and those of `keep_steps` (the best ones)."""
+def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int]) -> None:
+    """Remove all but the newest `keep_last` checkpoints up to `step`, and those of `keep_steps` (the best ones).
+
+    step: the one just written. Later ones are damaged, or the run would have gone on from them: they neither count nor
+    go, or else a damaged one could push out the whole ones. Raises CheckpointError where the disk refuses.
+    """
     if keep_last is None:
         return
-    for path in list_checkpoints(folder)[keep_last:]:
-        if step_of(path) not in keep_steps:
-            # Renamed first: a kill half way through a removal must not leave a folder that looks like a checkpoint.
-            gone = folder / f"{_TEMPORARY}gone-{path.name}"
-            path.rename(gone)
-            shutil.rmtree(gone)
+    try:
+        for path in [path for path in list_checkpoints(folder) if step_of(path) <= step][keep_last:]:
+            if step_of(path) not in keep_steps:
+                _remove(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"could not remove an old checkpoint: {error}\nMend {folder}, then go on with --resume."
+        ) from error
+
+
+def newest_in(path: Path) -> tuple[Snapshot, list[str]]:
+    """What `--resume-from` means: that checkpoint, or of a run folder the newest whole one; and what was damaged.
+
+    Raises CheckpointError where there is none.
+    """
+    candidates = _candidates(path)
+    if candidates == [path]:
+        return read_checkpoint(path), []
+    snapshot, damage = newest_whole(candidates[0].parent)
+    assert snapshot is not None  # there are candidates
+    return snapshot, damage
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -182,23 +207,51 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises CheckpointError where there is none.
     """
-    if (path / "manifest.json").is_file():
+    candidates = _candidates(path)
+    if candidates == [path]:
         return path
+    damage = ""
+    for candidate in candidates:
+        try:
+            state = json.loads(verified_files(candidate, only="state.json")["state.json"])
+        except CheckpointError as error:
+            damage = damage or str(error).splitlines()[0]
+            continue
+        best = max(state["progress"]["best"].values(), key=lambda entry: entry["top1_pct"], default={"step": None})
+        return next((other for other in candidates if step_of(other) == best["step"]), candidate)
+    raise CheckpointError(f"{path}: none of {len(candidates)} checkpoints is whole; the newest: {damage}\nUse another.")
+
+
+def _candidates(path: Path) -> list[Path]:
+    """The checkpoint that `path` is, or those of the run folder that it is, newest first. Raises CheckpointError."""
+    if (path / "manifest.json").is_file():
+        return [path]
     candidates = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not candidates:
         raise CheckpointError(
             f"{path}: neither a checkpoint (no manifest.json) nor a run folder with checkpoints.\n"
             "Name a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder."
         )
-    state = json.loads(verified_files(candidates[0])["state.json"])
-    best = state["progress"]["best"].get("raw", {}).get("step")
-    return next((c for c in candidates if step_of(c) == best), candidates[0])
+    return candidates
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Temporary folders of a run that was killed. Only one run at a time holds the folder, so none is in use."""
+    """What a run that was killed left. Only one run at a time holds the folder, so nothing of it is in use."""
     for path in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
+    for aside in folder.glob("step-*.old"):
+        final = aside.with_suffix("")
+        if final.exists():
+            _remove(aside)
+        else:
+            aside.rename(final)
+
+
+def _remove(path: Path) -> None:
+    """Renamed first: a kill half way through a removal must not leave a folder that looks like a checkpoint."""
+    gone = path.with_name(f"{_TEMPORARY}gone-{path.name}")
+    path.rename(gone)
+    shutil.rmtree(gone)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
