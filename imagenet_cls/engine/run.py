@@ -17,17 +17,18 @@ import torchvision
 
 import imagenet_cls
 from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, format_problems
+from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.build import Parts, build, check
 from imagenet_cls.engine.checkpoint import (
     Snapshot,
     checkpoint_path,
-    find_checkpoint,
+    newest_in,
     newest_whole,
     prune,
-    read_checkpoint,
     write_checkpoint,
 )
 from imagenet_cls.engine.options import RunOptions
+from imagenet_cls.engine.resources import naming_what_gave_out
 from imagenet_cls.engine.resume import refuse_changes
 from imagenet_cls.engine.runfolder import RunFolder
 from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_optimizer
@@ -54,6 +55,7 @@ def meet(loaded: Loaded, place: Place, groups: list[Group]) -> Group:
 
     groups: receives the group as soon as there is one, so that the caller can end it whatever happens.
     """
+    logging.captureWarnings(True)  # into the log where there will be one; a library's warnings help no user
     parallel = loaded.config.parallel
     device = choose_device(loaded.config.device, place)
     group = start_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
@@ -65,16 +67,26 @@ def meet(loaded: Loaded, place: Place, groups: list[Group]) -> Group:
 
 def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Group]) -> None:
     """Carry out a whole run on this rank. Returns at its end; raises Stopped (saved) or another UserError."""
-    config = loaded.config
     group = meet(loaded, place, groups)
+    with naming_what_gave_out():
+        if options.dry_run:
+            dry_run(loaded.config, options, group)
+        else:
+            run_in_folder(loaded.config, options, group)
+
+
+def dry_run(config: Config, options: RunOptions, group: Group) -> None:
+    """Everything short of the first update: build the parts, show the banner, try one batch. Writes nothing."""
+    parts = build(config, group)
+    with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
+        reporter.banner(banner(parts, options, Progress()))
+        reporter.say(try_one_batch(parts))
+    parts.train_loader.close()
+
+
+def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
+    """The run itself, in its folder, which is this run's alone from here to the end."""
     folder = RunFolder(options.work_dir)
-    if options.dry_run:
-        parts = build(config, group)
-        with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
-            reporter.banner(banner(parts, options, Progress()))
-            reporter.say(try_one_batch(parts))
-        parts.train_loader.close()
-        return
     on_main(group, lambda: folder.open(options.resume, options.overwrite))
     log = open_log(options.work_dir, group.rank)
     log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
@@ -84,6 +96,8 @@ def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Gr
     try:
         parts = build(config, group)
         progress, messages = resume(parts, folder, options)
+        if options.overwrite:  # only now: a run that can't even begin must not cost the old one
+            on_main(group, folder.clear)
         resumed_at = progress.step if messages else None
         evaluated = progress.evaluated_step if messages else None
         tensorboard = config.log.tensorboard
@@ -128,19 +142,20 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
 
     Rank 0 reads, verifies and compares; the others are handed its tensors. Raises CheckpointError.
     """
-    group, found = parts.group, []
+    group = parts.group
+    found: list[Snapshot] = []
 
     def find() -> dict | None:
         """Rank 0's half: keeps the snapshot in `found` and returns what all ranks need to know of it."""
-        damage: list[str] = []
-        if options.resume and (newest := newest_whole(folder.checkpoints))[0] is not None:
-            found.append(newest[0])
-            damage = newest[1]
+        newest, damage = newest_whole(folder.checkpoints) if options.resume else (None, [])
+        if newest is not None:
+            found.append(newest)
         elif options.resume_from is not None:
-            found.append(read_checkpoint(find_checkpoint(options.resume_from)))
+            named, damage = newest_in(options.resume_from)
+            found.append(named)
         else:
             return None
-        snapshot: Snapshot = found[0]
+        snapshot = found[0]
         changes = refuse_changes(snapshot.state, parts, options.allow_change)
         messages = [f"{line}; using an older checkpoint" for line in damage]
         messages += [f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}", *changes]
@@ -156,12 +171,12 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
         if options.resume and group.is_main:
             parts.messages.append(f"nothing to resume in {folder.path}: starting fresh")
         return Progress(), []
-    snapshot = found[0] if group.is_main else None
-    parts.model.load_state_dict(hand_out(snapshot and snapshot.model, group))
-    tensors = hand_out(snapshot and snapshot.optimizer, group)
+    snapshot = found[0] if found else None
+    parts.model.load_state_dict(hand_out(snapshot.model if snapshot else None, group))
+    tensors = hand_out(snapshot.optimizer if snapshot else None, group)
     give_optimizer(parts.model, parts.optimizer, tensors, known["numbers"])
     if known["has_ema"]:
-        ema = hand_out(snapshot and snapshot.ema, group)
+        ema = hand_out(snapshot.ema if snapshot else None, group)
         if parts.ema is not None:
             parts.ema.module.load_state_dict(ema)
     elif parts.ema is not None:
@@ -186,7 +201,7 @@ def save_run(parts: Parts, progress: Progress, folder: RunFolder, group: Group) 
     )
     write_checkpoint(folder.checkpoints, snapshot)
     best = {entry["step"] for entry in progress.best.values()}
-    prune(folder.checkpoints, parts.config.checkpoint.keep_last, best)
+    prune(folder.checkpoints, progress.step, parts.config.checkpoint.keep_last, best)
 
 
 def describe_state(parts: Parts, progress: Progress) -> dict:

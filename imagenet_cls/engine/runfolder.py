@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import IO
 
 from imagenet_cls.engine.checkpoint import list_checkpoints, step_of
-from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
+from imagenet_cls.errors import ResourceError, UsageError
 
-# Everything that a run writes: what --overwrite removes, and nothing else.
-_WRITTEN = ("config.yaml", "env.json", "metrics.jsonl", "logs", "tensorboard", "checkpoints", "plots")
+# What a run writes besides its logs: what makes a folder a taken one, and what --overwrite removes, and nothing else.
+# Logs are appended to: those of a run that could not begin are no run, and those of a removed one tell its story.
+_WRITTEN = ("config.yaml", "env.json", "metrics.jsonl", "tensorboard", "checkpoints", "plots")
 
 # Names that are safe to write down: no name here ever holds a secret.
 _SAFE_NAMES = (
@@ -39,7 +40,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def holds_a_run(self) -> bool:
-        return any((self.path / name).exists() for name in _WRITTEN if name != "logs")
+        return any((self.path / name).exists() for name in _WRITTEN)
 
     def refuse_if_taken(self, resume: bool, overwrite: bool) -> None:
         """Raise UsageError where the folder holds a run and neither flag says what to do with it. Changes nothing."""
@@ -58,21 +59,29 @@ class RunFolder:
             )
 
     def open(self, resume: bool, overwrite: bool) -> None:
-        """Make the folder this run's own until the process ends.
+        """Make the folder this run's own until `close` or the end of the process. Removes nothing: `clear` does.
 
-        Raises UsageError for a folder that is taken or in use, CheckpointError where it can't be written.
+        Raises UsageError for a folder that is taken or in use, ResourceError where it can't be written.
         """
         self.refuse_if_taken(resume, overwrite)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            if overwrite:
-                for name in _WRITTEN:
-                    target = self.path / name
-                    shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                f"can't write to {self.path}: {error}\nName another folder with --work-dir."
+            raise ResourceError(
+                f"can't write to {self.path}: {error.strerror or error}\nName another folder with --work-dir."
+            ) from error
+
+    def clear(self) -> None:
+        """Remove the run that the folder holds, and nothing that a run has not written. Raises ResourceError."""
+        assert self._lock is not None, "open comes first"
+        try:
+            for name in _WRITTEN:
+                target = self.path / name
+                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        except OSError as error:
+            raise ResourceError(
+                f"can't remove the run in {self.path}: {error}\nName another folder with --work-dir."
             ) from error
 
     def _take_lock(self) -> None:

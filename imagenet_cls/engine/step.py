@@ -37,7 +37,7 @@ def set_deterministic(deterministic: bool, device: torch.device) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and only matters for bugs
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time and only matters for bugs
 
 
 class Updater:

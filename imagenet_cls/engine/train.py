@@ -4,13 +4,13 @@ epoch = step // steps_per_epoch: where a run stands is one number, so a resumed 
 step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from imagenet_cls.engine.build import Parts
-from imagenet_cls.engine.evaluate import evaluate, logits_of
+from imagenet_cls.engine.evaluate import Batch, evaluate, logits_of
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.engine.step import autocast
@@ -67,7 +67,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, save: Callable[[], N
             if p.ema is not None:
                 update_ema(p.ema, p.model, step)
             progress.step = step + 1
-            meter.add(progress.step, epoch, lr, sum(losses), grad_norm, skipped)
+            meter.add(progress.step, epoch, lr, sum(losses[1:], losses[0]), grad_norm, skipped)
 
             if progress.step % cfg.log.every_steps == 0:
                 report_steps()
@@ -123,5 +123,15 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
 
 def evaluate_one(p: Parts, model: nn.Module, reporter: Reporter) -> dict[str, Any]:
     e = p.evaluation
-    outputs = logits_of(model, e.batches(), e.preprocess, p.group.device, e.autocast_dtype)
+
+    def showing_progress() -> Iterator[Batch]:
+        """This rank's batches; the others keep pace, so that its share tells how far all are."""
+        done = 0
+        reporter.evaluating(done, e.num_images)
+        for batch in e.batches():
+            yield batch
+            done = min(done + len(batch[1]) * p.group.world_size, e.num_images)
+            reporter.evaluating(done, e.num_images)
+
+    outputs = logits_of(model, showing_progress(), e.preprocess, p.group.device, e.autocast_dtype)
     return evaluate(outputs, p.group)

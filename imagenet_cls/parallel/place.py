@@ -73,10 +73,10 @@ def find_place(env: Mapping[str, str], launcher: str = "auto") -> Place | None:
             if names[0] in env:
                 return _read(env, names, "mpi")
     if launcher in ("slurm", "mpi"):
-        names = [family[0] for family in _FAMILIES[launcher]]
+        firsts = [family[0] for family in _FAMILIES[launcher]]
         starter = {"slurm": "srun", "mpi": "mpirun"}[launcher]
         raise UsageError(
-            f"--launcher {launcher}: {' or '.join(names)} is not set, so nothing started this process as a rank.\n"
+            f"--launcher {launcher}: {' or '.join(firsts)} is not set, so nothing started this process as a rank.\n"
             f"Start it with `{starter} ... python tools/train.py CONFIG`, or leave --launcher out."
         )
     return None
