@@ -7,10 +7,11 @@ torch only once a config has passed the first stage of checking. Called by the e
 import argparse
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING
 
 from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.engine.options import RunOptions
@@ -119,7 +120,7 @@ def train_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, grou
 
 def test_command(argv: Sequence[str]) -> int:
     """`tools/test.py`."""
-    return run_command(RankCommand("test.py", test_parser, load_for_testing, nothing_more, test_here), argv)
+    return run_command(RankCommand("test.py", test_parser, load_for_testing, refuse_unwritable_out, test_here), argv)
 
 
 def test_parser() -> argparse.ArgumentParser:
@@ -141,19 +142,25 @@ def load_for_testing(arguments: argparse.Namespace) -> Loaded:
     return load_config(words[0], changes)
 
 
-def nothing_more(arguments: argparse.Namespace, loaded: Loaded) -> None:
-    """An evaluation has nothing to refuse beyond its config."""
+def refuse_unwritable_out(arguments: argparse.Namespace, loaded: Loaded) -> None:
+    """Raise UsageError where --out could not be written: before the evaluation, which may take an hour, not after."""
+    if arguments.out is not None:
+        write_rows(Path(arguments.out), [], mode="a")
 
 
 def test_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, groups: "list[Group]") -> None:
     """One rank's part of an evaluation."""
     from imagenet_cls.engine.inference import evaluate_weights
+    from imagenet_cls.engine.resources import naming_what_gave_out
     from imagenet_cls.engine.run import meet
+    from imagenet_cls.parallel.group import on_main
 
     group = meet(loaded, place, groups)
     words = split_words(arguments, ["a config", "a checkpoint"])[1]
     checkpoint = Path(words[1]) if len(words) > 1 else None
-    origin, results, rows = evaluate_weights(loaded.config, checkpoint, group, arguments.out is not None)
+    on_main(group, lambda: refuse_unwritable_out(arguments, loaded))
+    with naming_what_gave_out():
+        origin, results, rows = evaluate_weights(loaded.config, checkpoint, group, arguments.out is not None)
     if not group.is_main:
         return
     print(origin)
@@ -179,7 +186,7 @@ def predict_command(argv: Sequence[str]) -> None:
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns")
     parser.add_argument("--top", type=positive, default=5, metavar="K", help="classes to show for each image")
     parser.add_argument("--weights", choices=("raw", "ema"), help="default: the average where the checkpoint has one")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
+    parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:1")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="one JSON object a line")
     shape.add_argument("--csv", action="store_true", help="one row for each image")
@@ -202,10 +209,18 @@ def predict_command(argv: Sequence[str]) -> None:
             print(f"{row['image']}: " + ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"]))
 
 
-def write_rows(path: Path, rows: Iterable[dict]) -> None:
+def device_name(text: str) -> str:
+    """An argparse type: what the config's `device` takes."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, cpu, cuda or cuda:1")
+    return text
+
+
+def write_rows(path: Path, rows: Iterable[dict], mode: str = "w") -> None:
     """Predictions as a file: CSV where it is called .csv, else one JSON object a line."""
     try:
-        with path.open("w", newline="") as file:
+        # surrogateescape: a file name may be any bytes, and comes out as it is.
+        with path.open(mode, newline="", encoding="utf-8", errors="surrogateescape") as file:
             if path.suffix == ".csv":
                 write_csv(file, rows)
             else:
@@ -214,7 +229,7 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
         raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
 
 
-def write_csv(file: TextIO, rows: Iterable[dict]) -> None:
+def write_csv(file: IO[str], rows: Iterable[dict]) -> None:
     """Columns: image, target (where known), then class and probability of each rank."""
     writer = csv.writer(file, lineterminator="\n")
     for number, row in enumerate(rows):

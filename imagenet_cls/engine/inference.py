@@ -4,6 +4,7 @@ Called by `cli` for `tools/test.py` and `tools/predict.py`. Writes nothing.
 """
 
 import glob
+import importlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, read_check
 from imagenet_cls.engine.evaluate import evaluate, logits_of
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, DataError, UsageError
-from imagenet_cls.models.build import build_model
+from imagenet_cls.models.build import build_model, first_line
 from imagenet_cls.models.weights import load_weights, read_weights
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.reduce import gather_to_main
@@ -69,7 +70,8 @@ def evaluate_weights(
         mean=weights.mean,
         std=weights.std,
     )
-    results, rows = {}, []
+    results: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     for kind, model in weights.models.items():
         model.to(group.device)
         outputs = logits_of(model, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype)
@@ -102,7 +104,8 @@ def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) 
     model = build_model(replace(config.model, pretrained=path is None), count)
     origin = f"published weights of {config.model.name}"
     if path is not None:
-        origin = f"{path}: {load_weights(model, read_weights(path), count)}"
+        # A head that is drawn anew is a start for training, but what it names is chance.
+        origin = f"{path}: {load_weights(model, read_weights(path), count, head_may_differ=False)}"
     mean, std = choose_mean_std(config, model)
     return Weights({"raw": model}, None, mean, std, origin)
 
@@ -113,8 +116,7 @@ def _models_of(snapshot: Snapshot) -> dict[str, nn.Module]:
     models = {}
     for kind, tensors in (("raw", snapshot.model), ("ema", snapshot.ema)):
         if tensors is not None:
-            own = replace(config.model, pretrained=False, checkpoint=None)
-            models[kind] = build_model(own, snapshot.state["num_classes"]).eval()
+            models[kind] = _build_as_stored(snapshot, config)
             try:
                 models[kind].load_state_dict(tensors)
             except RuntimeError as error:
@@ -123,6 +125,20 @@ def _models_of(snapshot: Snapshot) -> dict[str, nn.Module]:
                     f"{str(error).splitlines()[-1].strip()}\nInstall the versions named in its state.json."
                 ) from error
     return models
+
+
+def _build_as_stored(snapshot: Snapshot, config: Config) -> nn.Module:
+    """The model that a checkpoint's own config names. Raises CheckpointError where it can't be built here."""
+    try:
+        for module in config.imports:
+            importlib.import_module(module)
+        own = replace(config.model, pretrained=False, checkpoint=None)
+        return build_model(own, snapshot.state["num_classes"]).eval()
+    except (LookupError, ImportError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"{snapshot.path}: its model {config.model.name} can't be built here: {first_line(error)}\n"
+            "Start from the folder that has its module, with the library versions named in its state.json."
+        ) from error
 
 
 def _noting(

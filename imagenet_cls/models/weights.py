@@ -140,12 +140,13 @@ def _strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
         state = {name.removeprefix("module."): value for name, value in weights.items()}
 
 
-def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int) -> str:
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int, head_may_differ: bool = True) -> str:
     """Load `state` into `model`, in place, and say in one sentence what was done.
 
     Everything must match: names and shapes. The one exception is a head of another size (its first dimension), which is
-    left as the model has it, that is, initialised anew. Counters `num_batches_tracked` may be missing (torch < 0.4.1).
-    Names that a timm model's published file has in its original authors' form are translated as timm does it.
+    left as the model has it, that is, initialised anew; head_may_differ false makes that an error as well. Counters
+    `num_batches_tracked` may be missing (torch < 0.4.1). Names that a timm model's published file has in its original
+    authors' form are translated as timm does it.
     num_classes: the model's, to find its head. Raises CheckpointError with counts and the first three names of each
     kind.
     """
@@ -153,7 +154,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
     own = model.state_dict()
     head = [name for name in head_names(model, num_classes) if name in own]
     left_out: list[str] = []
-    if any(name in state and _only_size_differs(own[name], state[name]) for name in head):
+    if head_may_differ and any(name in state and _only_size_differs(own[name], state[name]) for name in head):
         left_out = [name for name in head if name in state]
     kept = {name: value for name, value in state.items() if name not in left_out}
     missing, unexpected = _differing_names(own, kept)
