@@ -110,7 +110,7 @@ def _section_lines(path: keys.KeyPath, section: type) -> list[str]:
             lines.append(f"  {description}")
     if any(path == (component,) for component in schema.COMPONENT_DEFAULTS):
         own = schema.COMPONENT_DEFAULTS[path[0]]
-        told_own = "; ".join(f"`{name}`: `{reader.dump([values]).strip()[2:]}`" for name, values in own.items())
+        told_own = "; ".join(f"`{name}`: `{reader.dump([values]).strip()[2:-2]}`" for name, values in own.items())
         lines += ["", f"Components with defaults of their own: {told_own}"]
     return [*lines, ""]
 

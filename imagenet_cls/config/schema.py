@@ -276,5 +276,5 @@ class Config:
 
 # What a component's section falls back to when its name is changed, where that differs from the defaults above.
 COMPONENT_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    "optimizer": {"sgd": {"kwargs": {"momentum": 0.9}}},
+    "optimizer": {"sgd": {"kwargs": {"momentum": 0.9}}, "rmsproptf": {"kwargs": {"momentum": 0.9}}},
 }

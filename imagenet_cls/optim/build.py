@@ -13,6 +13,7 @@ from typing import Any
 import timm.optim
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import Problem, UserError
@@ -145,10 +146,19 @@ def _check_state(name: str, state: dict[str, Any]) -> list[Problem]:
     """Whether a checkpoint can hold what an optimizer's `state_dict()` returns."""
     kept = sorted(map(str, state.keys() - {"state", "param_groups"}))  # such as the generator state of timm's kron
     kept += sorted({f"a {type(v).__module__}.{type(v).__qualname__}" for v in _foreign_values(state)})
+    owners = [*state.get("state", {}).values(), *state.get("param_groups", [])]
+    kept += sorted({f"tensors within its {key!r}" for owner in owners for key in _keys_with_tensors_within(owner)})
     if not kept:
         return []
     text = f"{name!r} keeps {', '.join(kept)} besides tensors and numbers, which a checkpoint can't hold"
     return [Problem("optimizer.name", f"{text}; choose another optimizer")]
+
+
+def _keys_with_tensors_within(owner: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of one parameter's state, or of a group, that hold tensors deeper down, where checkpoints do not look."""
+    for key, value in owner.items():
+        if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            yield key
 
 
 def _foreign_values(value: Any) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from imagenet_cls.config import keys, reader
 from imagenet_cls.config.load import config_from_dict, config_to_dict, dump_yaml, load_config
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import COMPONENT_DEFAULTS, Config
 
 # `${` begins an interpolation and `???` means no value: the two texts that no config can hold.
 TEXT = st.text(max_size=20).filter(lambda text: "${" not in text and text.lstrip("\\") != "???")
@@ -65,8 +65,9 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 def without_own_defaults(config: Config) -> Config:
-    """sgd's momentum comes back by itself, since dicts merge: a stored config always states it, as this one does."""
-    kwargs = {"momentum": 0.9, **config.optimizer.kwargs} if config.optimizer.name == "sgd" else config.optimizer.kwargs
+    """A component's own defaults come back by themselves, since dicts merge: a stored config always states them."""
+    own = COMPONENT_DEFAULTS["optimizer"].get(config.optimizer.name, {})
+    kwargs = {**own.get("kwargs", {}), **config.optimizer.kwargs}
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, kwargs=kwargs))
 
 

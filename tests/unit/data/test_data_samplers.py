@@ -20,13 +20,12 @@ def test_global_batches_are_the_permutations_slices() -> None:
     assert list(sampler) == [(3, index, 0) for index in order[:96]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (6, 1), (6, 2)]
+)
 def test_ranks_together_take_the_same_micro_batches(world_size: int, micro_batches: int) -> None:
     num_images, batch = 103, 12
     share = batch // world_size
-    if share % micro_batches:
-        pytest.skip("does not divide")
     ranks = []
     for rank in range(world_size):
         sampler = EpochSampler(num_images, batch, rank, world_size, seed=7)
