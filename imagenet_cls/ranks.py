@@ -98,7 +98,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     from imagenet_cls.parallel.launch import write_error_file
 
     groups: list[Group] = []
-    rank, launched, code = 0, False, 0
+    rank, launched, code, together = 0, False, 0, False
     try:
         arguments = command.parser().parse_intermixed_args(argv)
         place = find_place(os.environ, "auto" if arguments.launcher == "spawn" else arguments.launcher)
@@ -107,11 +107,12 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
         loaded = command.load(arguments)
         prepare_process(loaded, place)
         command.run(arguments, loaded, place, groups)
+        together = True
     except Stopped as stopped:
         # Not an error to be reported by the launching process: every rank stops, and rank 0 says so.
         if rank == 0:
             show(stopped, argv)
-        code = stopped.exit_code
+        code, together = stopped.exit_code, True
     except UserError as error:
         write_error_file(str(error), error.exit_code)
         if not launched:
@@ -130,7 +131,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
         write_error_file(text, code)
         if not launched:
             print(text, file=sys.stderr, flush=True)
-    leave(groups[0] if groups else None, code)
+    leave(groups[0] if groups else None, code, together)
 
 
 def lost_peer(error: BaseException, rank: int) -> ResourceError:

@@ -108,7 +108,7 @@ def start_group(
         )  # fmt: skip
         # A group of its own also where gloo carries the gradients: two collectives in flight on one group must be
         # issued in the same order on every rank, and a stop request may come between any two.
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        control: Any = dist.new_group(backend="gloo", timeout=timeout)
         dist.barrier(group=control)
     except (dist.DistError, RuntimeError, ValueError) as error:
         taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
@@ -149,14 +149,16 @@ def on_main(group: Group, action: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def leave(group: Group | None, code: int) -> None:
+def leave(group: Group | None, code: int, together: bool) -> None:
     """End this rank's process with an exit code. Never returns.
 
-    A rank that falls off the end of its script while gloo's threads still run aborts with exit code 134 now and then;
-    so: wait for the others (only where all is well), take the groups down, flush, and skip the interpreter's own
-    clean-up.
+    together: all ranks get here, at an end or a stop that they agreed on, so wait for them: rank 0 may still be saving,
+    and a launcher ends all ranks once one has left with a code other than 0.
+
+    A rank that falls off the end of its script while gloo's threads still run aborts with exit code 134 now and then.
+    So take the groups down, flush, and skip the interpreter's own clean-up.
     """
-    if group is not None and group.control is not None and code == 0:
+    if group is not None and group.control is not None and together:
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=group.control)
             dist.destroy_process_group()

@@ -82,6 +82,8 @@ def _exit_code(code: int) -> int:
 
 def _report(rank: int, code: int, error_file: Path | None) -> None:
     """Print the failing rank's message, or what can be said of a rank that left none."""
+    if code in (130, 143):
+        return  # stopped as asked, and rank 0 has said so
     message = ""
     if error_file is not None and error_file.is_file():
         with contextlib.suppress(ValueError, KeyError):
@@ -121,6 +123,7 @@ def _spawn(ranks: Ranks, argv: Sequence[str], run_rank: Callable[[Sequence[str]]
         "MASTER_PORT": str(ranks.master_port or free_port()),
         LAUNCHED_VARIABLE: "spawn",
     }
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-") as folder:
         first_rank = ranks.node_rank * ranks.gpus
         arguments = (run_rank, list(argv), shared, first_rank, folder)
