@@ -89,11 +89,12 @@ def test_own_optimizer(beside_the_page: Path) -> None:
     assert {group["values"]["beta"] for group in groups} == {0.95}
 
     config = load_config(run / "config.yaml").config
+    assert config.optimizer.weight_decay == 0.05
     before = build_weights(config.model, 10, config.seed, []).state_dict()  # drawn by a key, so drawn once more
     after = load_file(newest(run) / "model.safetensors")
     moved = after["5.weight"] - before["5.weight"] * (1 - 1e-3 * config.optimizer.weight_decay)
-    assert moved.abs().max().item() == pytest.approx(1e-3, rel=1e-3)
-    assert moved.abs().median().item() == pytest.approx(1e-3, rel=1e-3)
+    assert moved.abs().max().item() == pytest.approx(1e-3, rel=2e-4)
+    assert moved.abs().median().item() == pytest.approx(1e-3, rel=2e-4)
 
 
 def test_own_loss(beside_the_page: Path) -> None:
@@ -105,16 +106,16 @@ def test_own_loss(beside_the_page: Path) -> None:
 
 
 def test_own_schedule(beside_the_page: Path) -> None:
-    run = train("my_schedule.yaml", *small_model(), steps=44)
+    run = train("my_schedule.yaml", *small_model(), "train.global_batch_size=256", steps=10)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [record["lr"] for record in records if record["kind"] == "train"]
-    assert rates == pytest.approx([0.03] * 22 + [0.03 * (44 - step) / 22 for step in range(22, 44)])
+    assert rates == pytest.approx([0.03] * 5 + [0.03 * (10 - step) / 5 for step in range(5, 10)])
 
 
 def test_own_loop_has_the_losses_of_the_loop(
     beside_the_page: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = arguments(digits, beside_the_page / "run", "plain", device="cpu")
+    words = arguments(digits, beside_the_page / "run", device="cpu", train__global_batch_size=256)
     train_here(words)
     words = words[: words.index("--work-dir")]
     monkeypatch.setattr(sys, "argv", ["my_loop.py", *words])
