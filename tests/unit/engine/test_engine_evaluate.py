@@ -1,0 +1,56 @@
+"""Counts of an evaluation, against a plain loop over single images."""
+
+import pytest
+import torch
+from torch import nn
+
+from imagenet_cls.engine.evaluate import Batch, evaluate, logits_of
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.place import Place
+
+CPU = torch.device("cpu")
+ALONE = Group(Place(), CPU)
+
+
+def network(num_classes: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(12, num_classes), nn.BatchNorm1d(num_classes))
+
+
+def batches_of(images: torch.Tensor, targets: torch.Tensor, size: int) -> list[Batch]:
+    indices = torch.arange(len(images))
+    return list(zip(images.split(size), targets.split(size), indices.split(size), strict=True))
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 5, 17])
+@pytest.mark.parametrize("batch_size", [1, 4, 37])
+def test_counts_equal_those_of_a_plain_loop(num_classes: int, batch_size: int) -> None:
+    source = torch.Generator().manual_seed(num_classes)
+    images = torch.randint(0, 256, (37, 3, 2, 2), generator=source).to(torch.uint8)
+    targets = torch.randint(0, num_classes, (37,), generator=source)
+    model = network(num_classes)
+    outputs = logits_of(model, batches_of(images, targets, batch_size), lambda x: x.float() / 255, CPU, None)
+    result = evaluate(outputs, ALONE)
+
+    model.eval().requires_grad_(False)
+    top1 = top5 = loss = 0.0
+    for image, target in zip(images, targets.tolist(), strict=True):
+        scores = model(image[None].float() / 255)[0].log_softmax(0)
+        better = int((scores > scores[target]).sum())
+        top1, top5, loss = top1 + (better < 1), top5 + (better < 5), loss - float(scores[target])
+    assert result["images"] == 37 and result["seconds"] >= 0
+    assert (result["top1_pct"], result["top5_pct"]) == (pytest.approx(100 * top1 / 37), pytest.approx(100 * top5 / 37))
+    assert result["loss"] == pytest.approx(loss / 37, rel=1e-5)
+    assert 0 < result["top1_pct"] < 100
+
+
+def test_the_models_mode_is_put_back_and_its_statistics_are_left_alone() -> None:
+    images, targets = torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    for training in (True, False):
+        model = network(3).train(training)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        outputs = list(logits_of(model, batches_of(images, targets, 2), lambda x: x.float(), CPU, torch.bfloat16))
+        assert model.training is training
+        assert all(logits.dtype is torch.float32 and not logits.requires_grad for logits, _, _ in outputs)
+        assert [indices.tolist() for _, _, indices in outputs] == [[0, 1], [2, 3]]
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

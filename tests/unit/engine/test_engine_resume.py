@@ -1,0 +1,69 @@
+"""Which changes of a config and its data a resumed run lets through."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from bed import arguments
+
+from imagenet_cls.config.load import config_to_dict, load_config
+from imagenet_cls.engine.build import Parts, build
+from imagenet_cls.engine.resume import flatten, refuse_changes
+from imagenet_cls.engine.run import describe_state
+from imagenet_cls.engine.state import Progress
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.place import Place
+
+
+def parts_for(digits: Path, **changes: object) -> Parts:
+    words = [word for word in arguments(digits, Path("unused"), **changes) if "=" in word]
+    return build(load_config(None, words).config, Group(Place(), torch.device("cpu")))
+
+
+def test_the_same_config_passes_and_free_keys_are_told(digits: Path) -> None:
+    before = describe_state(parts_for(digits), Progress())
+    assert refuse_changes(before, parts_for(digits), ()) == []
+    told = refuse_changes(before, parts_for(digits, train__micro_batch_size=64, log__every_steps=7), ())
+    assert told == [
+        "changed since the checkpoint: log.every_steps: 1 -> 7",
+        "changed since the checkpoint: train.micro_batch_size: None -> 64",
+    ]
+
+
+def test_a_changed_recipe_is_refused_unless_allowed(digits: Path) -> None:
+    before = describe_state(parts_for(digits), Progress())
+    changed = parts_for(digits, optimizer__lr=0.5, optimizer__kwargs="{momentum: 0.5}", train__epochs=3)
+    with pytest.raises(CheckpointError) as error:
+        refuse_changes(before, changed, ["train.epochs"])
+    text = str(error.value)
+    assert "optimizer.lr: 0.03 -> 0.5" in text and "optimizer.kwargs.momentum: 0.9 -> 0.5" in text
+    assert "train.epochs" not in text and text.count("\n") == 1
+    assert "--allow-change optimizer.kwargs.momentum --allow-change optimizer.lr" in text
+    with pytest.raises(CheckpointError):
+        refuse_changes(before, changed, ["train.epochs", "optimizer.l"])  # half a name is no name
+    assert len(refuse_changes(before, changed, ["train.epochs", "optimizer"])) == 3
+    assert len(refuse_changes(before, changed, ["train.epochs", "optimizer.lr", "optimizer.kwargs"])) == 3
+
+
+def test_other_images_are_refused_whatever_is_allowed(digits: Path) -> None:
+    parts = parts_for(digits)
+    before = describe_state(parts, Progress())
+    with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+        refuse_changes(before | {"data_digest": "0" * 16}, parts, ["data"])
+    with pytest.raises(CheckpointError, match="10 classes here, 2 classes there"):
+        refuse_changes(before | {"classes": ["a", "b"]}, parts, ["data"])
+    fewer = parts_for(digits, data__val_fraction=0.3)
+    with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+        refuse_changes(before, fewer, ["data"])
+
+
+def test_another_number_of_ranks_is_told(digits: Path) -> None:
+    parts = parts_for(digits)
+    (line,) = refuse_changes(describe_state(parts, Progress()) | {"world_size": 4}, parts, ())
+    assert line.startswith("4 ranks before, 1 now")
+
+
+def test_flat_keys() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+    assert flatten(config_to_dict(load_config(None).config))["optimizer.kwargs.momentum"] == 0.9

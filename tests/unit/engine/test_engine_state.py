@@ -1,0 +1,140 @@
+"""A run's state, taken apart and put together again, for fused optimizers on channels-last weights above all."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from torch import nn
+
+from imagenet_cls.config.schema import OptimizerConfig
+from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_optimizer
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.optim.build import build_optimizer, check_optimizer
+from imagenet_cls.optim.groups import parameter_groups
+
+KWARGS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9}}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, groups=2), nn.Flatten())
+    return model.to(memory_format=torch.channels_last)
+
+
+def optimizer_for(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, 0.01, decay_norm_and_bias=False)
+    return build_optimizer(OptimizerConfig(name=name, lr=0.05, kwargs=KWARGS.get(name, {})), groups)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        model(images.contiguous(memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def through_files(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> tuple[dict, dict]:
+    """As safetensors and JSON do it: contiguous tensors, and lists for tuples."""
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(numbers))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "lamb", "rmsproptf", "timm:nadamw", "timm:adafactor"])
+def test_a_second_half_ends_in_the_same_bits(name: str) -> None:
+    """Six steps, against three, taken apart, given to a model and optimizer of other values, and three more."""
+    whole = network()
+    steps(whole, optimizer_for(whole, name), 0, 6)
+
+    first = network()
+    optimizer = optimizer_for(first, name)
+    steps(first, optimizer, 0, 3)
+    weights = host_copy(first.state_dict())
+    tensors, numbers = through_files(*take_optimizer(first, optimizer))
+
+    second = network()
+    fresh = optimizer_for(second, name)
+    steps(second, fresh, 100, 2)  # state of its own, to be replaced
+    second.load_state_dict(weights)
+    give_optimizer(second, fresh, tensors, numbers)
+    for parameter, state in fresh.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                assert value.stride() == parameter.stride(), key
+    assert first[0].weight.stride() != first[0].weight.contiguous().stride()  # else the line above proves nothing
+    steps(second, fresh, 3, 3)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[key], value), key
+
+
+def test_what_is_taken_shares_no_memory_with_the_run() -> None:
+    model = network()
+    optimizer = optimizer_for(model, "sgd")
+    steps(model, optimizer, 0, 2)
+    weights, (tensors, _) = host_copy(model.state_dict()), take_optimizer(model, optimizer)
+    before = {name: tensor.clone() for name, tensor in {**weights, **tensors}.items()}
+    assert "0.weight//momentum_buffer" in tensors and "0.weight" in weights
+    steps(model, optimizer, 2, 2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in {**weights, **tensors}.items())
+
+
+def test_other_groups_of_parameters_are_refused() -> None:
+    model = network()
+    tensors, numbers = take_optimizer(model, optimizer_for(model, "sgd"))
+    other = build_optimizer(OptimizerConfig(lr=0.1, kwargs=KWARGS["sgd"]), parameter_groups(model, 0.0, True))
+    with pytest.raises(CheckpointError, match=r"1 groups of \[6\] parameters, the checkpoint 2 of \[2, 4\]"):
+        give_optimizer(model, other, tensors, numbers)
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps its last gradients in a list, as L-BFGS keeps its history."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(parameter.grad.clone())
+        super().step(closure)
+
+
+def test_state_that_would_be_lost_is_refused_before_the_run() -> None:
+    """Tensors within lists are what `take_optimizer` does not look for."""
+    problems = check_optimizer(OptimizerConfig(name=f"{__name__}:Remembering", lr=0.1))
+    assert [problem.key for problem in problems] == ["optimizer.name"]
+    assert "tensors within its 'history'" in problems[0].message
+
+
+def every_timm_optimizer() -> Iterator[str]:
+    yield from (f"timm:{name}" for name in timm.optim.list_optimizers(exclude_filters=["fused*", "bnb*"]))
+
+
+def test_every_optimizer_that_is_let_in_can_be_taken_apart() -> None:
+    """Those of timm that pass the check: their state survives files, and nothing of it is left behind."""
+    let_in = 0
+    for name in every_timm_optimizer():
+        if check_optimizer(OptimizerConfig(name=name, lr=0.01)):
+            continue
+        let_in += 1
+        model = network()
+        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.01), parameter_groups(model, 0.01, False))
+        steps(model, optimizer, 0, 2)
+        tensors, numbers = through_files(*take_optimizer(model, optimizer))
+        before = optimizer.state_dict()
+        fresh = build_optimizer(OptimizerConfig(name=name, lr=0.5), parameter_groups(model, 0.01, False))
+        give_optimizer(model, fresh, tensors, numbers)
+        after = fresh.state_dict()
+        assert before["state"].keys() == after["state"].keys(), name
+        for index, state in before["state"].items():
+            assert state.keys() == after["state"][index].keys(), name
+            for key, value in state.items():
+                torch.testing.assert_close(after["state"][index][key], value, rtol=0, atol=0, msg=f"{name} {key}")
+        for old, new in zip(before["param_groups"], after["param_groups"], strict=True):
+            assert old == new, name
+    assert let_in > 30
+
+
+def test_progress_survives_json() -> None:
+    progress = Progress(7, 5, {"raw": {"top1_pct": 12.5, "step": 5}}, {"raw": {"top1_pct": 12.5}})
+    assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress

@@ -1,0 +1,114 @@
+"""What ranks do together, where there is only one: nothing lost, nothing changed. Several: tests/distributed."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from imagenet_cls.errors import UsageError
+from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
+from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.reduce import all_mean, all_sum, gather_to_main, hand_out
+from imagenet_cls.parallel.stop import StopRequest
+from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, sync_on_last, wrap
+
+CPU = torch.device("cpu")
+ALONE = Group(Place(), CPU)
+
+
+def test_collectives_give_back_what_they_got() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert all_sum(tensor, ALONE) is tensor and all_mean(tensor, ALONE).tolist() == [1.0, 2.0]
+    rows = [{"a": 1}]
+    assert gather_to_main(rows, ALONE) == rows
+    tensors = {"a": tensor}
+    assert hand_out(tensors, ALONE) is tensors
+    assert on_main(ALONE, lambda: 7) == 7
+    with pytest.raises(UsageError):
+        on_main(ALONE, lambda: (_ for _ in ()).throw(UsageError("no")))
+
+
+def test_one_rank_starts_no_group_and_wraps_nothing() -> None:
+    group = start_group(Place(), CPU, "auto", "auto", "env://", 5.0)
+    assert group.control is None and group.is_main and not torch.distributed.is_initialized()
+    model = nn.Linear(2, 2)
+    assert wrap(model, group, "auto") is model and wrap(model, group, "none") is model
+    settle_buckets(model, lambda: pytest.fail("there are no buckets"))
+    with sync_on_last(model, False):
+        pass
+
+
+def test_devices_that_are_not_there() -> None:
+    assert choose_device("cpu", Place()) == CPU
+    if not torch.cuda.is_available():
+        assert choose_device("auto", Place()) == CPU
+        with pytest.raises(UsageError, match="sees no GPU"):
+            choose_device("cuda", Place())
+    else:
+        with pytest.raises(UsageError, match="wants GPU 99"):
+            choose_device("cuda:99", Place())
+
+
+def test_a_step_that_was_skipped_leaves_no_trace_in_running_statistics() -> None:
+    """NaN in one batch would else live on in them for ever."""
+    model = nn.Sequential(
+        nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2, track_running_stats=False), nn.BatchNorm2d(2)
+    )
+    statistics = RunningStatistics(model, ALONE)
+    good, bad = torch.randn(4, 3, 2, 2), torch.full((4, 3, 2, 2), float("nan"))
+    model(good)
+    statistics.settle(torch.tensor(False))
+    after_good = [buffer.clone() for buffer in statistics.buffers]
+    assert len(after_good) == 4 and not torch.equal(after_good[0], torch.zeros(3))
+    model(bad)
+    assert statistics.buffers[0].isnan().all()
+    statistics.settle(torch.tensor(True))
+    assert all(torch.equal(a, b) for a, b in zip(statistics.buffers, after_good, strict=True))
+    model(good)
+    statistics.settle(torch.tensor(False))
+    assert not torch.equal(statistics.buffers[0], after_good[0])
+
+
+def test_loaded_statistics_are_remembered() -> None:
+    norm = nn.BatchNorm1d(2)
+    statistics = RunningStatistics(norm, ALONE)
+    norm.running_mean.fill_(5.0)  # type: ignore[union-attr]
+    statistics.remember()
+    norm.running_mean.fill_(float("nan"))  # type: ignore[union-attr]
+    statistics.settle(torch.tensor(True))
+    assert norm.running_mean.tolist() == [5.0, 5.0]  # type: ignore[union-attr]
+    RunningStatistics(nn.Linear(2, 2), ALONE).settle(torch.tensor(True))  # a model without any
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_becomes_a_request_and_handlers_are_given_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+    stop = StopRequest(ALONE)
+    stop.listen()
+    try:
+        assert stop.agreed() == 0
+        os.kill(os.getpid(), number)
+        assert stop.agreed() == number == stop.agreed()
+        os.kill(os.getpid(), signal.SIGTERM)  # another request changes nothing
+        assert stop.agreed() == number
+    finally:
+        stop.close()
+    assert [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)] == before
+
+
+def test_one_ctrl_c_that_arrives_twice_is_one_and_a_second_one_means_now() -> None:
+    stop = StopRequest(ALONE)
+    stop.listen()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # a terminal and a launcher both pass it on
+        assert stop.agreed() == signal.SIGINT
+        time.sleep(0.35)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+    finally:
+        stop.close()
