@@ -1,15 +1,17 @@
 """Names that users write, turned into things: nearest names, `my_module:my_factory`, keyword arguments.
 
-Owns did-you-mean and the comparison of `kwargs` with a signature. Imports nothing of the package but `errors`, and no torch,
-so that it is usable before torch is loaded. Called by `config` (keys), `data`, `models` and `optim` (names and kwargs).
+Owns did-you-mean and the comparison of `kwargs` with a signature. Imports nothing of the package but `errors`, and no
+torch, so that it is usable before torch is loaded. Called by `config` (keys), `data`, `models` and `optim` (names and
+kwargs).
 """
 
 import difflib
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from imagenet_cls.errors import Problem
@@ -34,6 +36,19 @@ def is_factory_name(name: str) -> bool:
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
 
 
+def import_from_here(name: str) -> ModuleType:
+    """A user's module, found from the working directory too. Raises LookupError where there is none of that name."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # the module is there; something that it imports is not
+        raise LookupError(f"no module {name!r} in {here} or among the installed packages") from None
+
+
 def import_factory(name: str) -> Callable[..., Any]:
     """The callable that `my_module:my_factory` names. The module is found from the working directory too.
 
@@ -41,14 +56,7 @@ def import_factory(name: str) -> Callable[..., Any]:
     An exception raised *inside* the user's module other than a missing module is passed on: it is their bug to see.
     """
     module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # the module is there; something that it imports is not
-        raise LookupError(f"no module {module_name!r} in {os.getcwd()} or among the installed packages") from None
+    target: Any = import_from_here(module_name)
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise LookupError(f"module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(target))}")
@@ -74,9 +82,9 @@ def check_kwargs(
 ) -> list[Problem]:
     """Compare a component's `kwargs` with the signature that will receive them, before the call.
 
-    section: the dotted section, such as `optimizer`. reserved: names that the project passes itself and a config may not.
-    more_names: further names that a `**kwargs` in the signature is known to accept (the class that a timm factory builds);
-    without them, a signature with `**kwargs` accepts every name.
+    section: the dotted section, such as `optimizer`. reserved: names that the project passes itself and a config may
+    not. more_names: further names that a `**kwargs` in the signature is known to accept (the class that a timm
+    factory builds); without them, a signature with `**kwargs` accepts every name.
     """
     taken, takes_any = keyword_names(factory)
     allowed = [name for name in [*taken, *more_names] if name not in reserved and name not in ("self", "cls")]

@@ -1,8 +1,9 @@
 """Keys for random draws: a run is a pure function of its config and its data.
 
-Every draw has a key, made where it is used: `(seed, epoch, index, view)` for a sample, `(seed, step, micro_batch, rank)` for a
-batch. Keys are hashed, never added, so that neighbouring keys share nothing and no two uses collide. No generator state is
-saved, shipped or restored anywhere. Called by `data` (samples, permutations) and `engine` (initial weights, dropout).
+Every draw has a key, made where it is used: `(seed, epoch, index, view)` for a sample, `(seed, step, micro_batch,
+rank)` for a batch. Keys are hashed, never added, so that neighbouring keys share nothing and no two uses collide. No
+generator state is saved, shipped or restored anywhere. Called by `data` (samples, permutations) and `engine` (initial
+weights, dropout).
 """
 
 import random

@@ -35,7 +35,7 @@ def plain(num_classes: int, width: int = 16) -> Any:
 
 
 def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0) -> Any:
-    """With BatchNorm and dropout: state in buffers, and draws in every step. pause_sec: time to be killed in, a forward."""
+    """With BatchNorm and dropout: state in buffers, draws in every step. pause_sec: in each forward, to be killed."""
     from torch import nn
 
     class Pause(nn.Module):
@@ -78,7 +78,7 @@ def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) 
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For processes that tests start: one thread each, `bed` to be found, and nothing of a launcher around the tests."""
+    """For processes of tests: one thread each, `bed` to be found, and nothing of a launcher around the tests."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in foreign}
     env |= {"PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
@@ -120,7 +120,7 @@ def state_digest(work_dir: Path) -> str:
     """SHA-256 over everything that a run computed: weights, buffers, EMA, optimizer, and where it stands."""
     folder = newest(work_dir)
     digest = hashlib.sha256()
-    for name in sorted(path.name for path in folder.glob("*.safetensors")) + ["optimizer.json"]:
+    for name in [*sorted(path.name for path in folder.glob("*.safetensors")), "optimizer.json"]:
         digest.update(name.encode() + (folder / name).read_bytes())
     state = json.loads((folder / "state.json").read_text())
     digest.update(json.dumps([state["progress"], state["scaler"]], sort_keys=True).encode())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.cli import main, train_command  # noqa: E402
+from imagenet_cls.cli import main, train_command
 
 if __name__ == "__main__":
     sys.exit(main(train_command))

@@ -5,7 +5,6 @@ rank is started or any image read. `build` makes the parts that `engine.train` r
 section.
 """
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +35,7 @@ from imagenet_cls.engine.evaluate import Batch
 from imagenet_cls.engine.plan import Plan, batch_problem, plan_run
 from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
 from imagenet_cls.errors import ConfigError, Problem
+from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import build_model, model_mean_std
 from imagenet_cls.models.check import check_model
 from imagenet_cls.models.ema import ModelEma, build_ema
@@ -88,9 +88,9 @@ def check(config: Config, world_size: int | None) -> list[Problem]:
     """Stage 2: everything that can be known without data or ranks. world_size: None where it is not known yet."""
     for name in config.imports:
         try:
-            importlib.import_module(name)
-        except ImportError as error:
-            return [Problem("imports", f"can't import {name!r}: {error}")]
+            import_from_here(name)
+        except LookupError as error:
+            return [Problem("imports", str(error))]
     problems = check_model(config.model) + check_data(config.data) + check_loss(config.loss)
     problems += check_optimizer(config.optimizer) + check_schedule(config.schedule)
     if world_size is not None:
@@ -107,6 +107,8 @@ def build(config: Config, group: Group) -> Parts:
     Raises DataError, ConfigError, CheckpointError, UsageError or ResourceError.
     """
     device, train = group.device, config.train
+    for name in config.imports:  # `check` ran in the launching process, or on rank 0 only
+        import_from_here(name)
     set_deterministic(train.deterministic, device)
     dtype = choose_precision(train.precision, device)
     data = open_datasets(config.data)

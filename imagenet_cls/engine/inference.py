@@ -4,7 +4,6 @@ Called by `cli` for `tools/test.py` and `tools/predict.py`. Writes nothing.
 """
 
 import glob
-import importlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, read_check
 from imagenet_cls.engine.evaluate import evaluate, logits_of
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import build_model, first_line
 from imagenet_cls.models.weights import load_weights, read_weights
 from imagenet_cls.parallel.group import Group
@@ -131,7 +131,7 @@ def _build_as_stored(snapshot: Snapshot, config: Config) -> nn.Module:
     """The model that a checkpoint's own config names. Raises CheckpointError where it can't be built here."""
     try:
         for module in config.imports:
-            importlib.import_module(module)
+            import_from_here(module)
         own = replace(config.model, pretrained=False, checkpoint=None)
         return build_model(own, snapshot.state["num_classes"]).eval()
     except (LookupError, ImportError, RuntimeError, TypeError) as error:

@@ -27,7 +27,9 @@ def start_words(way: str, words: list[str]) -> list[str]:
 @pytest.mark.parametrize("way", ["dist_train.sh", "spawn", "torchrun"])
 def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_path: Path, way: str) -> None:
     folder = tmp_path / "run"
-    done = run(start_words(way, arguments(digits, folder, log__tensorboard="true")))
+    # The same network by two names: a factory's, and one that a module under `imports` registers in each process.
+    named = {} if way == "dist_train.sh" else {"model.name": "bed_registered", "imports": "[registered]"}
+    done = run(start_words(way, arguments(digits, folder, log__tensorboard="true", **named)))
     assert done.returncode == 0, done.stderr
     single, double = losses(one_rank), losses(folder)
     assert len(double) == len(single) == 22

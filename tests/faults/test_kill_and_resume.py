@@ -58,7 +58,12 @@ def test_sigkill_in_the_second_epoch(digits: Path, tmp_path: Path, optimizer: st
     at_step, victim = random.randrange(STEPS_PER_EPOCH + 2, STEPS - 2), random.randrange(ranks)
     print(f"SIGKILL to rank {victim} after step {at_step}")
     with subprocess.Popen(
-        command("killed"), env=environment(), cwd=REPOSITORY, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        command("killed"),
+        env=environment(),
+        cwd=REPOSITORY,
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
     ) as started:
         try:
             wait_for(lambda: steps_done(folder) >= at_step or started.poll() is not None, f"step {at_step}")

@@ -1,0 +1,11 @@
+"""Registers the tests' own network with timm when it is imported, as a user's module under `imports` does."""
+
+from typing import Any
+
+import bed
+from timm.models import register_model
+
+
+@register_model
+def bed_registered(pretrained: bool = False, num_classes: int = 10, **more_from_timm: Any) -> Any:
+    return bed.plain(num_classes)
