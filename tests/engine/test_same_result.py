@@ -25,9 +25,7 @@ def test_same_bits_again_for_any_number_of_workers(noisy_run: Path, digits: Path
 
 def test_another_seed_gives_other_bits(noisy_run: Path, digits: Path, tmp_path: Path) -> None:
     """Else the test above could not fail."""
-    train_here(
-        arguments(digits, tmp_path / "run", "noisy", ema__decay=0.9, train__micro_batch_size=64, seed=1)
-    )
+    train_here(arguments(digits, tmp_path / "run", "noisy", ema__decay=0.9, train__micro_batch_size=64, seed=1))
     assert state_digest(tmp_path / "run") != state_digest(noisy_run)
 
 
