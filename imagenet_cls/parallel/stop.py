@@ -5,6 +5,7 @@ control group, asynchronously: the answer to step s is read at step s + 1, so no
 `engine.train`.
 """
 
+import contextlib
 import signal
 import time
 from types import FrameType
@@ -58,7 +59,8 @@ class StopRequest:
     def close(self) -> None:
         """Wait for the reduction in flight and give the signals back."""
         if self.pending is not None:
-            self.pending[0].wait()
+            with contextlib.suppress(RuntimeError):  # a rank is gone: what is on its way up already says so
+                self.pending[0].wait()
             self.pending = None
         for number, handler in self.previous.items():
             signal.signal(number, handler)
