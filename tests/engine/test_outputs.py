@@ -303,6 +303,17 @@ def test_resuming_a_finished_run_changes_nothing(digits: Path, tmp_path: Path, c
     assert len(losses(tmp_path / "run")) == 33
 
 
+def test_overwriting_leaves_nothing_of_the_old_run(digits: Path, tmp_path: Path) -> None:
+    """Nor of its metrics, which the new run would else add to; what lies beside it stays."""
+    train_here(arguments(digits, tmp_path / "run", train__max_steps=12, checkpoint__every_steps=1))
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    train_here([*arguments(digits, tmp_path / "run", train__max_steps=3, seed=7), "--overwrite"])
+    assert len(losses(tmp_path / "run")) == 3 and len(evaluations(tmp_path / "run")) == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0000003"]
+    assert "seed: 7" in (tmp_path / "run" / "config.yaml").read_text()
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
 def test_going_on_from_another_runs_checkpoint(digits: Path, small: Path, tmp_path: Path, call: Callable) -> None:
     """It ends in the same bits, in a folder of its own, and leaves the other run alone."""
     before = contents(small)
