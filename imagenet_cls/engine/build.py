@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.config.schema import Config, ModelConfig
+from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
 from imagenet_cls.data import (
     DataSets,
     EpochSampler,
@@ -121,7 +121,7 @@ def build(config: Config, group: Group) -> Parts:
     own = config.model if group.is_main else replace(config.model, pretrained=False, checkpoint=None)
     model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, messages))
     mean, std = choose_mean_std(config, model)
-    model.to(device, memory_format=torch.channels_last if train.channels_last else torch.preserve_format)  # type: ignore[call-overload]
+    model.to(device, memory_format=memory_format(train))  # type: ignore[call-overload]
     wrapped = wrap(model, group, config.parallel.mode)
     ema = build_ema(model, config.ema)
     if train.compile:
@@ -166,6 +166,10 @@ def build(config: Config, group: Group) -> Parts:
             std=std,
         ),
     )
+
+
+def memory_format(train: TrainConfig) -> torch.memory_format:
+    return torch.channels_last if train.channels_last else torch.preserve_format
 
 
 def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: list[str]) -> nn.Module:

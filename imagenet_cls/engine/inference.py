@@ -18,9 +18,15 @@ from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
 from imagenet_cls.data.layout import is_image
-from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_mean_std, choose_num_classes
+from imagenet_cls.engine.build import (
+    EvaluationParts,
+    build_val_batches,
+    choose_mean_std,
+    choose_num_classes,
+    memory_format,
+)
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, read_checkpoint
-from imagenet_cls.engine.evaluate import evaluate, logits_of
+from imagenet_cls.engine.evaluate import Outputs, evaluate, outputs_of
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.lookup import import_from_here
@@ -70,15 +76,13 @@ def evaluate_weights(
         mean=weights.mean,
         std=weights.std,
     )
-    results: dict[str, dict[str, Any]] = {}
+    for model in weights.models.values():
+        model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+    outputs = outputs_of(weights.models, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype)
     rows: list[dict[str, Any]] = []
-    for kind, model in weights.models.items():
-        model.to(group.device)
-        outputs = logits_of(model, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype)
-        rows = []
-        if keep_predictions:
-            outputs = _noting(outputs, data.val, data.classes, rows)
-        results[kind] = evaluate(outputs, group)
+    if keep_predictions:
+        outputs = _noting(outputs, list(weights.models)[-1], data.val, data.classes, rows)
+    results = evaluate(outputs, list(weights.models), group)
     gathered = gather_to_main(rows, group)
     return weights.origin, results, sorted(gathered, key=lambda row: row["index"])
 
@@ -142,14 +146,12 @@ def _build_as_stored(snapshot: Snapshot, config: Config) -> nn.Module:
 
 
 def _noting(
-    outputs: Iterable[tuple[Tensor, Tensor, Tensor]],
-    source: ImageSource,
-    classes: Sequence[str],
-    rows: list[dict[str, Any]],
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Pass evaluation outputs through and note a row for each image."""
+    outputs: Iterable[Outputs], kind: str, source: ImageSource, classes: Sequence[str], rows: list[dict[str, Any]]
+) -> Iterator[Outputs]:
+    """Pass evaluation outputs through and note a row for each image, of one model."""
     for logits, targets, indices in outputs:
-        for index, target, ranking in zip(indices.tolist(), targets.tolist(), rank(logits, classes), strict=True):
+        ranked = rank(logits[kind], classes)
+        for index, target, ranking in zip(indices.tolist(), targets.tolist(), ranked, strict=True):
             rows.append({"index": index, "image": source.name(index), "target": classes[target], "top": ranking})
         yield logits, targets, indices
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from imagenet_cls.engine.build import Parts
-from imagenet_cls.engine.evaluate import Batch, evaluate, logits_of
+from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.engine.step import autocast
@@ -102,9 +102,20 @@ def save_due(p: Parts, step: int) -> bool:
 def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
     """Evaluate the raw and the averaged weights, record both, and say whether either is the best so far."""
     models: dict[str, nn.Module] = {"raw": p.model} | ({} if p.ema is None else {"ema": p.ema.module})
+    e = p.evaluation
+
+    def showing_progress() -> Iterator[Batch]:
+        """This rank's batches; the others keep pace, so that its share tells how far all are."""
+        done = 0
+        reporter.evaluating(done, e.num_images)
+        for batch in e.batches():
+            yield batch
+            done = min(done + len(batch[1]) * p.group.world_size, e.num_images)
+            reporter.evaluating(done, e.num_images)
+
+    outputs = outputs_of(models, showing_progress(), e.preprocess, p.group.device, e.autocast_dtype)
     improved = False
-    for kind, model in models.items():
-        result = evaluate_one(p, model, reporter)
+    for kind, result in evaluate(outputs, list(models), p.group).items():
         record: dict[str, Any] = {
             "kind": "eval",
             "step": progress.step,
@@ -119,19 +130,3 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
             improved = True
     progress.evaluated_step = progress.step
     return improved
-
-
-def evaluate_one(p: Parts, model: nn.Module, reporter: Reporter) -> dict[str, Any]:
-    e = p.evaluation
-
-    def showing_progress() -> Iterator[Batch]:
-        """This rank's batches; the others keep pace, so that its share tells how far all are."""
-        done = 0
-        reporter.evaluating(done, e.num_images)
-        for batch in e.batches():
-            yield batch
-            done = min(done + len(batch[1]) * p.group.world_size, e.num_images)
-            reporter.evaluating(done, e.num_images)
-
-    outputs = logits_of(model, showing_progress(), e.preprocess, p.group.device, e.autocast_dtype)
-    return evaluate(outputs, p.group)

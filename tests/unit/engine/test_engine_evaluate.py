@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_cls.engine.evaluate import Batch, evaluate, logits_of
+from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.place import Place
 
@@ -12,8 +12,8 @@ CPU = torch.device("cpu")
 ALONE = Group(Place(), CPU)
 
 
-def network(num_classes: int) -> nn.Module:
-    torch.manual_seed(0)
+def network(num_classes: int, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(12, num_classes), nn.BatchNorm1d(num_classes))
 
 
@@ -28,9 +28,11 @@ def test_counts_equal_those_of_a_plain_loop(num_classes: int, batch_size: int) -
     source = torch.Generator().manual_seed(num_classes)
     images = torch.randint(0, 256, (37, 3, 2, 2), generator=source).to(torch.uint8)
     targets = torch.randint(0, num_classes, (37,), generator=source)
-    model = network(num_classes)
-    outputs = logits_of(model, batches_of(images, targets, batch_size), lambda x: x.float() / 255, CPU, None)
-    result = evaluate(outputs, ALONE)
+    model, other = network(num_classes), network(num_classes, seed=1)
+    models, batches = {"other": other, "one": model}, batches_of(images, targets, batch_size)
+    results = evaluate(outputs_of(models, batches, lambda x: x.float() / 255, CPU, None), list(models), ALONE)
+    result = results["one"]
+    assert list(results) == ["other", "one"] and results["other"]["loss"] != result["loss"]
 
     model.eval().requires_grad_(False)
     top1 = top5 = loss = 0.0
@@ -49,8 +51,9 @@ def test_the_models_mode_is_put_back_and_its_statistics_are_left_alone() -> None
     for training in (True, False):
         model = network(3).train(training)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        outputs = list(logits_of(model, batches_of(images, targets, 2), lambda x: x.float(), CPU, torch.bfloat16))
+        batches = batches_of(images, targets, 2)
+        outputs = list(outputs_of({"raw": model}, batches, lambda x: x.float(), CPU, torch.bfloat16))
         assert model.training is training
-        assert all(logits.dtype is torch.float32 and not logits.requires_grad for logits, _, _ in outputs)
+        assert all(out["raw"].dtype is torch.float32 and not out["raw"].requires_grad for out, _, _ in outputs)
         assert [indices.tolist() for _, _, indices in outputs] == [[0, 1], [2, 3]]
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
