@@ -7,6 +7,7 @@ Called by `cli`; stands on the same level.
 import argparse
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from imagenet_cls.parallel.place import LAUNCHERS, Place, cpu_threads, find_plac
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.group import Group
+    from imagenet_cls.parallel.launch import Ranks
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
@@ -47,6 +49,7 @@ class RankCommand:
 
 def run_command(command: RankCommand, argv: Sequence[str]) -> int:
     """Be the only rank, one of several (then the process ends here), or the process that starts them."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings about sockets come a dozen lines each
     arguments = command.parser().parse_intermixed_args(argv)
     launcher, gpus = arguments.launcher, arguments.gpus or 1
     place = find_place(os.environ, "auto" if launcher == "spawn" else launcher)
@@ -65,27 +68,35 @@ def run_command(command: RankCommand, argv: Sequence[str]) -> int:
 def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[str], launcher: str) -> int:
     """Check everything that can be checked here, once, then start the ranks and wait for them."""
     loaded = command.load(arguments)
-    gpus = arguments.gpus or 1
-    from imagenet_cls.engine.run import raise_problems
-    from imagenet_cls.parallel.launch import Ranks, refuse_too_many_ranks, start_ranks
+    from imagenet_cls.parallel.launch import refuse_taken_port, refuse_too_many_ranks, start_ranks
 
-    refuse_too_many_ranks(gpus, loaded.config.device)
-    raise_problems(loaded, gpus * int(arguments.nodes) if arguments.nodes.isdigit() else None)
-    if arguments.node_rank == 0:
+    ranks = ranks_to_start(arguments, loaded.config.parallel.init_method, launcher)
+    refuse_taken_port(ranks)
+    from imagenet_cls.engine.run import raise_problems
+
+    refuse_too_many_ranks(ranks.gpus, loaded.config.device)
+    raise_problems(loaded, ranks.gpus * int(ranks.nodes) if ranks.nodes.isdigit() else None)
+    if ranks.node_rank == 0:
         command.precheck(arguments, loaded)
-    init_method = loaded.config.parallel.init_method
+    return start_ranks(ranks, str(TOOLS / command.script), argv, partial(run_rank, command))
+
+
+def ranks_to_start(arguments: argparse.Namespace, init_method: str, launcher: str) -> "Ranks":
+    """What the options and parallel.init_method ask for together; an address in the latter goes first."""
+    from imagenet_cls.parallel.launch import Ranks
+
     host, _, port = init_method.removeprefix("tcp://").rpartition(":")
     by_address = init_method.startswith("tcp://")
-    ranks = Ranks(
+    return Ranks(
         launcher=launcher,
-        gpus=gpus,
+        gpus=arguments.gpus or 1,
         nodes=arguments.nodes,
         node_rank=arguments.node_rank,
         master_addr=host if by_address else arguments.master_addr,
         master_port=int(port) if by_address else arguments.master_port,
         max_restarts=arguments.max_restarts,
+        by_file=init_method.startswith("file:"),
     )
-    return start_ranks(ranks, str(TOOLS / command.script), argv, partial(run_rank, command))
 
 
 def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
@@ -94,8 +105,10 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     Only one rank's error is shown. Our launching process shows that of the rank that failed first; under a foreign
     launcher ranks speak for themselves, rank 0 first.
     """
+    from imagenet_cls.parallel.launch import die_with_launcher, write_error_file
+
+    die_with_launcher()  # before torch is imported, which takes seconds
     from imagenet_cls.parallel.group import leave, lost_a_peer
-    from imagenet_cls.parallel.launch import write_error_file
 
     groups: list[Group] = []
     rank, launched, code, together = 0, False, 0, False
@@ -187,7 +200,11 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=positive, metavar="N", help="ranks to start on this machine (on the CPU without GPUs)"
     )
     ranks.add_argument(
-        "--nodes", default="1", metavar="N", help="machines; 1:4 for one to four (elastic, pytorch only)"
+        "--nodes",
+        default="1",
+        type=node_count,
+        metavar="N",
+        help="machines; 1:4 for one to four (elastic, pytorch only)",
     )
     ranks.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the machines this is, from 0")
     ranks.add_argument("--master-addr", metavar="HOST", help="address of the first machine")
@@ -197,6 +214,13 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     )
     # torch.distributed.launch passes the local rank as an option, spelled either way; the environment says it, too.
     ranks.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+
+
+def node_count(text: str) -> str:
+    """An argparse type: machines as torchrun takes them, a number or the least and the most of them."""
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of machines nor a range such as 1:4")
+    return text
 
 
 def positive(text: str) -> int:

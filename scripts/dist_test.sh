@@ -20,5 +20,6 @@ if [ -n "${NNODES:-}" ]; then nodes+=(--nodes "$NNODES"); fi
 if [ -n "${NODE_RANK:-}" ]; then nodes+=(--node-rank "$NODE_RANK"); fi
 if [ -n "${MASTER_ADDR:-}" ]; then nodes+=(--master-addr "$MASTER_ADDR"); fi
 if [ -n "${MASTER_PORT:-}" ]; then nodes+=(--master-port "$MASTER_PORT"); fi
+if [ -n "${MAX_RESTARTS:-}" ]; then nodes+=(--max-restarts "$MAX_RESTARTS"); fi
 exec "$PYTHON" "$root/tools/test.py" "$config" "$checkpoint" --launcher pytorch --gpus "$gpus" \
     ${nodes[@]+"${nodes[@]}"} "$@"

@@ -2,6 +2,7 @@
 # Trains on several GPUs, or on CPU ranks where there is no GPU; on several machines when started on each of them.
 #   bash scripts/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash scripts/dist_train.sh CONFIG GPUS
+#   NNODES=1:4 MAX_RESTARTS=3 MASTER_ADDR=host0 bash scripts/dist_train.sh CONFIG GPUS --resume     (elastic)
 # GPUS: processes on this machine. PYTHON: the interpreter; the repository's own .venv where there is one.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -20,4 +21,5 @@ if [ -n "${NNODES:-}" ]; then nodes+=(--nodes "$NNODES"); fi
 if [ -n "${NODE_RANK:-}" ]; then nodes+=(--node-rank "$NODE_RANK"); fi
 if [ -n "${MASTER_ADDR:-}" ]; then nodes+=(--master-addr "$MASTER_ADDR"); fi
 if [ -n "${MASTER_PORT:-}" ]; then nodes+=(--master-port "$MASTER_PORT"); fi
+if [ -n "${MAX_RESTARTS:-}" ]; then nodes+=(--max-restarts "$MAX_RESTARTS"); fi
 exec "$PYTHON" "$root/tools/train.py" "$config" --launcher pytorch --gpus "$gpus" ${nodes[@]+"${nodes[@]}"} "$@"

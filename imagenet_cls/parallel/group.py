@@ -8,9 +8,11 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,11 +26,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """One rank's view of all ranks. `control` is None where there is one rank only and nothing to talk to."""
+    """One rank's view of all ranks. `control` is None where there is one rank only and nothing to talk to.
+
+    meeting_file: where the ranks met in a file, that file.
+    """
 
     place: Place
     device: torch.device
     control: Any = None
+    meeting_file: Path | None = None
 
     @property
     def rank(self) -> int:
@@ -60,6 +66,8 @@ def choose_device(device: str, place: Place) -> torch.device:
             f"device={device} with {place.world_size} ranks: each rank needs its own GPU.\nUse device=cuda."
         )
     index = int(device.partition(":")[2] or place.local_rank)
+    if place.launcher in ("slurm", "mpi") and gpus == 1 and place.local_world_size > 1:
+        index = 0  # each task was given a GPU of its own and sees no other (--gpus-per-task)
     if index >= gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise UsageError(
@@ -87,7 +95,7 @@ def start_group(
         if mode == "ddp" and not dist.is_initialized():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return Group(place, device)
-    complete_master_address(os.environ, place.launcher)
+    complete_master_address(os.environ, place)
     address = init_method
     if init_method == "env://":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -97,10 +105,15 @@ def start_group(
                 "Set both to the first machine's address and a free port of it, or start with scripts/dist_train.sh."
             )
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    host = re.sub(r"^tcp://", "", address).rpartition(":")[0]
-    if host and not address.startswith("file:"):
-        choose_interface(os.environ, host)
+    several_machines = place.local_world_size < place.world_size
+    if not init_method.startswith("file:"):
+        choose_interface(os.environ, re.sub(r"^tcp://", "", address).rpartition(":")[0].strip("[]"), several_machines)
+    elif not several_machines:
+        choose_interface(os.environ, "127.0.0.1", several_machines)
     timeout = timedelta(seconds=timeout_sec)
+    meeting_file = Path(init_method.removeprefix("file://")) if init_method.startswith("file:") else None
+    if meeting_file is not None and place.is_main:
+        refuse_old_file(meeting_file, timeout_sec)
     try:
         dist.init_process_group(
             backend, init_method=init_method, rank=place.rank, world_size=place.world_size, timeout=timeout,
@@ -118,7 +131,16 @@ def start_group(
             f"{reason}\n"
             "Check that every rank was started, that all name the same address and port, and that the port is free."
         ) from error
-    return Group(place, device, control)
+    return Group(place, device, control, meeting_file)
+
+
+def refuse_old_file(path: Path, timeout_sec: float) -> None:
+    """Raise ResourceError for a meeting file that an earlier run left: its ranks' addresses are those of the dead."""
+    if path.exists() and time.time() - path.stat().st_mtime > timeout_sec:
+        raise ResourceError(
+            f"the ranks can't meet in {path}: a run that was killed has left it.\n"
+            "Remove that file (parallel.init_method), and start again."
+        )
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -162,6 +184,8 @@ def leave(group: Group | None, code: int, together: bool) -> None:
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=group.control)
             dist.destroy_process_group()
+        if group.meeting_file is not None and group.is_main:
+            group.meeting_file.unlink(missing_ok=True)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -6,10 +6,12 @@ again.
 """
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -18,15 +20,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, cpu_threads, free_port
+from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, address_towards, cpu_threads
 
 # torchrun's own variable: the file that a failing rank leaves its message in.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
+# Where several machines meet, unless the user names another port: torch's own default.
+DEFAULT_PORT = 29500
+
+# How long a rank that was asked to stop may take to save before it is killed, and how long the other ranks may take to
+# end by themselves once one has failed.
+_PATIENCE_WITH_STOP_SEC = 300
+_PATIENCE_AFTER_FAILURE_SEC = 4.0
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """What is to be started. gpus: processes on this machine. nodes: machines; `1:4` for an elastic job (pytorch)."""
+    """What is to be started.
+
+    gpus: processes on this machine. nodes: machines; `1:4` for an elastic job (pytorch). node_rank: which of them this
+    is. by_file: the ranks meet in a file (parallel.init_method), so nobody needs an address. A port that is not given
+    is a free one on one machine, and `DEFAULT_PORT` on several.
+    """
 
     launcher: str
     gpus: int
@@ -35,6 +52,7 @@ class Ranks:
     master_addr: str | None = None
     master_port: int | None = None
     max_restarts: int = 0
+    by_file: bool = False
 
 
 def start_ranks(ranks: Ranks, script: str, argv: Sequence[str], run_rank: Callable[[Sequence[str]], None]) -> int:
@@ -45,7 +63,7 @@ def start_ranks(ranks: Ranks, script: str, argv: Sequence[str], run_rank: Callab
 
     The code is the one of the rank that failed first, and its message is printed here, once.
     """
-    os.environ[LAUNCHED_VARIABLE] = ranks.launcher
+    os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
     # The number of threads changes the last bits of a result, so it is always set, not only by one of the launchers.
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(ranks.gpus)))
     if ranks.launcher == "spawn":
@@ -63,6 +81,41 @@ def refuse_too_many_ranks(gpus: int, device: str) -> None:
             f"{gpus} ranks were asked for, but this machine shows {present} GPUs.\n"
             f"Ask for at most {present}, check CUDA_VISIBLE_DEVICES, or use device=cpu for ranks on the CPU."
         )
+
+
+def refuse_taken_port(ranks: Ranks) -> None:
+    """Raise ResourceError where this machine can't listen on the port that it is to: taken, or not allowed."""
+    if ranks.master_port is None or ranks.node_rank != 0 or ":" in ranks.nodes:  # an elastic job's agents may share it
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # what a run that has just ended leaves is no hindrance
+        try:
+            probe.bind(("", ranks.master_port))
+        except OSError as error:
+            raise ResourceError(
+                f"the ranks can't meet on port {ranks.master_port} of this machine: {error.strerror}\n"
+                "Name another (MASTER_PORT, --master-port, parallel.init_method). On one machine, leave it out: a free "
+                "one is found."
+            ) from error
+
+
+def die_with_launcher() -> None:
+    """In a rank that our launching process started: ask for SIGTERM when that process is gone, however it went.
+
+    A launcher that was killed can't end its ranks, and they would go on unseen. On SIGTERM a training rank saves. To be
+    called first in a rank, from its main thread; does nothing elsewhere. Linux only: other systems keep such ranks.
+    """
+    launcher = os.environ.get(LAUNCHED_VARIABLE)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if launcher is None or prctl is None:
+        return
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    try:
+        os.kill(int(launcher), 0)
+    except ProcessLookupError:  # it was gone before the kernel knew of our wish
+        os._exit(128 + signal.SIGTERM)
 
 
 def write_error_file(message: str, exit_code: int) -> None:
@@ -108,22 +161,8 @@ def _report(rank: int, code: int, error_file: Path | None) -> None:
 def _spawn(ranks: Ranks, argv: Sequence[str], run_rank: Callable[[Sequence[str]], None]) -> int:
     import torch.multiprocessing as mp
 
-    if not ranks.nodes.isdigit():
-        raise UsageError(f"--nodes {ranks.nodes}: an elastic number of machines needs --launcher pytorch.")
-    nodes = int(ranks.nodes)
-    if nodes > 1 and ranks.master_addr is None:
-        raise UsageError(
-            "--launcher spawn on several machines: the ranks need an address to meet at.\n"
-            "Add parallel.init_method=tcp://FIRST_MACHINE:PORT, the same on each machine."
-        )
-    shared = {
-        "WORLD_SIZE": str(ranks.gpus * nodes),
-        "LOCAL_WORLD_SIZE": str(ranks.gpus),
-        "MASTER_ADDR": ranks.master_addr or "127.0.0.1",
-        "MASTER_PORT": str(ranks.master_port or free_port()),
-        LAUNCHED_VARIABLE: "spawn",
-    }
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    shared, _store = _meeting_place(ranks)  # the store lives as long as this function
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-") as folder:
         first_rank = ranks.node_rank * ranks.gpus
         arguments = (run_rank, list(argv), shared, first_rank, folder)
@@ -132,7 +171,7 @@ def _spawn(ranks: Ranks, argv: Sequence[str], run_rank: Callable[[Sequence[str]]
         context = mp.start_processes(_spawned, arguments, ranks.gpus, join=False, start_method="forkserver")
         forward = _forward_signals(lambda: [p.pid for p in context.processes])
         try:
-            while not context.join(timeout=1.0):
+            while not context.join(timeout=1.0, grace_period=_PATIENCE_AFTER_FAILURE_SEC):
                 pass
         except mp.ProcessExitedException as failure:
             _report(first_rank + failure.error_index, failure.exit_code, Path(folder) / f"{failure.error_index}.json")
@@ -140,6 +179,34 @@ def _spawn(ranks: Ranks, argv: Sequence[str], run_rank: Callable[[Sequence[str]]
         finally:
             forward()
     return 0
+
+
+def _meeting_place(ranks: Ranks) -> tuple[dict[str, str], object]:
+    """The variables that all spawned ranks share, and what this process has to keep for them while they run.
+
+    On one machine the launching process itself serves the store that the ranks meet in, as torchrun's agent does: the
+    port is held from the moment that it was found free, so two jobs that start at once can't be given the same.
+    """
+    import torch.distributed as dist
+
+    if not ranks.nodes.isdigit():
+        raise UsageError(f"--nodes {ranks.nodes}: an elastic number of machines needs --launcher pytorch.")
+    nodes = int(ranks.nodes)
+    shared = {"WORLD_SIZE": str(ranks.gpus * nodes), "LOCAL_WORLD_SIZE": str(ranks.gpus)}
+    if ranks.by_file:
+        return shared, None
+    if nodes > 1:
+        if ranks.master_addr is None:
+            raise UsageError(
+                "--launcher spawn on several machines: the ranks need an address to meet at.\n"
+                "Add parallel.init_method=tcp://FIRST_MACHINE:PORT, the same on each machine."
+            )
+        shared |= {"MASTER_ADDR": ranks.master_addr, "MASTER_PORT": str(ranks.master_port or DEFAULT_PORT)}
+        return shared, None
+    host = ranks.master_addr or "127.0.0.1"
+    store = dist.TCPStore(host, ranks.master_port or 0, is_master=True, wait_for_workers=False)
+    shared |= {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return shared, store
 
 
 def _spawned(
@@ -178,29 +245,21 @@ def _forward_signals(pids: Callable[[], list[int | None]]) -> Callable[[], None]
 
 def _torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
     """torch.distributed.run, called as a function: as a program it turns every exit code into 1, in 44 lines."""
+    from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_PATIENCE_WITH_STOP_SEC))
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; torchrun would listen to it all the same
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+    meeting = _meeting_words(ranks)
     words = [f"--nproc-per-node={ranks.gpus}", f"--nnodes={ranks.nodes}", f"--max-restarts={ranks.max_restarts}"]
-    if ranks.nodes == "1":
-        port = ranks.master_port or free_port()
-        words += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    elif ":" in ranks.nodes:
-        endpoint = f"{ranks.master_addr or '127.0.0.1'}:{ranks.master_port or 29500}"
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=imagenet-cls"]
-    else:
-        if ranks.master_addr is None:
-            raise UsageError(
-                f"{ranks.nodes} machines need one address to meet at, and none was given.\n"
-                "On each, set MASTER_ADDR (--master-addr) to the first machine's address, and NODE_RANK to 0, 1, ..."
-            )
-        words += [f"--node-rank={ranks.node_rank}", f"--master-addr={ranks.master_addr}"]
-        words += [f"--master-port={ranks.master_port or 29500}"]
     try:
-        torchrun.run(torchrun.parse_args([*words, script, *argv]))
+        torchrun.run(torchrun.parse_args([*words, *meeting, script, *argv]))
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         error_file = Path(first.error_file) if first.error_file else None
@@ -208,8 +267,34 @@ def _torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
         return _exit_code(first.exitcode)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
-    except OSError as error:
+    except (OSError, DistError, RendezvousError) as error:
         raise ResourceError(
-            f"could not start {ranks.gpus} ranks: {error}\nCheck the address, the port and the limits."
+            f"could not start {ranks.gpus} ranks ({' '.join(meeting)}): {str(error).strip().splitlines()[0][:200]}\n"
+            "Check the address, the port and the limits, and that every machine was started."
         ) from error
     return 0
+
+
+def _meeting_words(ranks: Ranks) -> list[str]:
+    """torchrun's options for where its agents, one on each machine, meet.
+
+    Where ranks may be started again, agents meet by c10d and each round of ranks at a port of its own: torch 2.15 keeps
+    the store of the round before otherwise, and with it addresses of ranks that are dead. Which machine has rank 0 is
+    open then, so the run folder must be on a disk that all share.
+    """
+    restarts = ":" in ranks.nodes or ranks.max_restarts > 0
+    if restarts:
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    master = ranks.master_addr or "127.0.0.1"
+    if ranks.nodes == "1" and ranks.master_port is None:  # the agent takes a free port and holds it
+        return ["--standalone", "--local-addr=127.0.0.1"]
+    port = ranks.master_port or DEFAULT_PORT
+    if restarts:
+        endpoint = ["--rdzv-backend=c10d", f"--rdzv-endpoint={master}:{port}", "--rdzv-id=imagenet-cls"]
+        return [*endpoint, f"--local-addr={address_towards(master)}"]
+    if ranks.nodes != "1" and ranks.master_addr is None:
+        raise UsageError(
+            f"{ranks.nodes} machines need one address to meet at, and none was given.\n"
+            "On each, set MASTER_ADDR (--master-addr) to the first machine's address, and NODE_RANK to 0, 1, ..."
+        )
+    return [f"--node-rank={ranks.node_rank}", f"--master-addr={master}", f"--master-port={port}"]

@@ -35,8 +35,9 @@ class StopRequest:
             self.previous[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal == signal.SIGINT == number and time.monotonic() - self.first_at > _SECOND_CTRL_C_SEC:
-            raise KeyboardInterrupt  # a second Ctrl-C: out at once
+        # A second Ctrl-C: out at once. torchrun passes the second one on as SIGTERM.
+        if self.signal == signal.SIGINT and time.monotonic() - self.first_at > _SECOND_CTRL_C_SEC:
+            raise KeyboardInterrupt
         if not self.signal:
             self.signal, self.first_at = number, time.monotonic()
 

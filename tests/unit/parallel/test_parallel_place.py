@@ -1,6 +1,7 @@
 """Who am I: from each launcher's variables, without torch."""
 
 import os
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -10,24 +11,29 @@ import pytest
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.place import (
     Place,
+    address_towards,
     choose_interface,
     complete_master_address,
     cpu_threads,
     find_place,
     first_host,
-    free_port,
     interface_towards,
 )
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
-    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711",
 }  # fmt: skip
+# A shell on an allocation of four tasks (salloc, srun --pty): a step of one.
+SHELL = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0",
+         "SLURM_STEP_TASKS_PER_NODE": "1"}  # fmt: skip
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "984285185",
 }  # fmt: skip
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}  # MPICH's and Intel's
+BY_HAND = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
 def numbers(place: Place | None) -> tuple[int, int, int, int] | None:
@@ -47,11 +53,17 @@ def numbers(place: Place | None) -> tuple[int, int, int, int] | None:
         ({**SLURM, **OPEN_MPI, **TORCHRUN}, "auto", (5, 1, 8, 4)),  # the most explicit
         ({**SLURM, **OPEN_MPI}, "mpi", (2, 0, 4, 2)),
         ({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}, "auto", None),  # sbatch's own script
-        (
-            {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-            "auto",
-            None,
-        ),  # an interactive step
+        (SHELL, "auto", None),
+        (SHELL, "slurm", (0, 0, 1, 1)),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "auto", (3, 1, 4, 1)),
+        ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, "auto", (3, 1, 4, 2)),  # srun --mpi=pmi2
+        ({**SHELL, **OPEN_MPI}, "auto", (2, 0, 4, 2)),  # mpirun in a job starts its helpers by srun
+        ({**SLURM, **PMI, "SLURM_STEP_NUM_TASKS": "2"}, "auto", (3, 1, 4, 2)),
+        (PMI, "auto", (3, 1, 4, 2)),
+        (PMI, "mpi", (3, 1, 4, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpi", UsageError),  # which GPU?
+        (BY_HAND, "auto", (0, 0, 2, 1)),
+        ({**BY_HAND, "MASTER_ADDR": "127.0.0.1"}, "auto", (0, 0, 2, 2)),  # all on this machine
         ({"RANK": "0", "WORLD_SIZE": "1"}, "auto", (0, 0, 1, 1)),
         ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "auto", (1, 1, 2, 2)),
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
@@ -70,24 +82,51 @@ def test_places(env: dict[str, str], launcher: str, expected: Any) -> None:
         assert numbers(find_place(env, launcher)) == expected
 
 
+def completed(env: dict[str, str]) -> dict[str, str]:
+    place, env = find_place(env), dict(env)
+    assert place is not None
+    complete_master_address(env, place)
+    return env
+
+
 def test_a_master_is_found_where_the_launcher_names_none() -> None:
-    env = {**SLURM, "SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "gpu[003-007,9],cpu1"}
-    complete_master_address(env, "slurm")
-    assert env["MASTER_ADDR"] == "gpu003" and 20000 <= int(env["MASTER_PORT"]) < 40000
-    other = {**SLURM, "SLURM_JOB_ID": "4712", "SLURM_STEP_NODELIST": "gpu1"}
-    complete_master_address(other, "slurm")
-    assert other["MASTER_PORT"] != env["MASTER_PORT"]  # two jobs on one host do not meet
-    given = {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
-    complete_master_address(given, "mpi")
-    assert given == {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
-    by_torchrun: dict[str, str] = {}
-    complete_master_address(by_torchrun, "pytorch")
-    assert by_torchrun == {}
+    env = completed({**SLURM, "SLURM_STEP_NODELIST": "gpu[003-007,9],cpu1"})
+    assert env["MASTER_ADDR"] == "gpu003" and 20000 <= int(env["MASTER_PORT"]) < 32000
+    in_a_job = completed({**OPEN_MPI, "SLURM_JOB_NODELIST": "gpu[003-007]"})
+    assert in_a_job["MASTER_ADDR"] == "gpu003"
+    on_one_machine = completed({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert on_one_machine["MASTER_ADDR"] == "127.0.0.1"
+    given = completed({**PMI, "MASTER_ADDR": "here", "MASTER_PORT": "1"})
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("here", "1")
+    with pytest.raises(UsageError, match="several machines, and MASTER_ADDR is not set"):
+        completed(PMI)
+    assert completed(TORCHRUN) == TORCHRUN
+
+
+def test_ports_differ_between_jobs_and_not_between_ranks() -> None:
+    jobs = [
+        {**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        for job in (4711, 4712, 16710)
+        for step in (0, 1)
+    ]
+    jobs += [{**OPEN_MPI, "MASTER_ADDR": "here", "OMPI_MCA_ess_base_jobid": job} for job in ("984285185", "984350721")]
+    ports = [completed(job)["MASTER_PORT"] for job in jobs]
+    assert len(set(ports)) == len(jobs)
+    others = [job | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "OMPI_COMM_WORLD_RANK": "0"} for job in jobs]
+    assert [completed(job)["MASTER_PORT"] for job in others] == ports
 
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu[003-007,9],cpu1", "gpu003"), ("n1,n2", "n1"), ("n1", "n1"), ("r[1-2]n", "r1n"), ("", "127.0.0.1")],
+    [
+        ("gpu[003-007,9],cpu1", "gpu003"),
+        ("n1,n2", "n1"),
+        ("n1", "n1"),
+        ("r[1-2]n", "r1n"),
+        ("rack[1-2]node[03-04],x", "rack1node03"),
+        ("10.0.0.[5-6]", "10.0.0.5"),
+        ("", "127.0.0.1"),
+    ],
 )
 def test_first_hosts(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
@@ -97,16 +136,34 @@ def test_the_interface_that_leads_to_the_master() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("no.such.host.invalid") is None
     env: dict[str, str] = {}
-    assert choose_interface(env, "127.0.0.1") == "lo" and env == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert choose_interface(env, "127.0.0.1", several_machines=True) == "lo" and env == {"GLOO_SOCKET_IFNAME": "lo"}
     theirs = {"GLOO_SOCKET_IFNAME": "ib0"}
-    choose_interface(theirs, "127.0.0.1")
+    choose_interface(theirs, "127.0.0.1", several_machines=False)
     assert theirs["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-def test_ports_and_threads() -> None:
-    assert 1024 <= free_port() < 65536
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip (Debian: iproute2)")
+def test_a_master_whose_own_name_is_loopback_is_still_found_by_the_others() -> None:
+    """As Debian writes /etc/hosts: to the machine itself, its name is 127.0.1.1."""
+    assert choose_interface({}, "127.0.1.1", several_machines=False) == "lo"
+    routes = subprocess.run(["ip", "-4", "route", "show", "default"], capture_output=True, text=True).stdout.split()
+    default = routes[routes.index("dev") + 1] if routes else None
+    assert choose_interface({}, "127.0.1.1", several_machines=True) == default
+    assert address_towards("127.0.1.1") == "127.0.1.1"  # the name by which the others call it
+    if default is not None:
+        assert interface_towards("192.0.2.200") == default  # an address that is no machine's, by the default route
+        assert not address_towards("192.0.2.200").startswith("127.")
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     assert cpu_threads(1) == cores and cpu_threads(cores) == 1 and cpu_threads(10 * cores) == 1
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    assert cpu_threads(1) == cores  # of the job, not of a step
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert cpu_threads(1) == 1
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", str(cores))
+    assert cpu_threads(8) == cores  # each task's own
 
 
 def test_asking_costs_no_torch() -> None:

@@ -1,0 +1,90 @@
+"""A real SLURM cluster of two machines on this one, for tests: its own folder, ports and configuration.
+
+Needs Debian's `slurm-wlm`, and no privileges beyond those that `slurmd` has. Authentication is switched off, so it
+listens to anybody on this machine while a test runs.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DAEMONS = ("slurmctld", "slurmd")
+# The machines' names are addresses, so that the first of a step's list leads to rank 0, as names do in a cluster.
+CONFIG = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+SwitchType=switch/none
+GresTypes=gpu
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:1 State=UNKNOWN
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} Gres=gpu:1 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def is_there() -> bool:
+    return all(shutil.which(name) or Path("/usr/sbin", name).exists() for name in DAEMONS) and bool(
+        shutil.which("srun")
+    )
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """Start it, yield the environment that `srun` and `sbatch` need, and end it with every process that it started."""
+    with socket.socket() as a, socket.socket() as b, socket.socket() as c:
+        for probe in (a, b, c):
+            probe.bind(("", 0))
+        ports = [probe.getsockname()[1] for probe in (a, b, c)]
+    host = socket.gethostname().split(".")[0]
+    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    (folder / "state").mkdir(parents=True)
+    (folder / "gpu").touch()  # SLURM counts files; what is in them is the driver's business
+    text = CONFIG.format(host=host, user=user, folder=folder, ports=ports, cpus=os.cpu_count())
+    (folder / "slurm.conf").write_text(text)
+    (folder / "gres.conf").write_text(f"NodeName=127.0.0.[1-2] Name=gpu File={folder}/gpu\n")
+    env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+    daemons = []
+    try:
+        for words in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "127.0.0.1"], ["slurmd", "-D", "-N", "127.0.0.2"]):
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            daemons.append(subprocess.Popen(words, env=os.environ | env, start_new_session=True, **quiet))
+        end = time.monotonic() + 30
+        while "idle" not in (listing := states(env)) or "2 idle" not in listing:
+            assert time.monotonic() < end, f"the cluster did not come up: {listing}; see {folder}/*.log"
+            time.sleep(0.2)
+        yield env
+    finally:
+        subprocess.run(["scancel", "--user", user], env=os.environ | env, timeout=10)
+        for daemon in reversed(daemons):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+
+def states(env: dict[str, str]) -> str:
+    words = ["sinfo", "--noheader", "--format=%D %t"]
+    return subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=10).stdout
