@@ -80,12 +80,15 @@ def train_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check, show what would happen, try one batch; write nothing"
     )
     add_rank_options(parser)
+    parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
     return parser
 
 
 def load_for_training(arguments: argparse.Namespace) -> Loaded:
     """Stage 1 of checking. Imports no torch."""
     changes, configs = split_words(arguments, ["one config"])
+    if arguments.syncbn:
+        changes.append("parallel.sync_bn=true")
     return load_config(configs[0] if configs else None, changes)
 
 

@@ -22,8 +22,10 @@ def hash_key(purpose: str, *parts: int | str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_generators(key: int, device: torch.device | None = None) -> None:
-    """Seed the default generators of torch, `random` and numpy on the CPU, and of `device` where it is a GPU.
+def seed_generators(key: int, *devices: torch.device) -> None:
+    """Seed the default generators of torch, `random` and numpy on the CPU, and of each of `devices` that is a GPU.
+
+    Several GPUs of one process draw differently: the first by `key`, the others by keys hashed from it.
 
     All three, since timm's transforms draw from the latter two: seeding only torch leaves them unseeded. About 7 us.
     Not `torch.manual_seed`: it formats a stack trace for every GPU back end that is not yet in use (106 us measured),
@@ -32,8 +34,10 @@ def seed_generators(key: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
-    if device is not None and device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+    for place, device in enumerate(devices):
+        if device.type == "cuda":
+            own_key = hash_key("device", key, place) if place else key
+            torch.cuda.default_generators[device.index or 0].manual_seed(own_key)
 
 
 def generator(purpose: str, *parts: int | str) -> torch.Generator:

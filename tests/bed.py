@@ -34,7 +34,7 @@ def plain(num_classes: int, width: int = 16) -> Any:
     )
 
 
-def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0) -> Any:
+def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, dropout: float = 0.2) -> Any:
     """With BatchNorm and dropout: state in buffers, draws in every step. pause_sec: in each forward, to be killed."""
     from torch import nn
 
@@ -53,7 +53,7 @@ def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0) -> Any:
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(2),
         nn.Flatten(),
-        nn.Dropout(0.2),
+        nn.Dropout(dropout),
         nn.Linear(8 * width, num_classes),
     )
 

@@ -76,6 +76,7 @@ RANGES: dict[str, Range] = {
     "eval.resize_px": COUNT,
     "eval.batch_size": COUNT,
     "eval.every_epochs": COUNT,
+    "parallel.output_device": NOT_NEGATIVE,
     "parallel.timeout_sec": POSITIVE,
     "checkpoint.every_epochs": COUNT,
     "checkpoint.every_steps": COUNT,
@@ -227,11 +228,36 @@ def _devices(config: Config) -> Iterator[Problem]:
         yield Problem("train.precision", "'fp16' needs a GPU and device is 'cpu'; use fp32 or bf16")
 
 
+def _data_parallel(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.mode != "dp":
+        for key, value in (("device_ids", parallel.device_ids), ("output_device", parallel.output_device)):
+            if value is not None:
+                yield Problem(
+                    f"parallel.{key}", f"{show(value)} is for parallel.mode dp; ranks take the visible GPUs in order"
+                )
+        return
+    ids = parallel.device_ids
+    if ids is not None and (not ids or min(ids) < 0 or len(set(ids)) < len(ids)):
+        yield Problem("parallel.device_ids", f"{show(ids)} is not a list of different GPUs, numbered from 0")
+    if ":" in config.device:
+        yield Problem("device", f"{show(config.device)} is one GPU; with parallel.mode dp name parallel.device_ids")
+    if config.train.compile:
+        yield Problem("train.compile", "can't be used with parallel.mode dp, which copies the model in every step")
+    if parallel.sync_bn:
+        yield Problem("parallel.sync_bn", "synchronises ranks, and parallel.mode dp has one; use ddp and several ranks")
+
+
 def _init_port(config: Config) -> Iterator[Problem]:
     port = re.fullmatch(r"tcp://.*:(\d+)", config.parallel.init_method)
     if port and int(port.group(1)) > 65535:
         yield Problem("parallel.init_method", f"port {port.group(1)} is out of range: 1 to 65535")
 
+
+DATA_PARALLEL_KEYS = (
+    *("device", "train.compile"),
+    *("parallel.mode", "parallel.device_ids", "parallel.output_device", "parallel.sync_bn"),
+)
 
 # Each with the keys that it reads: a rule is left out where one of them is wrong by itself.
 RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
@@ -242,5 +268,6 @@ RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
     (("train.micro_batch_size", "train.global_batch_size"), _batches),
     (("schedule.warmup_epochs", "train.epochs"), _warmup),
     (("device", "parallel.backend", "train.precision"), _devices),
+    (DATA_PARALLEL_KEYS, _data_parallel),
     (("parallel.init_method",), _init_port),
 ]

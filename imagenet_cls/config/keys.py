@@ -100,6 +100,7 @@ def words_of(hint: Any) -> str:
         bool: "true or false",
         str: "text",
         list[float]: "a list of numbers",
+        list[int]: "a list of whole numbers",
     }
     if typing.get_origin(bare) is Literal:
         words = f"one of {', '.join(map(str, typing.get_args(bare)))}"

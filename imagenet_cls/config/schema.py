@@ -164,8 +164,8 @@ class TrainConfig:
     # Only deterministic kernels on GPUs: slower, the same bits each time. (On a CPU they always are, for a given number
     # of threads.)
     deterministic: bool = False
-    # End the run (exit code 6) after this many steps in a row with a loss or gradient that is NaN or infinite. Such
-    # steps never change the weights.
+    # End the run (exit code 6) after this many steps in a row with a loss or gradient that is NaN or infinite. Such a
+    # gradient never changes the weights.
     max_nonfinite_steps: int = 10
 
 
@@ -203,10 +203,18 @@ class EvalConfig:
 class ParallelConfig:
     """How ranks work together."""
 
-    # `none`: one device. `ddp`: one process for each device. `auto`: ddp where there is more than one rank.
-    mode: Literal["auto", "none", "ddp"] = "auto"
+    # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs, which is slower and
+    # needs no launcher. `auto`: ddp where there is more than one rank, else none.
+    mode: Literal["auto", "none", "ddp", "dp"] = "auto"
     # Transport between ranks. auto: nccl on GPUs, gloo on CPUs.
     backend: Literal["auto", "nccl", "gloo"] = "auto"
+    # For mode dp: the GPUs that take part, numbered as CUDA_VISIBLE_DEVICES orders them; the first one holds the
+    # parameters. null: all that are visible.
+    device_ids: list[int] | None = None
+    # For mode dp: the GPU where the logits are joined and the loss is computed. null: the first of device_ids.
+    output_device: int | None = None
+    # BatchNorm sees the images of all ranks in training (SyncBatchNorm). Changes nothing on one rank.
+    sync_bn: bool = False
     # How ranks meet: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or `file:///path`.
     init_method: str = "env://"
     # Longest wait for another rank, in seconds.

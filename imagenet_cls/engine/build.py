@@ -44,16 +44,22 @@ from imagenet_cls.optim.build import build_optimizer, check_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import build_loss, check_loss
 from imagenet_cls.optim.schedule import build_schedule, check_schedule
+from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
 from imagenet_cls.parallel.group import Group, on_main
+from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, wrap
 from imagenet_cls.seeding import hash_key, seed_generators
 
 
 @dataclass
 class EvaluationParts:
-    """What an evaluation needs besides a model. `batches` makes this rank's shard anew at each call."""
+    """What an evaluation needs besides a model. `batches` makes this rank's shard anew at each call.
+
+    on_devices: a model as this rank runs it, which is the model itself but for DataParallel.
+    """
 
     batches: Callable[[], Iterable[Batch]]
+    on_devices: Callable[[nn.Module], nn.Module]
     num_images: int
     preprocess: Preprocess
     autocast_dtype: torch.dtype | None
@@ -63,10 +69,14 @@ class EvaluationParts:
 
 @dataclass
 class Parts:
-    """Everything that the loop touches. `model` is the model itself, `wrapped` what forward and backward go through."""
+    """Everything that the loop touches. `model` is the model itself, `wrapped` what forward and backward go through.
+
+    devices: this rank's; several with DataParallel only.
+    """
 
     config: Config
     group: Group
+    devices: Devices
     plan: Plan
     data: DataSets
     num_classes: int
@@ -94,11 +104,33 @@ def check(config: Config, world_size: int | None) -> list[Problem]:
     problems = check_model(config.model) + check_data(config.data) + check_loss(config.loss)
     problems += check_optimizer(config.optimizer) + check_schedule(config.schedule)
     if world_size is not None:
-        if config.parallel.mode == "none" and world_size > 1:
-            problems.append(Problem("parallel.mode", f"'none' is for one device, but {world_size} ranks were started"))
-        elif (problem := batch_problem(config.train, world_size)) is not None:
-            problems.append(problem)
+        problems += check_ranks(config, world_size)
     return problems
+
+
+def check_ranks(config: Config, world_size: int) -> list[Problem]:
+    """What is wrong with this many ranks."""
+    mode = config.parallel.mode
+    if world_size > 1 and mode in ("none", "dp"):
+        purpose = {"none": "is for one device", "dp": "runs all GPUs from one process"}[mode]
+        return [Problem("parallel.mode", f"{mode!r} {purpose}, but {world_size} ranks were started; use 'ddp'")]
+    if mode == "dp":
+        gpus = len(data_parallel_devices(config).all)
+        problem = batch_problem(config.train, gpus, "GPUs")
+    else:
+        problem = batch_problem(config.train, world_size)
+    return [problem] if problem is not None else []
+
+
+def data_parallel_devices(config: Config) -> Devices:
+    """The devices of a DataParallel run, whose first one holds the parameters. Raises UsageError for absent GPUs."""
+    parallel = config.parallel
+    return choose_devices(config.device, parallel.device_ids, parallel.output_device, torch.cuda.device_count())
+
+
+def rank_devices(config: Config, group: Group) -> Devices:
+    """What this rank computes on."""
+    return data_parallel_devices(config) if config.parallel.mode == "dp" else Devices((group.device,), group.device)
 
 
 def build(config: Config, group: Group) -> Parts:
@@ -114,15 +146,18 @@ def build(config: Config, group: Group) -> Parts:
     data = open_datasets(config.data)
     assert data.train is not None and data.val is not None
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
-    plan = plan_run(train, len(data.train), group.world_size)
-    messages: list[str] = []
+    devices = rank_devices(config, group)
+    plan = plan_run(train, len(data.train), group.world_size, len(devices.all))
+    messages = [devices.note] if devices.note else []
 
     # Rank 0 reads weights from disk or network, and DDP hands them out when it wraps: the others need neither.
     own = config.model if group.is_main else replace(config.model, pretrained=False, checkpoint=None)
     model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, messages))
     mean, std = choose_mean_std(config, model)
     model.to(device, memory_format=memory_format(train))  # type: ignore[call-overload]
-    wrapped = wrap(model, group, config.parallel.mode)
+    if config.parallel.sync_bn:
+        model = synchronize_batch_norm(model, group)
+    wrapped = spread(wrap(model, group, config.parallel.mode), devices)
     ema = build_ema(model, config.ema)
     if train.compile:
         model.compile()  # in place: adds no prefix to any name
@@ -133,8 +168,8 @@ def build(config: Config, group: Group) -> Parts:
     preprocess = Preprocess(mean, std, device, train.channels_last)
 
     def throw_away_pass() -> None:
-        images = torch.zeros(plan.micro_batch, 3, config.augment.size_px, config.augment.size_px, dtype=torch.uint8)
-        targets = torch.zeros(plan.micro_batch, dtype=torch.int64, device=device)
+        images = torch.zeros(plan.loader_batch, 3, config.augment.size_px, config.augment.size_px, dtype=torch.uint8)
+        targets = torch.zeros(plan.loader_batch, dtype=torch.int64, device=device)
         with autocast(device, dtype):
             loss = criterion(wrapped(preprocess(images)), targets)
         loss.backward()
@@ -143,6 +178,7 @@ def build(config: Config, group: Group) -> Parts:
     return Parts(
         config=config,
         group=group,
+        devices=devices,
         plan=plan,
         data=data,
         num_classes=num_classes,
@@ -158,7 +194,8 @@ def build(config: Config, group: Group) -> Parts:
         statistics=RunningStatistics(model, group),
         train_loader=build_train_loader(config, data.train, plan, group),
         evaluation=EvaluationParts(
-            batches=partial(build_val_batches, config, data.val, group),
+            batches=partial(build_val_batches, config, data.val, group, len(devices.all)),
+            on_devices=partial(spread, devices=devices),
             num_images=len(data.val),
             preprocess=preprocess,
             autocast_dtype=dtype,
@@ -211,12 +248,12 @@ def build_train_loader(config: Config, source: ImageSource, plan: Plan, group: G
     """This rank's micro-batches."""
     sampler = EpochSampler(len(source), plan.global_batch, group.rank, group.world_size, config.seed)
     if isinstance(source, SyntheticSource):
-        return SyntheticLoader(source, sampler, plan.micro_batch, config.augment.size_px, config.seed, group.device)
+        return SyntheticLoader(source, sampler, plan.loader_batch, config.augment.size_px, config.seed, group.device)
     return TrainLoader(
         source,
         train_transform(config.augment),
         sampler,
-        plan.micro_batch,
+        plan.loader_batch,
         config.seed,
         num_workers_for(config, group),
         prefetch_batches=config.data.prefetch_batches,
@@ -224,18 +261,17 @@ def build_train_loader(config: Config, source: ImageSource, plan: Plan, group: G
     )
 
 
-def build_val_batches(config: Config, source: ImageSource, group: Group) -> Iterable[Batch]:
-    """This rank's shard of an evaluation, unpadded."""
+def build_val_batches(config: Config, source: ImageSource, group: Group, num_devices: int) -> Iterable[Batch]:
+    """This rank's shard of an evaluation, unpadded, in batches for all of its devices together."""
     shard = shard_for_eval(len(source), group.rank, group.world_size)
+    batch_size = config.eval.batch_size * num_devices
     if isinstance(source, SyntheticSource):
-        return synthetic_eval_batches(
-            source, shard, config.eval.batch_size, config.eval.crop_px, config.seed, group.device
-        )
+        return synthetic_eval_batches(source, shard, batch_size, config.eval.crop_px, config.seed, group.device)
     return eval_batches(
         source,
         eval_transform(config.eval),
         shard,
-        config.eval.batch_size,
+        batch_size,
         num_workers_for(config, group),
         prefetch_batches=config.data.prefetch_batches,
         pin_memory=group.device.type == "cuda",

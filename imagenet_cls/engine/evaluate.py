@@ -41,7 +41,11 @@ def outputs_of(
             pixels = preprocess(images)
             with autocast(device, dtype):
                 logits = {kind: model(pixels) for kind, model in models.items()}
-            yield {kind: out.float() for kind, out in logits.items()}, targets.to(device, non_blocking=True), indices
+            yield (
+                {kind: out.to(device, torch.float32) for kind, out in logits.items()},
+                targets.to(device, non_blocking=True),
+                indices,
+            )
     finally:
         for kind, model in models.items():
             model.train(were_training[kind])

@@ -24,6 +24,7 @@ from imagenet_cls.engine.build import (
     choose_mean_std,
     choose_num_classes,
     memory_format,
+    rank_devices,
 )
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, read_checkpoint
 from imagenet_cls.engine.evaluate import Outputs, evaluate, outputs_of
@@ -32,6 +33,7 @@ from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import build_model, first_line
 from imagenet_cls.models.weights import load_weights, read_weights
+from imagenet_cls.parallel.data_parallel import spread
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.reduce import gather_to_main
 
@@ -68,8 +70,10 @@ def evaluate_weights(
             f"trained on {len(weights.classes)} ({_first(weights.classes)}).\n"
             "Use the config and the data that it was trained with."
         )
+    devices = rank_devices(config, group)
     parts = EvaluationParts(
-        batches=partial(build_val_batches, config, data.val, group),
+        batches=partial(build_val_batches, config, data.val, group, len(devices.all)),
+        on_devices=partial(spread, devices=devices),
         num_images=len(data.val),
         preprocess=Preprocess(weights.mean, weights.std, group.device, config.train.channels_last),
         autocast_dtype=choose_precision(config.train.precision, group.device),
@@ -78,7 +82,8 @@ def evaluate_weights(
     )
     for model in weights.models.values():
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
-    outputs = outputs_of(weights.models, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype)
+    models = {kind: parts.on_devices(model) for kind, model in weights.models.items()}
+    outputs = outputs_of(models, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype)
     rows: list[dict[str, Any]] = []
     if keep_predictions:
         outputs = _noting(outputs, list(weights.models)[-1], data.val, data.classes, rows)

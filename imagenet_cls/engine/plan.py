@@ -11,7 +11,10 @@ from imagenet_cls.errors import DataError, Problem
 
 @dataclass(frozen=True)
 class Plan:
-    """world_size x accumulation x micro_batch = global_batch, always. Steps are optimizer updates."""
+    """world_size x devices x accumulation x micro_batch = global_batch, always. Steps are optimizer updates.
+
+    devices: of one rank; more than one with DataParallel only. micro_batch: images of one device at once.
+    """
 
     world_size: int
     global_batch: int
@@ -20,34 +23,43 @@ class Plan:
     steps_per_epoch: int
     epochs: int
     total_steps: int
+    devices: int = 1
 
     @property
     def share(self) -> int:
         """Images of one rank in one step."""
         return self.global_batch // self.world_size
 
+    @property
+    def loader_batch(self) -> int:
+        """Images that one rank reads at once, for all of its devices."""
+        return self.micro_batch * self.devices
 
-def accumulation_for(global_batch: int, world_size: int, micro_batch_size: int | None) -> int:
-    """The smallest k with `global % (world x k) == 0` and `global / (world x k) <= micro_batch_size`."""
-    assert global_batch % world_size == 0, "batch_problem comes first"
-    share = global_batch // world_size
+
+def accumulation_for(global_batch: int, num_devices: int, micro_batch_size: int | None) -> int:
+    """The smallest k with `global % (devices x k) == 0` and `global / (devices x k) <= micro_batch_size`.
+
+    num_devices: of all ranks together.
+    """
+    assert global_batch % num_devices == 0, "batch_problem comes first"
+    share = global_batch // num_devices
     limit = micro_batch_size or share
     return next(k for k in range(1, share + 1) if share % k == 0 and share // k <= limit)
 
 
-def batch_problem(train: TrainConfig, world_size: int) -> Problem | None:
-    """What is wrong with the global batch on this many ranks; names the nearest batches that divide."""
+def batch_problem(train: TrainConfig, num_devices: int, what: str = "ranks") -> Problem | None:
+    """What is wrong with the global batch on this many devices; names the nearest batches that divide."""
     size = train.global_batch_size
-    if size % world_size == 0:
+    if size % num_devices == 0:
         return None
-    below, above = size // world_size * world_size, -(-size // world_size) * world_size
+    below, above = size // num_devices * num_devices, -(-size // num_devices) * num_devices
     nearest = " or ".join(str(n) for n in (below, above) if n > 0)
-    message = f"{size} images do not divide among {world_size} ranks; nearest that do: {nearest}"
+    message = f"{size} images do not divide among {num_devices} {what}; nearest that do: {nearest}"
     return Problem("train.global_batch_size", message)
 
 
-def plan_run(train: TrainConfig, num_images: int, world_size: int) -> Plan:
-    """The whole plan. num_images: of the training set.
+def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int = 1) -> Plan:
+    """The whole plan. num_images: of the training set. devices: of one rank.
 
     Steps per epoch are floor(num_images / global batch); what is left over of this epoch's permutation is another
     part in the next. Raises DataError where not even one batch can be filled.
@@ -58,14 +70,15 @@ def plan_run(train: TrainConfig, num_images: int, world_size: int) -> Plan:
             f"the training set has {num_images} images, fewer than one batch (train.global_batch_size="
             f"{train.global_batch_size}).\nGive a train.global_batch_size of at most {num_images}, or more images."
         )
-    k = accumulation_for(train.global_batch_size, world_size, train.micro_batch_size)
+    k = accumulation_for(train.global_batch_size, world_size * devices, train.micro_batch_size)
     total = steps_per_epoch * train.epochs
     return Plan(
         world_size=world_size,
         global_batch=train.global_batch_size,
         accumulation=k,
-        micro_batch=train.global_batch_size // (world_size * k),
+        micro_batch=train.global_batch_size // (world_size * devices * k),
         steps_per_epoch=steps_per_epoch,
         epochs=train.epochs,
         total_steps=min(total, train.max_steps or total),
+        devices=devices,
     )

@@ -12,9 +12,10 @@ from imagenet_cls.errors import CheckpointError
 
 # Sections and keys that change how fast, where or how visibly a run goes, but not what it computes.
 _FREE = (
-    "checkpoint", "log", "parallel", "expect", "device", "imports", "eval.batch_size", "eval.every_epochs", "data.root",
+    "checkpoint", "log", "expect", "device", "imports", "eval.batch_size", "eval.every_epochs", "data.root",
     "data.num_workers", "data.prefetch_batches", "train.max_steps", "train.max_nonfinite_steps", "train.deterministic",
-    "train.compile", "train.micro_batch_size", "model.pretrained", "model.checkpoint",
+    "train.compile", "train.micro_batch_size", "parallel.mode", "parallel.device_ids", "parallel.output_device",
+    "parallel.backend", "parallel.init_method", "parallel.timeout_sec", "model.pretrained", "model.checkpoint",
 )  # fmt: skip
 
 

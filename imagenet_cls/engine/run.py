@@ -18,7 +18,7 @@ import torchvision
 import imagenet_cls
 from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, format_problems
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.build import Parts, build, check
+from imagenet_cls.engine.build import Parts, build, check, data_parallel_devices
 from imagenet_cls.engine.checkpoint import (
     Snapshot,
     checkpoint_path,
@@ -58,6 +58,8 @@ def meet(loaded: Loaded, place: Place, groups: list[Group]) -> Group:
     logging.captureWarnings(True)  # into the log where there will be one; a library's warnings help no user
     parallel = loaded.config.parallel
     device = choose_device(loaded.config.device, place)
+    if parallel.mode == "dp" and device.type == "cuda" and place.world_size == 1:
+        device = data_parallel_devices(loaded.config).all[0]
     group = start_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
     groups.append(group)
     if not place.launched:
@@ -240,14 +242,18 @@ def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[
     else:
         device += f" ({torch.get_num_threads()} threads)"
     precision = {None: "fp32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a loss scale"}
-    batch = f"{plan.global_batch} = {plan.world_size} ranks x {plan.accumulation} in turn x {plan.micro_batch} at once"
+    share_of = f"{plan.devices} GPUs" if plan.devices > 1 else f"{plan.world_size} ranks"
+    batch = f"{plan.global_batch} = {share_of} x {plan.accumulation} in turn x {plan.micro_batch} at once"
+    seen = f"{plan.micro_batch} images at a time"
+    if config.parallel.sync_bn and group.world_size > 1:
+        seen = f"{plan.micro_batch * group.world_size} images at a time, those of all ranks (SyncBN)"
     rows = [
         ("model", f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {parts.num_classes} classes"),
         ("data", f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images"),
         ("device", f"{device}, {precision[parts.evaluation.autocast_dtype]}"),
         ("ranks", f"{group.world_size} ({group.place.launcher})"),
         ("batch", batch),
-        ("BatchNorm sees", f"{plan.micro_batch} images at a time"),
+        ("BatchNorm sees", seen),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs} epochs)"),
         ("optimizer", f"{config.optimizer.name}, lr {config.optimizer.lr:g}, {config.schedule.name}"),
         ("seed", str(config.seed)),
@@ -264,7 +270,7 @@ def try_one_batch(parts: Parts) -> str:
     parts.model.train()
     with autocast(parts.group.device, parts.evaluation.autocast_dtype):
         logits = parts.wrapped(parts.evaluation.preprocess(images))
-        loss = parts.criterion(logits, targets.to(parts.group.device))
+        loss = parts.criterion(logits, targets.to(logits.device))
     loss.backward()
     return (
         f"dry run: one batch of {tuple(images.shape)} gave logits {tuple(logits.shape)} and loss {loss.item():.4f}; "

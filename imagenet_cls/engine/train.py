@@ -54,14 +54,15 @@ def train(p: Parts, progress: Progress, reporter: Reporter, save: Callable[[], N
                 images, targets = next(micro_batches)
                 if step == 0 and micro == 0:
                     reporter.first_batch(images, targets, p.data.classes)
-                seed_generators(hash_key("batch", seed, step, micro, p.group.rank), device)  # dropout, drop-path
+                # What dropout and drop-path draw from.
+                seed_generators(hash_key("batch", seed, step, micro, p.group.rank), *p.devices.all)
                 last = micro == plan.accumulation - 1
                 with sync_on_last(p.wrapped, last):
                     with autocast(device, p.evaluation.autocast_dtype):
                         logits = p.wrapped(p.evaluation.preprocess(images))
-                        loss = p.criterion(logits, targets.to(device, non_blocking=True)) / plan.accumulation
+                        loss = p.criterion(logits, targets.to(logits.device, non_blocking=True)) / plan.accumulation
                     p.scaler.scale(loss).backward()
-                losses.append(loss.detach())
+                losses.append(loss.detach().to(device, non_blocking=True))
             grad_norm, skipped = p.updater.update(lr)
             p.statistics.settle(skipped)
             if p.ema is not None:
@@ -113,6 +114,7 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
             done = min(done + len(batch[1]) * p.group.world_size, e.num_images)
             reporter.evaluating(done, e.num_images)
 
+    models = {kind: e.on_devices(model) for kind, model in models.items()}
     outputs = outputs_of(models, showing_progress(), e.preprocess, p.group.device, e.autocast_dtype)
     improved = False
     for kind, result in evaluate(outputs, list(models), p.group).items():

@@ -1,36 +1,84 @@
 """The model as ranks train it together: DistributedDataParallel, its bucket layout, and BatchNorm's running statistics.
 
-Called by `engine.build`. The wrapped model is for forward and backward only; everything else (evaluation, EMA,
-checkpoints) takes the model itself, so that no name ever carries a `module.`.
+Owns that all ranks hold the same bits, at the start and after every step. Refuses to start where they don't. Called by
+`engine.build`. The wrapped model is for forward and backward only; everything else (evaluation, EMA, checkpoints) takes
+the model itself, so that no name ever carries a `module.`.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.reduce import all_mean
+from imagenet_cls.parallel.sync_bn import is_synchronized
 
 
 def wrap(model: nn.Module, group: Group, mode: str) -> nn.Module:
     """The model under DistributedDataParallel where there are several ranks or `mode` is `ddp`, else the model itself.
 
+    Every rank's parameters and buffers become rank 0's, which is the only one that read weights. A collective.
     broadcast_buffers=False: `RunningStatistics` keeps the buffers equal, by averaging instead of taking rank 0's.
     Not static_graph: it fails under `no_sync` (accumulation) with an internal assert (pytorch#143580).
+
+    Raises ResourceError where the ranks hold different weights all the same.
     """
     if group.world_size == 1 and mode != "ddp":
         return model
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[group.device.index] if group.device.type == "cuda" else None,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
+    if group.world_size > 1:
+        hand_out_buffers(model)
+        refuse_differing_weights(model, group)
+    return wrapped
+
+
+def hand_out_buffers(model: nn.Module) -> None:
+    """Give every rank rank 0's buffers, as bytes: gloo does not take every dtype. A collective.
+
+    Without `broadcast_buffers`, DDP hands out the parameters only, and only rank 0 has read the running statistics of
+    weights that the run starts from.
+    """
+    for buffer in model.buffers():
+        if buffer.numel():
+            received = buffer.detach().contiguous()
+            dist.broadcast(received.reshape(-1).view(torch.uint8), src=0)
+            buffer.detach().copy_(received)
+
+
+def refuse_differing_weights(model: nn.Module, group: Group) -> None:
+    """Raise ResourceError, on every rank, unless all hold the same bits in every parameter and buffer. A collective.
+
+    Ranks that begin apart stay apart: they would apply the same gradients to different weights, and nothing would show.
+    """
+    if group.control is None:
+        return
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    digests: list[str] = [""] * group.world_size
+    dist.all_gather_object(digests, digest.hexdigest(), group=group.control)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        listing = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        raise ResourceError(
+            f"{len(others)} of {group.world_size} ranks start from other weights than rank 0: {listing}.\n"
+            "Check that all machines have the same code, config and versions; else suspect the network or a memory."
+        )
 
 
 def sync_on_last(wrapped: nn.Module, is_last: bool) -> AbstractContextManager:
@@ -63,14 +111,15 @@ class RunningStatistics:
 
     `settle` runs once after each optimizer step: one flat all-reduce (212 KB for ResNet-50) that averages over the
     ranks, and, where the step was skipped because its gradient was not finite, the values from before it, so that a
-    NaN in one batch does not live on in the statistics. Only BatchNorm's buffers: averaging a constant over three
-    ranks may change its last bit.
+    NaN in one batch does not live on in the statistics. Only BatchNorm's buffers, and not those of synchronised layers,
+    which are equal as they come: averaging equal numbers over three ranks may change their last bit.
     """
 
     def __init__(self, model: nn.Module, group: Group):
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
         self.buffers: list[Tensor] = buffers
+        self.equal_already = all(is_synchronized(norm) for norm in norms)
         self.group = group
         self.remember()
 
@@ -83,7 +132,8 @@ class RunningStatistics:
         """skipped: bool scalar on the device, the same on every rank: keep the last good values instead."""
         if self.last is None:
             return
-        flat = torch.where(skipped, self.last, all_mean(self._flat(), self.group))
+        flat = self._flat() if self.equal_already else all_mean(self._flat(), self.group)
+        flat = torch.where(skipped, self.last, flat)
         pieces = flat.split([buffer.numel() for buffer in self.buffers])
         torch._foreach_copy_(self.buffers, [p.view_as(b) for p, b in zip(pieces, self.buffers, strict=True)])
         self.last = flat

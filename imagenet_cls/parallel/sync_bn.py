@@ -1,0 +1,147 @@
+"""BatchNorm over the images of all ranks: `parallel.sync_bn`.
+
+Owns the change of a model's BatchNorm layers into synchronised ones. On GPUs they become torch's SyncBatchNorm (with
+timm's variant for its fused layers); torch's refuses CPU tensors, so ranks on CPUs get the one that is defined here.
+Refuses BatchNorm layers with a forward of their own, which a synchronised one would replace unseen. Called by
+`engine.build` before the model is wrapped.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from imagenet_cls.errors import UsageError
+from imagenet_cls.parallel.group import Group
+
+
+def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
+    """Let every BatchNorm of `model` see the images of all ranks in training. One rank alone keeps plain layers.
+
+    Changes the model in place and returns it (or the new layer, where the model is nothing but a BatchNorm). Names,
+    order, weights and running statistics stay as they are, so checkpoints do not tell the difference.
+
+    Raises UsageError for a BatchNorm layer whose own forward can't be synchronised (timm's split BatchNorm, say).
+    """
+    if group.world_size == 1:
+        return model
+    from timm.layers import BatchNormAct2d, convert_sync_batchnorm  # here: ranks that don't need it come up faster
+
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and not is_synchronized(layer)]
+    for layer in layers:
+        if type(layer).forward not in (_BatchNorm.forward, BatchNormAct2d.forward):
+            raise UsageError(
+                f"parallel.sync_bn: {type(layer).__name__} has a forward of its own, which can't be synchronised.\n"
+                "Set parallel.sync_bn to false, or take a model with plain BatchNorm layers."
+            )
+    if group.device.type == "cuda":
+        return convert_sync_batchnorm(model)
+    for layer in layers:
+        # The same tensors, children and options with another forward; torch's lazy layers change class this way, too.
+        layer.__class__ = SyncBatchNormAct if isinstance(layer, BatchNormAct2d) else SyncBatchNorm
+    return model
+
+
+def is_synchronized(layer: nn.Module) -> bool:
+    """Whether this is a BatchNorm whose statistics are those of all ranks."""
+    return isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm over (N, C, ...) of any floating dtype, on any device, with the statistics of all ranks in training.
+
+    Ranks may hold different numbers of images, but at least one each. In evaluation it is plain BatchNorm. The formulas
+    are those of Ioffe and Szegedy, 2015 (arXiv:1502.03167), section 3; statistics are computed in at least float32.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected (N, C, ...), got {input.dim()} dimensions")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        output, mean, variance = _Normalize.apply(input, self.weight, self.bias, self.eps)
+        if self.track_running_stats:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            # Without a momentum: the plain mean over all batches so far.
+            share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+                assert running is not None
+                running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+        return output
+
+
+class SyncBatchNormAct(SyncBatchNorm):
+    """The same for timm's layer that drops out and activates, too."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(input)))
+
+
+class _Normalize(torch.autograd.Function):
+    """(input - mean) / sqrt(variance + eps) * weight + bias, over all ranks; a collective, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the output and, for the running statistics, all ranks' mean (C,) and unbiased variance (C,)."""
+        channels, shape = input.shape[1], _per_channel(input)
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        variance, mean = torch.var_mean(wide, _all_but_channels(input), correction=0)
+        count = mean.new_full((1,), input.numel() / channels)
+        own = torch.cat([mean, variance, count])
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, own)
+        # Means and variances are merged, not sums and sums of squares, whose difference would cancel.
+        means, variances, counts = torch.stack(ranks).split([channels, channels, 1], dim=1)
+        total = counts.sum()
+        mean = (counts * means).sum(0) / total
+        variance = (counts * (variances + (means - mean).square())).sum(0) / total
+        inverse_std = (variance + eps).rsqrt()
+        ctx.save_for_backward(input, weight, bias, mean, inverse_std, total)
+        output = (wide - mean.view(shape)) * inverse_std.view(shape)
+        if weight is not None:
+            output = output * weight.view(shape)
+        if bias is not None:
+            output = output + bias.view(shape)
+        unbiased = variance * (total / (total - 1).clamp(min=1))
+        ctx.mark_non_differentiable(mean, unbiased)
+        return output.to(input.dtype), mean, unbiased
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of the sum of all ranks' losses by this rank's input; by weight and bias this rank's share."""
+        input, weight, bias, mean, inverse_std, total = ctx.saved_tensors
+        shape, others = _per_channel(input), _all_but_channels(input)
+        grad = grad.to(mean.dtype)
+        normalized = (input.to(mean.dtype) - mean.view(shape)) * inverse_std.view(shape)
+        sums = torch.stack([grad.sum(others), (grad * normalized).sum(others)])
+        # DDP reduces the gradients of weight and bias, as it does all others.
+        grad_bias = None if bias is None else sums[0].to(bias.dtype)
+        grad_weight = None if weight is None else sums[1].to(weight.dtype)
+        reduced = sums.clone()
+        dist.all_reduce(reduced)
+        mean_grad, mean_projection = reduced / total
+        scale = inverse_std if weight is None else inverse_std * weight
+        centred = grad - mean_grad.view(shape) - normalized * mean_projection.view(shape)
+        return (centred * scale.view(shape)).to(input.dtype), grad_weight, grad_bias, None
+
+
+def _per_channel(input: Tensor) -> list[int]:
+    """The shape that lets a tensor (C,) act on `input`'s channels."""
+    return [1, -1, *[1] * (input.ndim - 2)]
+
+
+def _all_but_channels(input: Tensor) -> list[int]:
+    return [0, *range(2, input.ndim)]

@@ -1,0 +1,196 @@
+"""SyncBN on two ranks is BatchNorm in one process on the joined batch: outputs, gradients, running statistics."""
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm.layers
+import torch
+from bed import TRAIN, arguments, evaluations, losses, newest, run, train_here
+from forked import meet, part, run_on_ranks
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.sync_bn import SyncBatchNorm, is_synchronized, synchronize_batch_norm
+
+CPU = torch.device("cpu")
+TWO = Group(Place(0, 0, 2, 2), CPU)
+
+# What is normalised, the shape of all ranks' images together, and how many of the first dimension rank 0 has.
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "2d": (lambda: nn.BatchNorm2d(3), (6, 3, 4, 5), 3),
+    "1d": (lambda: nn.BatchNorm1d(3), (8, 3), 4),
+    "1d, with length": (lambda: nn.BatchNorm1d(3), (4, 3, 7), 2),
+    "3d": (lambda: nn.BatchNorm3d(3), (4, 3, 2, 3, 2), 2),
+    "uneven": (lambda: nn.BatchNorm2d(3), (6, 3, 2, 2), 5),
+    "one value on rank 1": (lambda: nn.BatchNorm1d(3), (4, 3), 3),
+    "not affine": (lambda: nn.BatchNorm2d(3, affine=False), (6, 3, 2, 2), 4),
+    "no momentum": (lambda: nn.BatchNorm2d(3, momentum=None), (6, 3, 2, 2), 3),
+    "no statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (6, 3, 2, 2), 3),
+    "within a network": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 2)),
+        (6, 3, 6, 6),
+        2,
+    ),
+}
+
+
+def images_of(shape: tuple[int, ...], step: int) -> Tensor:
+    """Far from zero, so that sums of squares would cancel."""
+    draws = torch.Generator().manual_seed(step)
+    return torch.randn(shape, generator=draws, dtype=torch.float64) * 3 + 1e4
+
+
+def compare(make: Callable[[], nn.Module], shape: tuple[int, ...], first: int, group: Group, layout: Any) -> None:
+    """Two training steps and an evaluation of this rank's share against the same on all images at once."""
+    torch.manual_seed(0)
+    alone = make().double().to(memory_format=layout)
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.uniform_(0.5, 1.5)
+    ours = synchronize_batch_norm(copy.deepcopy(alone), group)
+    assert list(ours.state_dict()) == list(alone.state_dict())
+    own = slice(0, first) if group.rank == 0 else slice(first, None)
+    for step in (0, 1):
+        joined = images_of(shape, step).contiguous(memory_format=layout).requires_grad_()
+        share = joined.detach()[own].contiguous(memory_format=layout).requires_grad_()
+        expected, output = alone(joined), ours(share)
+        weights = images_of(expected.shape, step + 10) - 1e4
+        (expected * weights).sum().backward()
+        (output * weights[own]).sum().backward()
+        close(output, expected[own])
+        assert output.is_contiguous(memory_format=layout)
+        close(share.grad, joined.grad[own])  # type: ignore[index]
+    for ours_parameter, parameter in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.distributed.all_reduce(ours_parameter.grad)  # DDP's part
+        close(ours_parameter.grad, parameter.grad)
+    for buffer, expected_buffer in zip(ours.buffers(), alone.buffers(), strict=True):
+        close(buffer, expected_buffer)
+    test_images = images_of(shape, 20)
+    close(ours.eval()(test_images), alone.eval()(test_images))
+
+
+def close(found: Tensor | None, expected: Tensor | None) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def fused_layers(group: Group) -> None:
+    """timm's BatchNormAct2d keeps its activation and dropout; a layer that is used twice stays one layer."""
+    from timm.layers import BatchNormAct2d
+
+    layer = BatchNormAct2d(3, act_layer=nn.LeakyReLU, drop_layer=nn.Identity).double()
+    compare(lambda: layer, (6, 3, 4, 4), 2, group, torch.contiguous_format)
+    shared = nn.BatchNorm2d(3)
+    model = synchronize_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), group)
+    assert model[0] is model[2] and isinstance(model[0], SyncBatchNorm)  # type: ignore[index]
+
+
+def low_precision(group: Group) -> None:
+    """bfloat16 images under float32 weights, as autocast has them, are normalised in float32."""
+    layer = synchronize_batch_norm(nn.BatchNorm2d(3), group)
+    images = torch.full((2, 3, 8, 8), 300.0, dtype=torch.bfloat16)
+    images[:, :, ::2] = 302.0
+    images.requires_grad_()
+    output = layer(images)
+    output.sum().backward()
+    assert output.dtype is torch.bfloat16 is images.grad.dtype  # type: ignore[union-attr]
+    torch.testing.assert_close(output.float().abs(), torch.ones(2, 3, 8, 8))
+
+
+def compare_all(rank: int, world_size: int, folder: Path) -> None:
+    """On each of two ranks."""
+    group = meet(rank, world_size, folder / "store")
+    for make, shape, first in CASES.values():
+        compare(make, shape, first, group, torch.contiguous_format)
+        if len(shape) == 4:
+            compare(make, shape, first, group, torch.channels_last)
+    fused_layers(group)
+    low_precision(group)
+    part(group)
+
+
+def test_two_ranks_equal_one_process_on_the_joined_batch(tmp_path: Path) -> None:
+    run_on_ranks(compare_all, 2, tmp_path)
+
+
+def test_one_rank_keeps_plain_layers() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    assert synchronize_batch_norm(model, Group(Place(), CPU)) is model and type(model[0]) is nn.BatchNorm2d
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
+    class Halved(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) / 2
+
+    with pytest.raises(UsageError, match="Halved has a forward of its own") as refusal:
+        synchronize_batch_norm(nn.Sequential(nn.BatchNorm2d(3), Halved(3)), TWO)
+    assert len(str(refusal.value).splitlines()) <= 3
+    timms = timm.layers.SplitBatchNorm2d(4)
+    with pytest.raises(UsageError, match="SplitBatchNorm2d"):
+        synchronize_batch_norm(timms, TWO)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_every_batch_norm_of_a_library_model_is_synchronised(name: str) -> None:
+    """efficientnet has fused layers; the state dict's names and order stay, and the evaluation's bits."""
+    model = timm.create_model(name, num_classes=3).eval()
+    before, images = list(model.state_dict()), torch.randn(1, 3, 64, 64)
+    expected = model(images)
+    count = sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+    ours = synchronize_batch_norm(model, TWO)
+    assert sum(is_synchronized(layer) for layer in ours.modules()) == count > 10
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in ours.modules())
+    assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
+
+
+def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(digits: Path, tmp_path: Path) -> None:
+    """From the command line. Each rank alone would normalise with 12 images, which is another run, as seen below."""
+    common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
+    train_here(arguments(digits, tmp_path / "one", "noisy", **common))
+    train_here(arguments(digits, tmp_path / "halves", "noisy", **common, train__micro_batch_size=12))
+    words = [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn", "--gpus", "2"]
+    done = run([sys.executable, TRAIN, *words])
+    assert done.returncode == 0, done.stderr
+    assert "24 images at a time, those of all ranks (SyncBN)" in done.stdout
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert two == pytest.approx(one, rel=1e-4) and len(two) == 8
+    assert losses(tmp_path / "halves") != pytest.approx(one, rel=1e-3)
+    for ours, alone in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
+        assert ours["images"] == 359 and ours["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    states = [load_file(newest(tmp_path / name) / "model.safetensors") for name in ("one", "two")]
+    torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
+    with pytest.raises(CheckpointError, match=r"--allow-change parallel\.sync_bn"):
+        train_here([*arguments(digits, tmp_path / "two", "noisy", **common), "--resume"])
+
+
+# ------------------------------------------------------------------------------------------- on real GPUs
+
+
+def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
+    """Two gloo ranks on one GPU: torch's layer and ours give the same. Spawned, since CUDA does not survive a fork."""
+    group = meet(rank, world_size, folder / "store")
+    gpu = torch.device("cuda", 0)
+    images = images_of((6, 3, 4, 4), 0).float().sub(1e4).to(gpu)[rank * 2 : rank * 4 + 2]
+    results = []
+    for device in (CPU, gpu):  # the device that decides which of the two layers is taken
+        layer = synchronize_batch_norm(nn.BatchNorm2d(3), Group(group.place, device)).to(gpu)
+        share = images.clone().requires_grad_()
+        output = layer(share)
+        output.square().mul(torch.arange(4.0, device=gpu)).sum().backward()
+        results.append((type(layer), [output, share.grad, layer.weight.grad, layer.running_mean, layer.running_var]))
+    (ours, found), (torchs, expected) = results
+    assert (ours, torchs) == (SyncBatchNorm, nn.SyncBatchNorm)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    part(group)
+
+
+@pytest.mark.gpu
+def test_torchs_layer_and_ours_agree_on_a_gpu(tmp_path: Path) -> None:
+    run_on_ranks(ours_on_a_gpu, 2, tmp_path)

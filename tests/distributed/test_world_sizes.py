@@ -1,0 +1,178 @@
+"""One, two, three and four real ranks: they read the same samples, count the same, and start from the same weights."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import meet, part, run_on_ranks
+from torch import nn
+
+from imagenet_cls.data.loader import TrainLoader, eval_batches
+from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
+from imagenet_cls.engine.evaluate import evaluate, outputs_of
+from imagenet_cls.errors import ResourceError
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.reduce import gather_to_main
+from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
+from imagenet_cls.parallel.wrap import RunningStatistics, hand_out_buffers, refuse_differing_weights, wrap
+
+WORLD_SIZES = (1, 2, 3, 4)
+BATCHES = {12: 1, 48: 2}  # and in how many micro-batches each
+TEST_IMAGES = (359, 361)
+
+
+class Numbered:
+    """Images of 2 x 2 pixels whose pixels and target spell their own number."""
+
+    classes = tuple("abcdefg")
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def load(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([i // 256, i % 256, 7 * i % 256], dtype=torch.uint8).view(3, 1, 1).expand(3, 2, 2), i % 7
+
+    def name(self, i: int) -> str:
+        return str(i)
+
+    def digest(self) -> str:
+        return "numbered"
+
+
+def same(image: torch.Tensor) -> torch.Tensor:
+    return image
+
+
+def numbers_of(images: torch.Tensor) -> list[int]:
+    """Which of `Numbered`'s images these are."""
+    return (images[:, 0, 0, 0].int() * 256 + images[:, 1, 0, 0].int()).tolist()
+
+
+def steps_read(group: Group, batch: int, accumulation: int) -> list[list[int]]:
+    """On rank 0, for each step of an epoch the sorted numbers that all ranks' loaders read; from step 1 on."""
+    sampler = EpochSampler(103, batch, group.rank, group.world_size, seed=3)
+    micro_batch = batch // group.world_size // accumulation
+    loader = TrainLoader(Numbered(103), same, sampler, micro_batch, 3, num_workers=0)
+    micro_batches = [numbers_of(images) for images, _ in loader.epoch(epoch=2, start_step=1)]
+    rows = [(index // accumulation, number) for index, numbers in enumerate(micro_batches) for number in numbers]
+    gathered = gather_to_main(rows, group)
+    steps = max((step for step, _ in gathered), default=-1) + 1
+    return [sorted(number for step, number in gathered if step == wanted) for wanted in range(steps)]
+
+
+def counts(group: Group, num_images: int) -> dict[str, Any]:
+    source, shard = Numbered(num_images), shard_for_eval(num_images, group.rank, group.world_size)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 7))
+    batches = eval_batches(source, same, shard, 50, num_workers=0)
+    outputs = outputs_of({"raw": model}, batches, lambda images: images.float() / 255, group.device, None)
+    result = evaluate(outputs, ["raw"], group)["raw"]
+    return {name: value for name, value in result.items() if name != "seconds"}
+
+
+def starting_weights(group: Group) -> None:
+    """Whatever each rank drew or read: after `wrap` it has rank 0's, in buffers of any type and layout, too."""
+    torch.manual_seed(group.rank)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    model.register_buffer("table", torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    model.register_buffer("mask", torch.rand(5) > 0.5)
+    model.register_buffer("nothing", torch.empty(0))
+    model[1].running_mean.fill_(group.rank + 1.0)  # type: ignore[union-attr,operator]
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    wrap(model, group, "auto")
+    assert model[1].running_mean.tolist() == [1.0] * 4  # type: ignore[union-attr,operator]
+    assert model.table.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr,operator]
+    handed_out = {name: value.clone() for name, value in model.state_dict().items()}
+    assert (handed_out["table"] == own["table"]).all() == (group.rank == 0)
+    for name in ("0.weight", "1.running_var", "mask"):
+        model.load_state_dict(handed_out)
+        refuse_differing_weights(model, group)
+        if group.rank in (1, 3):
+            value = model.state_dict()[name].view(-1)
+            value[0] = not value[0] if value.dtype is torch.bool else torch.nextafter(value[0], torch.tensor(9.0))
+        if group.world_size > 1:
+            listing = "1" if group.world_size < 4 else "1, 3"
+            with pytest.raises(ResourceError, match=rf"of {group.world_size} ranks .* than rank 0: {listing}\.\n"):
+                refuse_differing_weights(model, group)
+    hand_out_buffers(model)
+    model[0].load_state_dict({name[2:]: value for name, value in handed_out.items() if name.startswith("0.")})
+    refuse_differing_weights(model, group)
+
+
+def synchronised_statistics_stay(group: Group) -> None:
+    """They are equal on all ranks as they come; averaging them would change last bits on three ranks."""
+    model = synchronize_batch_norm(nn.BatchNorm1d(64), group)
+    statistics = RunningStatistics(model, group)
+    model(torch.randn(5, 64, generator=torch.Generator().manual_seed(group.rank)))
+    before = [buffer.clone() for buffer in statistics.buffers]
+    statistics.settle(torch.tensor(False))
+    assert all(torch.equal(a, b) for a, b in zip(statistics.buffers, before, strict=True))
+    refuse_differing_weights(model, group)
+
+
+def everything(rank: int, world_size: int, folder: Path) -> None:
+    """The proofs of this file for one world size after the other, by the first ranks of four."""
+    for size in WORLD_SIZES:
+        if rank < size:
+            group = meet(rank, size, folder / f"store{size}")
+            found = {
+                "read": {batch: steps_read(group, batch, micro) for batch, micro in BATCHES.items()},
+                "counted": {number: counts(group, number) for number in TEST_IMAGES},
+            }
+            if rank == 0:
+                (folder / f"{size}.json").write_text(json.dumps(found))
+            if size > 1:
+                starting_weights(group)
+                synchronised_statistics_stay(group)
+                part(group)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What rank 0 of each world size saw; the ranks' own assertions have passed then."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_on_ranks(everything, max(WORLD_SIZES), folder)
+    return {size: json.loads((folder / f"{size}.json").read_text()) for size in WORLD_SIZES}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_step_reads_the_same_samples_on_any_number_of_ranks(found: dict[int, dict[str, Any]], batch: int) -> None:
+    alone = found[1]["read"][str(batch)]
+    assert len(alone) == 103 // batch - 1 and all(len(set(step)) == batch for step in alone)
+    assert all(found[size]["read"][str(batch)] == alone for size in WORLD_SIZES)
+
+
+@pytest.mark.parametrize("images", TEST_IMAGES)
+def test_evaluations_count_the_same_on_any_number_of_ranks(found: dict[int, dict[str, Any]], images: int) -> None:
+    alone = found[1]["counted"][str(images)]
+    assert alone["images"] == images and 0 < alone["top1_pct"] < 100
+    for size in WORLD_SIZES:
+        result = found[size]["counted"][str(images)]
+        assert [result[name] for name in ("images", "top1_pct", "top5_pct")] == [
+            alone[name] for name in ("images", "top1_pct", "top5_pct")
+        ]
+        assert result["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("start_step", [0, 1])
+def test_ranks_partition_each_step(batch: int, world_size: int, start_step: int) -> None:
+    """The sampler by itself: every step's share on each rank, together the step of one rank, none twice."""
+
+    def steps(rank: int, size: int) -> list[list[int]]:
+        sampler = EpochSampler(1438, batch, rank, size, seed=0)
+        sampler.set_epoch(1, start_step)
+        numbers, share = [index for _, index, _ in sampler], batch // size
+        return [numbers[begin : begin + share] for begin in range(0, len(numbers), share)]
+
+    alone, shares = steps(0, 1), list(map(partial(steps, size=world_size), range(world_size)))
+    assert len(alone) == 1438 // batch - start_step
+    for step, expected in enumerate(alone):
+        assert sorted(number for rank in shares for number in rank[step]) == sorted(expected)
