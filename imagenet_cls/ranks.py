@@ -32,12 +32,20 @@ TOOLS = Path(__file__).resolve().parents[1] / "tools"
 _PATIENCE_SEC = 5.0
 
 
+def check_names(loaded: Loaded, world_size: int | None) -> None:
+    """Stage 2 of checking; raises ConfigError. world_size: None where it isn't known yet."""
+    from imagenet_cls.engine.run import raise_problems
+
+    raise_problems(loaded, world_size)
+
+
 @dataclass(frozen=True)
 class RankCommand:
     """A command that runs on ranks. All functions are importable, since a spawned rank gets them by name.
 
     script: its file in tools/. parser: makes the parser, with `add_rank_options`. load: stage 1 of checking, without
-    torch. precheck: what else the launching process can refuse before ranks start. run: one rank's part.
+    torch. precheck: what else the launching process can refuse before ranks start. run: one rank's part. check: stage 2
+    of checking, by the launching process.
     """
 
     script: str
@@ -45,6 +53,7 @@ class RankCommand:
     load: Callable[[argparse.Namespace], Loaded]
     precheck: Callable[[argparse.Namespace, Loaded], None]
     run: Callable[[argparse.Namespace, Loaded, Place, "list[Group]"], None]
+    check: Callable[[Loaded, int | None], None] = check_names
 
 
 def run_command(command: RankCommand, argv: Sequence[str]) -> int:
@@ -72,10 +81,8 @@ def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[st
 
     ranks = ranks_to_start(arguments, loaded.config.parallel.init_method, launcher)
     refuse_taken_port(ranks)
-    from imagenet_cls.engine.run import raise_problems
-
     refuse_too_many_ranks(ranks.gpus, loaded.config.device)
-    raise_problems(loaded, ranks.gpus * int(ranks.nodes) if ranks.nodes.isdigit() else None)
+    command.check(loaded, ranks.gpus * int(ranks.nodes) if ranks.nodes.isdigit() else None)
     if ranks.node_rank == 0:
         command.precheck(arguments, loaded)
     return start_ranks(ranks, str(TOOLS / command.script), argv, partial(run_rank, command))

@@ -1,0 +1,55 @@
+"""Do the ranks find each other? Under any launcher, or with --gpus N by itself; takes train.py's key=value words."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.config.load import Loaded, load_config
+from imagenet_cls.parallel.place import Place
+from imagenet_cls.ranks import RankCommand, add_rank_options, main, run_command
+
+# A check need not wait as long as a run may.
+LONGEST_WAIT_SEC = 60.0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="check_dist.py",
+        usage="check_dist.py [key=value ...] [options]",
+        description="Meet, compare versions and devices, and reduce once. Exit code 0 when all is well, else 5.",
+    )
+    made.add_argument("words", nargs="*", metavar="key=value", help="device=cpu, parallel.backend=gloo and the like")
+    made.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    add_rank_options(made)
+    return made
+
+
+def load(arguments: argparse.Namespace) -> Loaded:
+    return load_config(None, arguments.words)
+
+
+def check_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, groups: list) -> None:
+    """One rank's part. The ranks meet over gloo first, which can say what is wrong; see `check_ranks`."""
+    from imagenet_cls.parallel.check_dist import check_ranks
+    from imagenet_cls.parallel.group import choose_device, start_group
+
+    parallel = loaded.config.parallel
+    device = choose_device(loaded.config.device, place)
+    wait_sec = min(parallel.timeout_sec, LONGEST_WAIT_SEC)
+    groups.append(start_group(place, device, "auto", "gloo", parallel.init_method, wait_sec))
+    check_ranks(groups[0], parallel.backend)
+
+
+def check_command(argv: Sequence[str]) -> int:
+    # Nothing is trained, so there is nothing more to check before ranks are started.
+    return run_command(RankCommand("check_dist.py", parser, load, no_check, check_here, no_check), argv)
+
+
+def no_check(*_: object) -> None: ...
+
+
+if __name__ == "__main__":
+    sys.exit(main(check_command))
