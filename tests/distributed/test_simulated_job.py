@@ -1,0 +1,154 @@
+"""A job of thousands of ranks, one rank at a time, without the others.
+
+What a rank derives from its rank and the world size alone needs no other rank: plan, samples, learning rate, banner,
+and what they cost. What ranks compute together is in the other files here. (torch's fake process group was tried for a
+whole `build`: it can't carry DDP's backward.)
+"""
+
+import gc
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from imagenet_cls.config.load import config_from_dict
+from imagenet_cls.config.schema import Config
+from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
+from imagenet_cls.engine.build import Parts, build, build_train_loader, build_val_batches, check_ranks
+from imagenet_cls.engine.options import RunOptions
+from imagenet_cls.engine.plan import plan_run
+from imagenet_cls.engine.run import banner
+from imagenet_cls.engine.state import Progress
+from imagenet_cls.optim.schedule import build_schedule
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.place import Place
+from imagenet_cls.seeding import generator
+
+IMAGENET, TEST_IMAGES = 1_281_167, 50_000
+GPUS_A_MACHINE = 8
+# World size, global batch, micro-batch limit; then what must come out: images at once, accumulation, steps an epoch.
+JOBS = [
+    (8, 1024, None, 128, 1, 1251),
+    (64, 4096, 32, 32, 2, 312),
+    (768, 9216, None, 12, 1, 139),
+    (4096, 32768, 4, 4, 2, 39),
+]
+each_job = pytest.mark.parametrize(("world_size", "batch", "limit", "micro", "accumulation", "steps"), JOBS)
+
+
+def config_for(batch: int, limit: int | None, sync_bn: bool = False) -> Config:
+    synthetic = {"train_images": IMAGENET, "val_images": TEST_IMAGES, "num_classes": 10, "size_px": 8}
+    return config_from_dict(
+        {
+            "model": {"name": "bed:noisy", "kwargs": {"width": 2}},
+            "data": {"name": "synthetic", "kwargs": synthetic},
+            "augment": {"size_px": 8},
+            "eval": {"crop_px": 8, "batch_size": 4},
+            "optimizer": {"lr": 3.2},
+            "schedule": {"warmup_epochs": 5.0},
+            "train": {"epochs": 90, "global_batch_size": batch, "micro_batch_size": limit},
+            "parallel": {"sync_bn": sync_bn},
+            "device": "cpu",
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def alone() -> Parts:
+    """All parts, of a run of one rank."""
+    return build(config_for(64, None), Group(Place(), torch.device("cpu")))
+
+
+def on_rank(alone: Parts, config: Config, rank: int, world_size: int) -> Parts:
+    """The parts that are another on each rank, made as `build` makes them."""
+    place = Place(rank, rank % GPUS_A_MACHINE, world_size, GPUS_A_MACHINE, "slurm")
+    group = Group(place, torch.device("cpu"))
+    assert alone.data.train is not None and alone.data.val is not None
+    plan = plan_run(config.train, len(alone.data.train), world_size)
+    return replace(
+        alone,
+        config=config,
+        group=group,
+        plan=plan,
+        schedule=build_schedule(config.schedule, config.optimizer.lr, plan.steps_per_epoch, config.train.epochs),
+        train_loader=build_train_loader(config, alone.data.train, plan, group),
+        evaluation=replace(
+            alone.evaluation, batches=partial(build_val_batches, config, alone.data.val, group, num_devices=1)
+        ),
+    )
+
+
+@each_job
+def test_first_middle_and_last_rank_have_the_right_parts(
+    alone: Parts, world_size: int, batch: int, limit: int | None, micro: int, accumulation: int, steps: int
+) -> None:
+    config = config_for(batch, limit)
+    assert check_ranks(config, world_size) == []
+    order = torch.randperm(IMAGENET, generator=generator("permutation", 0, 3))
+    rates = []
+    for rank in (0, world_size // 2, world_size - 1):
+        parts = on_rank(alone, config, rank, world_size)
+        rows = dict(banner(parts, RunOptions(Path("run")), Progress()))
+        images, targets = next(parts.train_loader.epoch(3))
+        evaluated = sum(len(indices) for _, _, indices in parts.evaluation.batches())
+        plan, sampler = parts.plan, parts.train_loader.sampler
+        assert (plan.micro_batch, plan.accumulation, plan.steps_per_epoch) == (micro, accumulation, steps)
+        assert plan.total_steps == 90 * steps and len(images) == len(targets) == micro
+        sampler.set_epoch(3, steps - 1)
+        share = [index for _, index, _ in sampler]
+        assert share == order[(steps - 1) * batch : steps * batch][rank::world_size].tolist()
+        assert len(share) == batch // world_size == micro * accumulation
+        assert evaluated == len(shard_for_eval(TEST_IMAGES, rank, world_size))
+        assert evaluated - TEST_IMAGES // world_size in (0, 1)
+        rates.append([parts.schedule(step) for step in (0, 4 * steps, 5 * steps, 47 * steps, 90 * steps - 1)])
+        assert rows["ranks"] == f"{world_size} (slurm)"
+        assert rows["batch"] == f"{batch} = {world_size} ranks x {accumulation} in turn x {micro} at once"
+        assert rows["BatchNorm sees"] == f"{micro} images at a time"
+        assert rows["steps"] == f"{90 * steps} ({steps} an epoch, 90 epochs)"
+    assert rates[0] == rates[1] == rates[2]
+    assert rates[0][2] == pytest.approx(3.2) and rates[0][0] < rates[0][1] < 3.2 > rates[0][3] > rates[0][4]
+
+
+def test_with_sync_bn_the_banner_counts_the_images_of_all_ranks(alone: Parts) -> None:
+    rows = dict(banner(on_rank(alone, config_for(32768, 4, True), 4095, 4096), RunOptions(Path("run")), Progress()))
+    assert rows["BatchNorm sees"] == "16384 images at a time, those of all ranks (SyncBN)"
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors that are alive."""
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_an_epoch_begins_at_once_and_takes_less_memory_on_more_ranks() -> None:
+    """Time as a ratio to the permutation itself, which no way of drawing it can beat."""
+
+    def seconds(action: object) -> float:
+        begin = time.process_time()
+        action()  # type: ignore[operator]
+        return time.process_time() - begin
+
+    drawing = min(seconds(lambda: torch.randperm(IMAGENET)) for _ in range(3))
+    held = {}
+    for world_size in (8, 512, 4096):
+        sampler = EpochSampler(IMAGENET, 32768, world_size - 1, world_size, seed=0)
+        sampler.set_epoch(1)
+        assert min(seconds(lambda: next(iter(sampler))) for _ in range(3)) < 5 * drawing + 0.05  # noqa: B023
+        gc.collect()
+        before = tensor_bytes()
+        samples = iter(sampler)
+        assert len(list(islice(samples, 8))) == 8
+        held[world_size] = tensor_bytes() - before
+        del samples
+    for world_size, size in held.items():
+        assert 0 < size <= 8 * (39 * 32768) // world_size, "this rank's share of the epoch and nothing else"
+
+
+def test_a_batch_that_thousands_of_ranks_cannot_share_is_refused() -> None:
+    config = config_for(32768, None)
+    (problem,) = check_ranks(replace(config, train=replace(config.train, global_batch_size=33000)), 4096)
+    assert problem.message == "33000 images do not divide among 4096 ranks; nearest that do: 32768 or 36864"
