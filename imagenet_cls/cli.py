@@ -7,6 +7,7 @@ torch only once a config has passed the first stage of checking. Called by the e
 import argparse
 import csv
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -93,11 +94,13 @@ def load_for_training(arguments: argparse.Namespace) -> Loaded:
 
 
 def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
+    # torchrun starts the same command again after a failure: that goes on with what the failed attempt has saved.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return RunOptions(
         work_dir=Path(arguments.work_dir or Path("work_dirs") / loaded.name),
-        resume=arguments.resume,
+        resume=arguments.resume or restarted,
         resume_from=Path(arguments.resume_from) if arguments.resume_from else None,
-        overwrite=arguments.overwrite,
+        overwrite=arguments.overwrite and not restarted,
         allow_change=tuple(arguments.allow_change),
         dry_run=arguments.dry_run,
     )
@@ -201,6 +204,8 @@ def predict_command(argv: Sequence[str]) -> None:
 
     paths = find_images(arguments.images)
     predictor = Predictor(Path(arguments.checkpoint), choose_device(arguments.device, Place()), arguments.weights)
+    for line in predictor.damage:
+        print(line, file=sys.stderr)
     rows = predictor.predict(paths, arguments.top, with_logits=arguments.logits)
     if arguments.csv:
         write_csv(sys.stdout, rows)

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """Base of all errors that a user can cause. `str(error)` is what the screen shows."""
+    """Base of all errors that a user can cause. `str(error)` is what the screen shows.
+
+    told_by_main: rank 0 raises the same error, so that the other ranks need not show it.
+    """
 
     exit_code = 2
+    told_by_main = False
 
 
 class UsageError(UserError):
@@ -38,6 +42,9 @@ class ConfigError(UserError):
     def __init__(self, lines: Sequence[str]):
         self.lines = list(lines)
         super().__init__("\n".join(self.lines))
+
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:  # errors travel between ranks
+        return type(self), (self.lines,)
 
 
 class DataError(UserError):
@@ -70,3 +77,6 @@ class Stopped(UserError):
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
         self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (str(self), self.exit_code)

@@ -5,6 +5,7 @@ Called by `cli`; stands on the same level.
 """
 
 import argparse
+import io
 import logging
 import os
 import re
@@ -135,7 +136,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
         code, together = stopped.exit_code, True
     except UserError as error:
         write_error_file(str(error), error.exit_code)
-        if not launched:
+        if not launched and not error.told_by_main:
             time.sleep(0.0 if rank == 0 else 1.0)
             show(error, argv)
         code = error.exit_code
@@ -179,6 +180,9 @@ def prepare_process(loaded: Loaded, place: Place) -> None:
 def main(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Run a command and turn what it raises into an exit code and a few lines on stderr. For the entries in tools/."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")  # file names need not be valid text
     try:
         return command(words) or 0
     except UserError as error:

@@ -37,15 +37,19 @@ def scan_images(base: bytes, folder: bytes) -> list[bytes]:
     while pending:
         current = pending.pop()
         files = []
-        with os.scandir(os.path.join(base, current)) as entries:  # noqa: PTH118 (pathlib would cost a second)
-            for entry in entries:
-                name = entry.name
-                if name[:1] == b".":
-                    continue
-                if entry.is_dir():
-                    pending.append(current + b"/" + name)
-                elif name[name.rfind(b".") :].lower() in IMAGE_SUFFIXES:
-                    files.append(name)
+        path = os.path.join(base, current)  # noqa: PTH118 (pathlib would cost a second)
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    name = entry.name
+                    if name[:1] == b".":
+                        continue
+                    if entry.is_dir():
+                        pending.append(current + b"/" + name)
+                    elif name[name.rfind(b".") :].lower() in IMAGE_SUFFIXES:
+                        files.append(name)
+        except OSError as error:
+            raise DataError(f"{os.fsdecode(path)}: {error.strerror}\nmake it readable for this user") from None
         files.sort()
         folders.append((current, files))
     return [current + b"/" + name for current, files in sorted(folders) for name in files]

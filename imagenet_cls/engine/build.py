@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +32,14 @@ from imagenet_cls.data import (
     synthetic_eval_batches,
     train_transform,
 )
+from imagenet_cls.engine.agree import refuse_differing_data
+from imagenet_cls.engine.checkpoint import find_checkpoint
 from imagenet_cls.engine.evaluate import Batch
 from imagenet_cls.engine.plan import Plan, batch_problem, plan_run
 from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import import_from_here
-from imagenet_cls.models.build import build_model, model_mean_std
+from imagenet_cls.models.build import build_model, first_line, model_mean_std
 from imagenet_cls.models.check import check_model
 from imagenet_cls.models.ema import ModelEma, build_ema
 from imagenet_cls.models.weights import load_weights, read_weights
@@ -49,6 +52,8 @@ from imagenet_cls.parallel.group import Group, on_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, wrap
 from imagenet_cls.seeding import hash_key, seed_generators
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -143,8 +148,9 @@ def build(config: Config, group: Group) -> Parts:
         import_from_here(name)
     set_deterministic(train.deterministic, device)
     dtype = choose_precision(train.precision, device)
-    data = open_datasets(config.data)
+    data = on_main_first(group, lambda: open_datasets(config.data))
     assert data.train is not None and data.val is not None
+    refuse_differing_data(data, group)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     devices = rank_devices(config, group)
     plan = plan_run(train, len(data.train), group.world_size, len(devices.all))
@@ -155,6 +161,7 @@ def build(config: Config, group: Group) -> Parts:
     model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, messages))
     mean, std = choose_mean_std(config, model)
     model.to(device, memory_format=memory_format(train))  # type: ignore[call-overload]
+    refuse_unfit_sizes(model, config, num_classes)
     if config.parallel.sync_bn:
         model = synchronize_batch_norm(model, group)
     wrapped = spread(wrap(model, group, config.parallel.mode), devices)
@@ -214,19 +221,40 @@ def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: lis
     seed_generators(hash_key("init", seed))
     built = build_model(model, num_classes)
     if model.checkpoint is not None:
-        messages.append(load_weights(built, read_weights(Path(model.checkpoint)), num_classes))
+        messages.append(load_weights(built, weights_in(Path(model.checkpoint)), num_classes))
     return built
 
 
-def on_main_first(group: Group, action: Callable[[], nn.Module]) -> nn.Module:
-    """Rank 0 builds (and may fail: a missing file, no network) before the others do, so that one error is reported."""
-    built: list[nn.Module] = []
+def refuse_unfit_sizes(model: nn.Module, config: Config, num_classes: int) -> None:
+    """Raise ConfigError where the model can't take the config's images, or gives other outputs than one for each class.
 
-    def build_and_keep() -> None:
-        built.append(action())
+    One forward pass in evaluation mode for each size, of a single black image.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    for key, size_px in (("augment.size_px", config.augment.size_px), ("eval.crop_px", config.eval.crop_px)):
+        try:
+            with torch.no_grad():
+                shape = tuple(model(torch.zeros(1, 3, size_px, size_px, device=device)).shape)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise ConfigError([f"{key}: {config.model.name} can't take {size_px} px: {first_line(error)}"]) from error
+        if shape != (1, num_classes):
+            expected = (1, num_classes)
+            raise ConfigError([f"model.name: {config.model.name} gives {shape} for one image, not {expected}"])
+    model.train(was_training)
 
-    on_main(group, build_and_keep)
-    return built[0] if built else action()
+
+def weights_in(path: Path) -> dict[str, Tensor]:
+    """The weights in a file, or in a checkpoint (or run folder) of ours, verified. Raises CheckpointError."""
+    return find_checkpoint(path)[0].model if path.is_dir() else read_weights(path)
+
+
+def on_main_first(group: Group, action: Callable[[], T]) -> T:
+    """Rank 0 does it (and may fail: a missing file, no network) before the others do, so that one error is shown."""
+    done: list[T] = []
+    on_main(group, lambda: done.append(action()))
+    return done[0] if done else action()
 
 
 def choose_num_classes(asked: int | None, in_data: int) -> int:

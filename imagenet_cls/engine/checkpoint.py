@@ -59,7 +59,9 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     final = checkpoint_path(folder, snapshot.state["step"])
     temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            _fsync(folder.parent)
         _remove_leftovers(folder)
         temporary.mkdir()
         tensors = {"model": snapshot.model, "ema": snapshot.ema, "optimizer": snapshot.optimizer}
@@ -202,24 +204,26 @@ def newest_in(path: Path) -> tuple[Snapshot, list[str]]:
     return snapshot, damage
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint folder that a user means: one itself, or of a run folder the one with the best top-1.
+def find_checkpoint(path: Path) -> tuple[Snapshot, str | None, list[str]]:
+    """The checkpoint that a user means: one itself, or of a run folder the one with the best top-1.
 
-    Raises CheckpointError where there is none.
+    Returns it verified; which of its weights are the best (`raw` or `ema`; None where one checkpoint was named, or none
+    was evaluated); and a line for each better one that is damaged. Raises CheckpointError where there is no whole one.
     """
     candidates = _candidates(path)
     if candidates == [path]:
-        return path
-    damage = ""
-    for candidate in candidates:
-        try:
-            state = json.loads(verified_files(candidate, only="state.json")["state.json"])
-        except CheckpointError as error:
-            damage = damage or str(error).splitlines()[0]
-            continue
-        best = max(state["progress"]["best"].values(), key=lambda entry: entry["top1_pct"], default={"step": None})
-        return next((other for other in candidates if step_of(other) == best["step"]), candidate)
-    raise CheckpointError(f"{path}: none of {len(candidates)} checkpoints is whole; the newest: {damage}\nUse another.")
+        return read_checkpoint(path), None, []
+    newest, damage = newest_in(path)
+    best = newest.state["progress"]["best"]
+    kind = max(best, key=lambda name: best[name]["top1_pct"], default=None)
+    wanted = [candidate for candidate in candidates if kind is not None and step_of(candidate) == best[kind]["step"]]
+    if not wanted or wanted[0] == newest.path:
+        return newest, kind if wanted else None, damage
+    try:
+        return read_checkpoint(wanted[0]), kind, damage
+    except CheckpointError as error:
+        line = f"{str(error).splitlines()[0]}; using {newest.path} instead"
+        return newest, None, [*damage, line]
 
 
 def _candidates(path: Path) -> list[Path]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.config.load import config_from_dict
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
 from imagenet_cls.data.layout import is_image
 from imagenet_cls.engine.build import (
@@ -25,30 +25,38 @@ from imagenet_cls.engine.build import (
     choose_num_classes,
     memory_format,
     rank_devices,
+    weights_in,
 )
-from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, read_checkpoint
+from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
 from imagenet_cls.engine.evaluate import Outputs, evaluate, outputs_of
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import build_model, first_line
-from imagenet_cls.models.weights import load_weights, read_weights
+from imagenet_cls.models.weights import load_weights
 from imagenet_cls.parallel.data_parallel import spread
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.reduce import gather_to_main
+from imagenet_cls.parallel.group import Group, on_main
+from imagenet_cls.parallel.reduce import gather_to_main, hand_out
 
 _BATCH = 32
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Models to evaluate by kind (`raw`, `ema`), their class names (None: unknown), and their normalisation."""
+    """Models to evaluate by kind (`raw`, `ema`), and how they were built. classes: their names, where they are known.
+
+    origin: a sentence about where they come from; damage: a line for each checkpoint that was passed over.
+    """
 
     models: dict[str, nn.Module]
+    config: ModelConfig
+    imports: list[str]
+    num_classes: int
     classes: tuple[str, ...] | None
     mean: list[float]
     std: list[float]
     origin: str
+    damage: list[str]
 
 
 def evaluate_weights(
@@ -63,7 +71,7 @@ def evaluate_weights(
     """
     data = open_datasets(config.data, ("val",))
     assert data.val is not None
-    weights = load_any_weights(config, checkpoint, len(data.classes))
+    weights = load_on_all_ranks(config, checkpoint, len(data.classes), group)
     if weights.classes is not None and weights.classes != data.classes:
         raise DataError(
             f"the validation images have {len(data.classes)} classes ({_first(data.classes)}), the checkpoint was "
@@ -89,19 +97,40 @@ def evaluate_weights(
         outputs = _noting(outputs, list(weights.models)[-1], data.val, data.classes, rows)
     results = evaluate(outputs, list(weights.models), group)
     gathered = gather_to_main(rows, group)
-    return weights.origin, results, sorted(gathered, key=lambda row: row["index"])
+    origin = "\n".join([*weights.damage, weights.origin])
+    return origin, results, sorted(gathered, key=lambda row: row["index"])
+
+
+def load_on_all_ranks(config: Config, checkpoint: Path | None, num_classes: int, group: Group) -> Weights:
+    """Rank 0 reads the weights and hands them to the others, which need no file and no network. A collective."""
+    own: list[Weights] = []
+
+    def read() -> tuple[Weights, list[str]]:
+        own.append(load_any_weights(config, checkpoint, num_classes))
+        return replace(own[0], models={}), list(own[0].models)
+
+    told, kinds = on_main(group, read)
+    models = own[0].models if own else {kind: _build(told.config, told.imports, told.num_classes) for kind in kinds}
+    for model in models.values():
+        model.load_state_dict(hand_out(model.state_dict() if own else None, group))
+    return replace(told, models=models)
 
 
 def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) -> Weights:
     """Raises CheckpointError where the weights do not fit the model, UsageError where there are none."""
     if checkpoint is not None and checkpoint.is_dir():
-        snapshot = read_checkpoint(find_checkpoint(checkpoint))
+        snapshot, _, damage = find_checkpoint(checkpoint)
+        stored = config_from_dict(snapshot.state["config"])
         return Weights(
-            models=_models_of(snapshot),
+            models=_models_of(snapshot, stored),
+            config=replace(stored.model, pretrained=False, checkpoint=None),
+            imports=stored.imports,
+            num_classes=snapshot.state["num_classes"],
             classes=tuple(snapshot.state["classes"]),
             mean=snapshot.state["preprocessing"]["mean"],
             std=snapshot.state["preprocessing"]["std"],
             origin=f"{snapshot.path}, step {snapshot.state['step']}",
+            damage=damage,
         )
     if checkpoint is None and not config.model.pretrained and config.model.checkpoint is None:
         raise UsageError(
@@ -114,40 +143,40 @@ def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) 
     origin = f"published weights of {config.model.name}"
     if path is not None:
         # A head that is drawn anew is a start for training, but what it names is chance.
-        origin = f"{path}: {load_weights(model, read_weights(path), count, head_may_differ=False)}"
+        origin = f"{path}: {load_weights(model, weights_in(path), count, head_may_differ=False)}"
     mean, std = choose_mean_std(config, model)
-    return Weights({"raw": model}, None, mean, std, origin)
+    bare = replace(config.model, pretrained=False, checkpoint=None)
+    return Weights({"raw": model}, bare, config.imports, count, None, mean, std, origin, [])
 
 
-def _models_of(snapshot: Snapshot) -> dict[str, nn.Module]:
-    """The models of a checkpoint, on the CPU: raw, and averaged where it holds an average."""
-    config = config_from_dict(snapshot.state["config"])
+def _models_of(snapshot: Snapshot, config: Config) -> dict[str, nn.Module]:
+    """The models of a checkpoint, on the CPU: raw, and averaged where it holds an average. Raises CheckpointError."""
     models = {}
     for kind, tensors in (("raw", snapshot.model), ("ema", snapshot.ema)):
-        if tensors is not None:
-            models[kind] = _build_as_stored(snapshot, config)
-            try:
-                models[kind].load_state_dict(tensors)
-            except RuntimeError as error:
-                raise CheckpointError(
-                    f"{snapshot.path}: does not fit {config.model.name} as this version of its library builds it: "
-                    f"{str(error).splitlines()[-1].strip()}\nInstall the versions named in its state.json."
-                ) from error
+        if tensors is None:
+            continue
+        try:
+            models[kind] = _build(config.model, config.imports, snapshot.state["num_classes"])
+        except (LookupError, ImportError, RuntimeError, TypeError) as error:
+            raise CheckpointError(
+                f"{snapshot.path}: its model {config.model.name} can't be built here: {first_line(error)}\n"
+                "Start from the folder that has its module, with the library versions named in its state.json."
+            ) from error
+        try:
+            models[kind].load_state_dict(tensors)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{snapshot.path}: does not fit {config.model.name} as this version of its library builds it: "
+                f"{str(error).splitlines()[-1].strip()}\nInstall the versions named in its state.json."
+            ) from error
     return models
 
 
-def _build_as_stored(snapshot: Snapshot, config: Config) -> nn.Module:
-    """The model that a checkpoint's own config names. Raises CheckpointError where it can't be built here."""
-    try:
-        for module in config.imports:
-            import_from_here(module)
-        own = replace(config.model, pretrained=False, checkpoint=None)
-        return build_model(own, snapshot.state["num_classes"]).eval()
-    except (LookupError, ImportError, RuntimeError, TypeError) as error:
-        raise CheckpointError(
-            f"{snapshot.path}: its model {config.model.name} can't be built here: {first_line(error)}\n"
-            "Start from the folder that has its module, with the library versions named in its state.json."
-        ) from error
+def _build(model: ModelConfig, imports: Sequence[str], num_classes: int) -> nn.Module:
+    """A model without its weights, in evaluation mode."""
+    for name in imports:
+        import_from_here(name)
+    return build_model(replace(model, pretrained=False, checkpoint=None), num_classes).eval()
 
 
 def _noting(
@@ -178,15 +207,17 @@ def name_of(index: int, classes: Sequence[str]) -> str:
 class Predictor:
     """A checkpoint folder, ready to name images. Needs nothing but that folder.
 
-    weights: `raw`, `ema`, or None for the average where the checkpoint has one. Raises CheckpointError.
+    checkpoint: one, or a run folder, which stands for its best one. weights: `raw`, `ema`, or None for those that made
+    a run's checkpoint the best, or of a single checkpoint the average where it has one. damage: a line for each better
+    checkpoint that was passed over. Raises CheckpointError.
     """
 
     def __init__(self, checkpoint: Path, device: torch.device, weights: str | None = None):
-        snapshot = read_checkpoint(find_checkpoint(checkpoint))
+        snapshot, best, self.damage = find_checkpoint(checkpoint)
         assert snapshot.path is not None
         config = config_from_dict(snapshot.state["config"])
-        models = _models_of(snapshot)
-        kind = weights or ("ema" if "ema" in models else "raw")
+        models = _models_of(snapshot, config)
+        kind = weights or best or ("ema" if "ema" in models else "raw")
         if kind not in models:
             raise CheckpointError(f"{snapshot.path} holds no {kind} weights.\nIt holds: {', '.join(models)}.")
         self.path, self.kind = snapshot.path, kind

@@ -3,6 +3,7 @@
 Losses stay on the device until `flush`, which reads all of them at once. Called by `engine.train`.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -16,6 +17,9 @@ from imagenet_cls.parallel.reduce import all_mean
 
 T = TypeVar("T")
 
+# fp16: the loss scale starts at 65,536 and is halved at each overflow until gradients fit.
+_LOSS_SCALE_SEARCH_STEPS = 50
+
 
 class Meter:
     """Collects rows of steps and turns them into records for `report`."""
@@ -24,7 +28,7 @@ class Meter:
         self.group = group
         self.global_batch = global_batch
         self.max_nonfinite_steps = max_nonfinite_steps
-        self.overflow_is_normal = overflow_is_normal  # fp16: the loss scale finds its height by overflowing
+        self.overflow_is_normal = overflow_is_normal  # fp16, while the loss scale finds its height
         self.nonfinite_in_a_row = 0
         self.rows: list[tuple[int, int, float]] = []
         self.values: list[Tensor] = []
@@ -77,14 +81,20 @@ class Meter:
         return records
 
     def check_finite(self, records: list[dict[str, Any]]) -> None:
-        """Raise NonFiniteError where too many updates in a row were skipped. Called after the records were written."""
+        """Raise NonFiniteError after too many steps in a row without a finite loss and gradient.
+
+        Called after the records were written.
+        """
         for record in records:
-            self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if "skipped" in record else 0
-            if self.nonfinite_in_a_row >= self.max_nonfinite_steps and not self.overflow_is_normal:
+            finite_loss = math.isfinite(record["loss"])
+            self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if "skipped" in record or not finite_loss else 0
+            patience = _LOSS_SCALE_SEARCH_STEPS if self.overflow_is_normal and finite_loss else 0
+            if self.nonfinite_in_a_row >= self.max_nonfinite_steps + patience:
                 raise NonFiniteError(
                     f"loss or gradient was NaN or infinite in {self.nonfinite_in_a_row} steps in a row, the last "
                     f"one step {record['step']} (loss {record['loss']:g}, lr {record['lr']:g}).\n"
-                    "No such step changed the weights. Lower optimizer.lr, warm up longer, or set train.clip_norm."
+                    "No gradient that is not finite changed the weights. Lower optimizer.lr, warm up longer, or set "
+                    "train.clip_norm."
                 )
 
     def _memory_mib(self) -> float:

@@ -6,7 +6,16 @@ Owns the list of keys that do not belong to the recipe. Called by `engine.run` o
 from collections.abc import Sequence
 from typing import Any
 
-from imagenet_cls.config.load import config_to_dict
+import numpy
+import PIL
+import safetensors
+import timm
+import torch
+import torchvision
+
+import imagenet_cls
+from imagenet_cls.config.load import config_from_dict, config_to_dict
+from imagenet_cls.engine.agree import flatten
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.errors import CheckpointError
 
@@ -25,7 +34,8 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
     Raises CheckpointError for a change of the recipe that `allowed` (dotted keys, or whole sections) does not name,
     and for another set of training images or classes.
     """
-    before, now = flatten(state["config"]), flatten(config_to_dict(parts.config))
+    # Through the schema: a key that is newer than the checkpoint has its default there.
+    before, now = flatten(config_to_dict(config_from_dict(state["config"]))), flatten(config_to_dict(parts.config))
     changed = {
         key: (before.get(key), now.get(key)) for key in sorted({*before, *now}) if before.get(key) != now.get(key)
     }
@@ -51,19 +61,19 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
             f"{state['world_size']} ranks before, {parts.group.world_size} now: the same samples, but the same bits "
             "are promised for the same number of ranks only"
         )
+    if state["cpu_threads"] != torch.get_num_threads() and parts.group.device.type == "cpu":
+        messages.append(f"{state['cpu_threads']} CPU threads before, {torch.get_num_threads()} now: other last bits")
+    here = versions()
+    newer = [f"{name} {old} -> {here.get(name)}" for name, old in state["versions"].items() if old != here.get(name)]
+    if newer:
+        messages.append(f"other versions than before, so other last bits are possible: {', '.join(newer)}")
     return messages
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def _names(keys: Sequence[str], key: str) -> bool:
     return any(key == name or key.startswith(name + ".") for name in keys)
+
+
+def versions() -> dict[str, str]:
+    libraries = (imagenet_cls, torch, torchvision, timm, safetensors, numpy, PIL)
+    return {module.__name__: module.__version__ for module in libraries}

@@ -8,16 +8,12 @@ import os
 import signal
 from pathlib import Path
 
-import numpy
-import PIL
-import safetensors
-import timm
 import torch
-import torchvision
+from torch import Tensor, nn
 
-import imagenet_cls
 from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, format_problems
 from imagenet_cls.config.schema import Config
+from imagenet_cls.engine.agree import refuse_differing_configs
 from imagenet_cls.engine.build import Parts, build, check, data_parallel_devices
 from imagenet_cls.engine.checkpoint import (
     Snapshot,
@@ -29,12 +25,12 @@ from imagenet_cls.engine.checkpoint import (
 )
 from imagenet_cls.engine.options import RunOptions
 from imagenet_cls.engine.resources import naming_what_gave_out
-from imagenet_cls.engine.resume import refuse_changes
+from imagenet_cls.engine.resume import refuse_changes, versions
 from imagenet_cls.engine.runfolder import RunFolder
 from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_optimizer
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.train import train
-from imagenet_cls.errors import ConfigError, Stopped
+from imagenet_cls.errors import CheckpointError, ConfigError, Stopped
 from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
 from imagenet_cls.parallel.place import Place
 from imagenet_cls.parallel.reduce import hand_out
@@ -62,6 +58,7 @@ def meet(loaded: Loaded, place: Place, groups: list[Group]) -> Group:
         device = data_parallel_devices(loaded.config).all[0]
     group = start_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
     groups.append(group)
+    refuse_differing_configs(loaded.config, group)
     if not place.launched:
         on_main(group, lambda: raise_problems(loaded, place.world_size))
     return group
@@ -174,19 +171,31 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
             parts.messages.append(f"nothing to resume in {folder.path}: starting fresh")
         return Progress(), []
     snapshot = found[0] if found else None
-    parts.model.load_state_dict(hand_out(snapshot.model if snapshot else None, group))
+    load_weights_of(snapshot, parts.model, hand_out(snapshot.model if snapshot else None, group))
     tensors = hand_out(snapshot.optimizer if snapshot else None, group)
     give_optimizer(parts.model, parts.optimizer, tensors, known["numbers"])
     if known["has_ema"]:
         ema = hand_out(snapshot.ema if snapshot else None, group)
         if parts.ema is not None:
-            parts.ema.module.load_state_dict(ema)
+            load_weights_of(snapshot, parts.ema.module, ema)
     elif parts.ema is not None:
         parts.ema.set(parts.model)
     if parts.scaler.is_enabled() and known["state"]["scaler"]:
         parts.scaler.load_state_dict(known["state"]["scaler"])
     parts.statistics.remember()
     return Progress(**known["state"]["progress"]), known["messages"]
+
+
+def load_weights_of(snapshot: Snapshot | None, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Raises CheckpointError where the config builds another model than the checkpoint holds."""
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        where = f"{snapshot.path}: " if snapshot else ""
+        raise CheckpointError(
+            f"{where}holds another model than this config builds: {str(error).splitlines()[-1].strip()[:200]}\n"
+            "Resume with the model that it was trained with, or start anew from its weights with model.checkpoint."
+        ) from error
 
 
 def save_run(parts: Parts, progress: Progress, folder: RunFolder, group: Group) -> None:
@@ -224,11 +233,6 @@ def describe_state(parts: Parts, progress: Progress) -> dict:
         "cpu_threads": torch.get_num_threads(),
         "versions": versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    libraries = (imagenet_cls, torch, torchvision, timm, safetensors, numpy, PIL)
-    return {module.__name__: module.__version__ for module in libraries}
 
 
 def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[str, str]]:
@@ -274,7 +278,7 @@ def try_one_batch(parts: Parts) -> str:
     loss.backward()
     return (
         f"dry run: one batch of {tuple(images.shape)} gave logits {tuple(logits.shape)} and loss {loss.item():.4f}; "
-        "nothing was written"
+        "no run folder was written"
     )
 
 

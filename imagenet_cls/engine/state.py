@@ -33,6 +33,11 @@ def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu", copy=True).contiguous().clone() for name, t in tensors.items()}
 
 
+def state_holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose `state` is the real one: timm's Lookahead keeps all of its own in the one that it wraps."""
+    return getattr(optimizer, "_base_optimizer", optimizer)
+
+
 def take_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """An optimizer's state as tensors by name (`layer1.0.conv1.weight//momentum_buffer`) and JSON-able numbers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -44,7 +49,7 @@ def take_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
         members = [names[id(parameter)] for parameter in group["params"]]
         values = {key: value for key, value in kept.items() if not isinstance(value, Tensor)}
         numbers["groups"].append({"members": members, "values": values})
-    for parameter, state in optimizer.state.items():
+    for parameter, state in state_holder(optimizer).state.items():
         name = names[id(parameter)]
         tensors |= {f"{name}{_SEPARATOR}{key}": value for key, value in state.items() if isinstance(value, Tensor)}
         numbers["on_host"] += [
@@ -80,9 +85,10 @@ def give_optimizer(
     for index, group in enumerate(optimizer.param_groups):
         for key, value in numbers["groups"][index]["values"].items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    optimizer.state.clear()
+    held = state_holder(optimizer).state
+    held.clear()
     for name, plain in numbers["parameters"].items():
-        optimizer.state[parameters[name]] = dict(plain)
+        held[parameters[name]] = dict(plain)
     on_host = set(numbers["on_host"])
     for full_name, tensor in tensors.items():
         *owner, key = full_name.split(_SEPARATOR)
@@ -95,4 +101,4 @@ def give_optimizer(
             value = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
         else:
             value = tensor.to("cpu" if full_name in on_host else parameter.device, copy=True)
-        optimizer.state[parameter][key] = value
+        held[parameter][key] = value

@@ -1,8 +1,11 @@
 """One optimizer update, and the arithmetic around it: autocast, loss scale, gradient norm, the guard against NaN.
 
-No host wait in a training step but these, all listed here: - the first update of a run, and every update of an
-optimizer that is not fused, reads one flag (is the gradient finite?); - `engine.meter` reads the losses, every
-`log.every_steps` steps. Called by `engine.train` and, for its precision, by `engine.evaluate`.
+No host wait in a training step but these, all listed here:
+* the first update of a start, and every update of an optimizer that is not fused, reads one flag (is the gradient
+  finite?);
+* `engine.meter` reads the losses, every `log.every_steps` steps;
+* with several ranks, `parallel.stop` waits on the host for the flags that the ranks sent one step earlier.
+Called by `engine.train` and, for its precision, by `engine.evaluate`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from imagenet_cls.engine.state import state_holder
 from imagenet_cls.errors import UsageError
 
 
@@ -54,8 +58,9 @@ class Updater:
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.scaler = scaler
-        # The kernels that read `found_inf` from their optimizer's attribute.
-        self.skips_on_device = bool(optimizer.defaults.get("fused"))
+        # Fused kernels read `found_inf` from their optimizer's attribute; a wrapper (Lookahead) does not pass it on.
+        self.skips_on_device = bool(optimizer.defaults.get("fused")) and state_holder(optimizer) is optimizer
+        self.has_stepped = False
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         """Unscale, clip, step, and drop the gradients.
@@ -71,14 +76,14 @@ class Updater:
             nn.utils.clip_grads_with_norm_(with_grad, self.clip_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        # Before the first update a fused SGD's momentum is uninitialised memory, and a skip on the device would keep
-        # it.
-        if self.skips_on_device and self.optimizer.state:
+        # In its first update a fused SGD makes its momentum of uninitialised memory, and a skip on the device keeps it.
+        if self.skips_on_device and self.has_stepped:
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             self.optimizer.step()
             del self.optimizer.found_inf  # type: ignore[attr-defined]
         elif not bool(skipped):
             self.optimizer.step()
+            self.has_stepped = True
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return norm, skipped

@@ -59,7 +59,9 @@ def _build_timm(model: ModelConfig, num_classes: int) -> nn.Module:
 def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
     name = model.name.removeprefix(TORCHVISION)
     if not model.pretrained:
-        return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **model.kwargs)
+        # Which published weights a run began with is no matter once they are its own (other ranks, checkpoints).
+        kwargs = {key: value for key, value in model.kwargs.items() if key != "weights"}
+        return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
     # torchvision refuses another num_classes together with weights: build with the weights' own head, then replace it.
     built = torchvision.models.get_model(name, **{"weights": "DEFAULT", **model.kwargs})
     _replace_head(built, num_classes)

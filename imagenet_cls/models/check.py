@@ -113,6 +113,9 @@ def _check_torchvision(model: ModelConfig) -> list[Problem]:
     problems += refused
     if built is not None:
         problems += _swallowed(built, kwargs)
+        if model.pretrained and hasattr(built, "transform_input"):
+            text = "normalises its input anew with published weights only; take timm's model of that name"
+            problems.append(Problem("model.pretrained", text))
         if getattr(built, "aux_logits", False):
             text = (
                 "gives auxiliary outputs in training, which the loss does not know; add model.kwargs.aux_logits=false"

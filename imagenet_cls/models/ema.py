@@ -29,7 +29,7 @@ class ModelEma(ModelEmaV3):
 def build_ema(model: nn.Module, ema: EmaConfig) -> ModelEma | None:
     """A copy of `model` to average into, or None where the config keeps no average.
 
-    model: on its device, in its memory format and with its starting weights, but not yet wrapped or compiled.
+    model: on its device, in its memory format and with its starting weights, but not yet compiled; wrapped or not.
     """
     return None if ema.decay is None else ModelEma(model, ema)
 

@@ -1,14 +1,13 @@
 """Weights of any origin, into a model.
 
-Owns reading a checkpoint file or folder into a plain state dict (`read_weights`) and fitting it to a model
-(`load_weights`). Refuses, without executing anything, pickles that hold more than tensors and plain values; refuses
-whatever is not a whole checkpoint, and weights that do not fit but for a head of another size. Verifying the digests of
-our own checkpoint folders is `engine.checkpoint`'s part. Called by `engine.build`, `engine.checkpoint` and the tools.
+Owns reading a checkpoint file into a plain state dict (`read_weights`) and fitting it to a model (`load_weights`).
+Refuses, without executing anything, pickles that hold more than tensors and plain values; refuses whatever is not a
+whole checkpoint, and weights that do not fit but for a head of another size. Our own checkpoint folders are
+`engine.checkpoint`'s. Called by `engine.build` and `engine.inference`.
 
-Formats: our checkpoint folders, `.safetensors`, and torch pickles as written by timm (`state_dict`, `state_dict_ema`),
-torchvision's reference scripts (`model`, `model_ema`), pytorch/examples (`state_dict`), or a bare state dict; from a
-model that was wrapped by DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile
-(`_orig_mod.`), in any order.
+Formats: `.safetensors`, and torch pickles as written by timm (`state_dict`), torchvision's reference scripts (`model`),
+pytorch/examples (`state_dict`), or a bare state dict; from a model that was wrapped by DataParallel,
+DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -27,43 +26,23 @@ from torch import Tensor, nn
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.build import head_names
 
-Which = Literal["model", "ema"]
-
 # Where the libraries put the state dict inside a checkpoint, in order of preference.
-NESTED_KEYS: dict[Which, tuple[str, ...]] = {
-    "model": ("state_dict", "model", "model_state_dict", "module"),
-    "ema": ("state_dict_ema", "model_ema", "ema_state_dict"),
-}
+NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
 
 
-def read_weights(path: str | Path, which: Which = "model") -> dict[str, Tensor]:
-    """The weights in a checkpoint, by parameter name, on the CPU, without wrappers' prefixes.
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in a file, by parameter name, on the CPU, without wrappers' prefixes.
 
-    path: one of our checkpoint folders, a `.safetensors` file, or a file that `torch.save` wrote. which: the trained
-    weights, or their moving average (CheckpointError where the checkpoint has none). Raises CheckpointError (at most
-    three lines) for anything that is missing, truncated, not a checkpoint, or unsafe to load.
+    path: a `.safetensors` file, or one that `torch.save` wrote. Raises CheckpointError (at most three lines) for
+    anything that is missing, truncated, not a checkpoint, or unsafe to load.
     """
-    path = Path(path)
-    if path.is_dir():
-        return _read_folder(path, which)
-    if not path.exists():
-        raise CheckpointError(f"no checkpoint {str(path)!r}: no such file or folder; check the path")
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint {str(path)!r}: no such file; check the path")
     if path.suffix == ".safetensors":
         state: Any = _read_safetensors(path)
     else:
-        state = _find_state_dict(_read_pickle(path), path, which)
+        state = _find_state_dict(_read_pickle(path), path)
     return _strip_prefixes(state)
-
-
-def _read_folder(path: Path, which: Which) -> dict[str, Tensor]:
-    file = path / f"{which}.safetensors"
-    if not file.exists():
-        found = sorted(p.name for p in path.iterdir())[:5]
-        raise CheckpointError(
-            f"{str(path)!r} is a folder without {file.name} (it holds {', '.join(found) or 'nothing'})\n"
-            "name a checkpoint folder, such as work_dirs/NAME/checkpoints/step-0001234, or a file"
-        )
-    return _read_safetensors(file)  # as written: our own files never carry a wrapper's prefix
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -111,21 +90,19 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:120]}{'...' if len(text) > 120 else ''}"
 
 
-def _find_state_dict(content: Any, path: Path, which: Which) -> dict[str, Tensor]:
+def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     """The state dict in a checkpoint: the content itself, or under one of the keys that the libraries use."""
     if isinstance(content, Mapping):
-        nested = [content[key] for key in NESTED_KEYS[which] if isinstance(content.get(key), Mapping)]
-        bare = [content] if which == "model" else []
-        for candidate in [*nested, *bare]:
+        nested = [content[key] for key in NESTED_KEYS if isinstance(content.get(key), Mapping)]
+        for candidate in [*nested, content]:
             tensors = {str(name): value for name, value in candidate.items() if isinstance(value, Tensor)}
             # A checkpoint's own top level may hold a lone tensor (pytorch/examples' best_acc1), which is no model.
             if tensors and (candidate is not content or len(tensors) * 2 > len(content)):
                 return tensors
     keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
-    expected = ", ".join(NESTED_KEYS[which])
     raise CheckpointError(
-        f"{str(path)!r} holds no {'averaged ' if which == 'ema' else ''}weights: found {keys or 'nothing'}\n"
-        f"expected a state dict, bare or under one of {expected}"
+        f"{str(path)!r} holds no weights: found {keys or 'nothing'}\n"
+        f"expected a state dict, bare or under one of {', '.join(NESTED_KEYS)}"
     )
 
 

@@ -1,8 +1,8 @@
 """What is minimised.
 
-Owns the built-in losses and the check of the section. Called by `engine.build` (to make it) and `engine.step` (to apply
-it). A loss sees logits in float32 whatever the model computed in: half precision has too few digits for a log-softmax
-over 1,000 classes.
+Owns the built-in losses and the check of the section. Called by `engine.build` (to make it) and `engine.train` (to
+apply it). A loss sees logits in float32 whatever the model computed in: half precision has too few digits for a
+log-softmax over 1,000 classes.
 """
 
 from collections.abc import Callable

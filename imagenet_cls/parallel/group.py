@@ -167,8 +167,14 @@ def on_main(group: Group, action: Callable[[], T]) -> T:
             outcome = [None, error]
     dist.broadcast_object_list(outcome, src=0, group=group.control)
     if outcome[1] is not None:
-        raise outcome[1]
+        raise told_by_main(outcome[1], group)
     return outcome[0]
+
+
+def told_by_main(error: UserError, group: Group) -> UserError:
+    """An error that every rank raises alike, marked so that it is shown once."""
+    error.told_by_main = not group.is_main
+    return error
 
 
 def leave(group: Group | None, code: int, together: bool) -> None:

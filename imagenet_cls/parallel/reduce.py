@@ -30,6 +30,19 @@ def gather_to_main(rows: list, group: Group) -> list:
     return [row for part in parts or [] for row in part]
 
 
+def differing(facts: dict[str, str], group: Group) -> dict[str, list[int]]:
+    """Names of facts that other ranks state otherwise than rank 0, with those ranks; the same answer on every rank."""
+    if group.control is None:
+        return {}
+    reference: list[dict[str, str]] = [facts]
+    dist.broadcast_object_list(reference, src=0, group=group.control)
+    mine = sorted(name for name in {*facts, *reference[0]} if facts.get(name) != reference[0].get(name))
+    all_names: list[list[str]] = [[] for _ in range(group.world_size)]
+    dist.all_gather_object(all_names, mine, group=group.control)
+    names = sorted({name for listed in all_names for name in listed})
+    return {name: [rank for rank, listed in enumerate(all_names) if name in listed] for name in names}
+
+
 def hand_out(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
     """Give every rank rank 0's named CPU tensors, over the control group: no shared disk is needed.
 

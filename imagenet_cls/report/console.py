@@ -58,10 +58,6 @@ class Console:
         with self._printing():
             print(message.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
 
-    def warn(self, message: str) -> None:
-        """Print a message that the user should act on, marked as such."""
-        self.say(f"warning: {message}")
-
     def train(self, record: Record, total_steps: int, total_epochs: int) -> None:
         """Report the last step of a logging interval. record: kind "train", as `jsonl` describes it."""
         step = record["step"]

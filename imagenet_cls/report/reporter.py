@@ -64,11 +64,6 @@ class Reporter:
         if self._console:
             self._console.say(message)
 
-    def warn(self, message: str) -> None:
-        """Print a message that the user should act on."""
-        if self._console:
-            self._console.warn(message)
-
     def event(self, step: int, message: str) -> None:
         """Print something that happened to the run (a resume, skipped steps), and keep it among the records."""
         self._record([{"kind": "event", "step": step, "message": message}])

@@ -1,10 +1,14 @@
 """Law 2: the batch is global. One rank or two, however they were started: the same steps, samples and losses."""
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from bed import DIST_TRAIN, TRAIN, arguments, evaluations, losses, run, train_here
+from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, evaluations, losses, run, train_here
+
+from imagenet_cls.parallel.place import free_port
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,41 @@ def test_more_ranks_too(digits: Path, tmp_path: Path, ranks: int, batch: int) ->
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert [e["images"] for e in evaluations(tmp_path / "many")] == [359]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"optimizer.lr": 0.5}, 2, "optimizer.lr: rank 1 differ from rank 0"),
+        ({"data.val_fraction": 0.5}, 2, "data.val_fraction: rank 1 differ from rank 0"),
+        ({"data.root": "OTHER"}, 3, "rank 1 see other training images than rank 0"),
+    ],
+)
+def test_ranks_that_differ_end_before_they_train(
+    digits: Path, tmp_path: Path, changes: dict[str, object], code: int, words: str
+) -> None:
+    """Started by hand, as on two machines that were not set up alike. One rank says so."""
+    if "data.root" in changes:
+        shutil.copytree(digits, tmp_path / "other")
+        (tmp_path / "other" / "train" / "3").rename(tmp_path / "other" / "train" / "three")
+        changes = {"data.root": tmp_path / "other", "data.name": "folder", "data.val": "null", "data.val_fraction": 0.2}
+    by_rank = [arguments(digits, tmp_path / "run"), arguments(digits, tmp_path / "run", **changes)]
+    if "data.name" in changes:
+        by_rank[0] = arguments(digits, tmp_path / "run", **(changes | {"data.root": digits}))
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, TRAIN, *own],
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **address),
+            cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank, own in enumerate(by_rank)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [code, code], errors
+    assert words in errors[0] and not errors[1], errors
+    assert len(errors[0].strip().splitlines()) <= 3
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def _with_ranks(words: list[str], ranks: int) -> list[str]:

@@ -145,21 +145,35 @@ def test_a_run_folder_means_its_best_for_use_and_its_newest_to_go_on(tmp_path: P
     best = {"raw": {"top1_pct": 70.0, "step": 1}, "ema": {"top1_pct": 80.0, "step": 2}}
     for step in (1, 2, 3):
         write_checkpoint(folder, snapshot(step, **best))
+
+    def found(named: Path) -> tuple[int, str | None, int]:
+        chosen, kind, damage = find_checkpoint(named)
+        return chosen.state["step"], kind, len(damage)
+
     for named in (tmp_path, folder):
-        assert step_of(find_checkpoint(named)) == 2
+        assert found(named) == (2, "ema", 0)
         assert newest_in(named)[0].state["step"] == 3
-    assert find_checkpoint(folder / "step-0000001") == folder / "step-0000001"
+    assert found(folder / "step-0000001") == (1, None, 0)
     assert newest_in(folder / "step-0000001")[0].state["step"] == 1
     (folder / "step-0000003" / "state.json").write_text("{}")  # the newest tells nothing: the next one does
-    assert step_of(find_checkpoint(tmp_path)) == 2
+    assert found(tmp_path) == (2, "ema", 1)
     assert newest_in(tmp_path)[0].state["step"] == 2
     shutil.rmtree(folder / "step-0000002")
-    assert step_of(find_checkpoint(tmp_path)) == 1  # the best is gone: the newest whole
+    assert found(tmp_path) == (1, None, 1)  # the best is gone: the newest whole
     (folder / "step-0000001" / "state.json").unlink()
     with pytest.raises(CheckpointError, match="none of 2"):
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         find_checkpoint(tmp_path / "nothing")
+
+
+def test_a_damaged_best_is_passed_over_and_named(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_checkpoint(tmp_path, snapshot(step, raw={"top1_pct": 70.0, "step": 1}))
+    (tmp_path / "step-0000001" / "model.safetensors").write_bytes(b"")
+    chosen, kind, damage = find_checkpoint(tmp_path)
+    assert (chosen.state["step"], kind, len(damage)) == (2, None, 1)
+    assert "step-0000001" in damage[0]
 
 
 def killed_at(moment: int, folder: Path, written: Snapshot) -> bool:

@@ -52,6 +52,27 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_intervals() -> 
 
 def test_an_fp16_run_may_overflow_while_its_loss_scale_finds_its_height() -> None:
     m = meter(most=2, overflow_is_normal=True)
-    for step in range(1, 6):
+    for step in range(1, 21):
         add(m, step, 1.0, skipped=True)
     m.check_finite(m.flush())
+    add(m, 21, 1.0, skipped=False)
+    for step in range(22, 24):
+        add(m, step, math.nan, skipped=True)
+    with pytest.raises(NonFiniteError, match="in 2 steps in a row"):
+        m.check_finite(m.flush())
+
+
+def test_an_endless_row_of_overflows_ends_an_fp16_run() -> None:
+    m = meter(most=2, overflow_is_normal=True)
+    for step in range(1, 53):
+        add(m, step, 1.0, skipped=True)
+    with pytest.raises(NonFiniteError, match="in 52 steps in a row"):
+        m.check_finite(m.flush())
+
+
+def test_a_loss_that_is_not_finite_counts_with_a_finite_gradient_too() -> None:
+    m = meter(most=2)
+    for step in range(1, 3):
+        add(m, step, math.inf, skipped=False)
+    with pytest.raises(NonFiniteError):
+        m.check_finite(m.flush())

@@ -78,7 +78,6 @@ def test_plain_banner_messages_and_results():
     def actions(console: Console) -> None:
         console.banner([("device", "cpu"), ("parameters", "11.7 M")])
         console.say("[bold] :smile: stays as it is")
-        console.warn("disk is nearly full")
         console.evaluation(EVAL, total_epochs=8)
         console.evaluation(EVAL)
 
@@ -87,7 +86,6 @@ def test_plain_banner_messages_and_results():
         "device      cpu",
         "parameters  11.7 M",
         "[bold] :smile: stays as it is",
-        "warning: disk is nearly full",
         f"epoch 3/8  {result}",
         result,
     ]

@@ -44,7 +44,6 @@ def drive(reporter: Reporter) -> None:
     reporter.evaluating(0, 360)
     reporter.evaluation(EVAL)
     reporter.event(6, "stopped")
-    reporter.warn("mind the step")
     reporter.plot()
 
 
@@ -62,7 +61,6 @@ def test_main_rank_writes_everything(tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.err == ""
     assert printed.out.count("step 3/10") == printed.out.count("step 6/10") == printed.out.count("stopped") == 1
-    assert "warning: mind the step" in printed.out
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
