@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -125,6 +126,12 @@ def state_digest(work_dir: Path) -> str:
     state = json.loads((folder / "state.json").read_text())
     digest.update(json.dumps([state["progress"], state["scaler"]], sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def ranks_of(work_dir: Path) -> dict[int, int]:

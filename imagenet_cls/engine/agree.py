@@ -25,7 +25,7 @@ def refuse_differing_configs(config: Config, group: Group) -> None:
     own = {key: repr(value) for key, value in flatten(config_to_dict(config)).items()}
     own = {key: value for key, value in own.items() if key not in _LOCAL and key.partition(".")[0] not in _LOCAL}
     lines = [
-        f"{key}: {_ranks(ranks)} differ from rank 0; start every rank with the same config and changes"
+        f"{key}: not the same on {_ranks(ranks)} as on rank 0; start every rank with the same config and changes"
         for key, ranks in differing(own, group).items()
     ]
     if lines:
@@ -39,7 +39,7 @@ def refuse_differing_data(data: DataSets, group: Group) -> None:
     for name, ranks in differing(own, group).items():
         raise told_by_main(
             DataError(
-                f"{_ranks(ranks)} see other {name} than rank 0 (other files, or other classes).\n"
+                f"the {name} on {_ranks(ranks)} are not those of rank 0: other files, or other classes.\n"
                 "Give every machine the same data set; its place (data.root) may differ."
             ),
             group,

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, evaluations, losses, run, train_here
-
-from imagenet_cls.parallel.place import free_port
+from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, evaluations, free_port, losses, run, train_here
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +59,9 @@ def test_more_ranks_too(digits: Path, tmp_path: Path, ranks: int, batch: int) ->
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"optimizer.lr": 0.5}, 2, "optimizer.lr: rank 1 differ from rank 0"),
-        ({"data.val_fraction": 0.5}, 2, "data.val_fraction: rank 1 differ from rank 0"),
-        ({"data.root": "OTHER"}, 3, "rank 1 see other training images than rank 0"),
+        ({"optimizer.lr": 0.5}, 2, "optimizer.lr: not the same on rank 1 as on rank 0"),
+        ({"data.val_fraction": 0.5}, 2, "data.val_fraction: not the same on rank 1 as on rank 0"),
+        ({"data.root": "OTHER"}, 3, "the training images on rank 1 are not those of rank 0"),
     ],
 )
 def test_ranks_that_differ_end_before_they_train(
