@@ -36,6 +36,7 @@ from imagenet_cls.engine.agree import refuse_differing_data
 from imagenet_cls.engine.checkpoint import find_checkpoint
 from imagenet_cls.engine.evaluate import Batch
 from imagenet_cls.engine.plan import Plan, batch_problem, plan_run
+from imagenet_cls.engine.resources import out_of_memory
 from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import import_from_here
@@ -238,6 +239,8 @@ def refuse_unfit_sizes(model: nn.Module, config: Config, num_classes: int) -> No
             with torch.no_grad():
                 shape = tuple(model(torch.zeros(1, 3, size_px, size_px, device=device)).shape)
         except (AssertionError, RuntimeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and out_of_memory(error) is not None:
+                raise
             raise ConfigError([f"{key}: {config.model.name} can't take {size_px} px: {first_line(error)}"]) from error
         if shape != (1, num_classes):
             expected = (1, num_classes)
