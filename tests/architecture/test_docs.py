@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()]
 # Named in the docs, but belonging to other programs or to the reader.
-FOREIGN_OPTIONS = {"--nproc-per-node"}
+FOREIGN_OPTIONS = {"--nproc-per-node", "--bind-to"}
 READERS_FILES = {"configs/mine.yaml"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
