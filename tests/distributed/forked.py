@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from bed import REPOSITORY, run
@@ -66,9 +67,16 @@ def main() -> int:
     ranks = [context.Process(target=_call, args=words) for words in arguments]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join()
-    return max(abs(rank.exitcode or 0) for rank in ranks)
+    waiting = {rank.sentinel: rank for rank in ranks}
+    while waiting:
+        for sentinel in wait(list(waiting)):
+            rank = waiting.pop(sentinel)  # type: ignore[index]  # of a process, not of a socket
+            rank.join()  # its pipe closes a little before its exit code is there
+            if rank.exitcode != 0:
+                for other in waiting.values():
+                    other.kill()
+                return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_what_does_not(wrong: dict[str, Any], key: str) -> None:
 
 
 def test_dp_is_one_rank() -> None:
-    assert check_ranks(config_of(mode="dp"), 1) == []
+    assert check_ranks(config_of(mode="dp", device="cpu"), 1) == []
     (problem,) = check_ranks(config_of(mode="dp"), 2)
     assert problem.key == "parallel.mode" and "2 ranks were started" in problem.message
 

@@ -174,7 +174,7 @@ def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(digits: Path, tmp_path:
 
 
 def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
-    """Two gloo ranks on one GPU: torch's layer and ours give the same. Spawned, since CUDA does not survive a fork."""
+    """Two gloo ranks on one GPU: torch's layer and ours give the same. Nothing has touched it before the fork."""
     group = meet(rank, world_size, folder / "store")
     gpu = torch.device("cuda", 0)
     images = images_of((6, 3, 4, 4), 0).float().sub(1e4).to(gpu)[rank * 2 : rank * 4 + 2]
