@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from imagenet_cls.data.datasets import DataSets, check_data, default_workers, open_datasets
+    from imagenet_cls.data.datasets import DataSets, check_data, open_datasets
     from imagenet_cls.data.decode import decode_rgb
     from imagenet_cls.data.device import Preprocess
     from imagenet_cls.data.loader import TrainLoader, eval_batches, worker_death
@@ -36,7 +36,6 @@ __all__ = [
     "TrainLoader",
     "check_data",
     "decode_rgb",
-    "default_workers",
     "eval_batches",
     "eval_transform",
     "open_datasets",
@@ -47,7 +46,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "datasets": ("DataSets", "check_data", "default_workers", "open_datasets"),
+    "datasets": ("DataSets", "check_data", "open_datasets"),
     "decode": ("decode_rgb",),
     "device": ("Preprocess",),
     "loader": ("TrainLoader", "eval_batches", "worker_death"),

@@ -4,7 +4,6 @@ Owns the meaning of `data.name`, `root`, `train`, `val` and `val_fraction`. Refu
 is an error that says what is. Called by `engine` (stage 2 of the check, and the opening) and by the tools.
 """
 
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from imagenet_cls.lookup import check_kwargs, did_you_mean, import_factory, is_f
 BUILT_IN = ("folder", "list", "digits", "synthetic")
 TORCHVISION = "torchvision:"
 SYNTHETIC_KWARGS = {"train_images": 1_281_167, "val_images": 50_000, "num_classes": 1000, "size_px": 224}
-MOST_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -61,16 +59,6 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -
                 f"{data.name}: its part {part!r} holds no image\nset data.root, data.{part} or data.val_fraction"
             )
     return DataSets(train, val, known.classes)
-
-
-def default_workers(local_world_size: int) -> int:
-    """Workers for each rank where `data.num_workers` is null: the CPU cores that this rank can call its own, at most
-    16.
-
-    Counts the cores that this process may run on (not those of the machine). local_world_size: ranks on this machine.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_WORKERS, cores // local_world_size)
 
 
 def check_data(data: DataConfig) -> list[Problem]:

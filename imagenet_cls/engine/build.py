@@ -24,7 +24,6 @@ from imagenet_cls.data import (
     SyntheticSource,
     TrainLoader,
     check_data,
-    default_workers,
     eval_batches,
     eval_transform,
     open_datasets,
@@ -50,11 +49,14 @@ from imagenet_cls.optim.losses import build_loss, check_loss
 from imagenet_cls.optim.schedule import build_schedule, check_schedule
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
 from imagenet_cls.parallel.group import Group, on_main
+from imagenet_cls.parallel.place import cpu_threads
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, wrap
 from imagenet_cls.seeding import hash_key, seed_generators
 
 T = TypeVar("T")
+
+_MOST_WORKERS = 16
 
 
 @dataclass
@@ -310,5 +312,6 @@ def build_val_batches(config: Config, source: ImageSource, group: Group, num_dev
 
 
 def num_workers_for(config: Config, group: Group) -> int:
+    """Data workers of this rank: as the config says, else one for each CPU core that it can call its own."""
     chosen = config.data.num_workers
-    return default_workers(group.place.local_world_size) if chosen is None else chosen
+    return min(_MOST_WORKERS, cpu_threads(group.place.local_world_size)) if chosen is None else chosen

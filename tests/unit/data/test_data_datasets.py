@@ -2,7 +2,6 @@
 
 import gzip
 import multiprocessing
-import os
 import struct
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.datasets import check_data, default_workers, open_datasets
+from imagenet_cls.data.datasets import check_data, open_datasets
 from imagenet_cls.data.digits import write_digits
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.synthetic import SyntheticSource
@@ -305,13 +304,3 @@ def test_check_data_has_no_complaint_about_what_works() -> None:
     assert check_data(DataConfig(name="digits", val=None, val_fraction=0.2)) == []
     assert check_data(DataConfig(name="torchvision:EMNIST", kwargs={"split": "letters"})) == []
     assert check_data(DataConfig(name="torchvision:STL10", kwargs={"folds": 1})) == []
-
-
-def test_default_workers_counts_the_cores_of_this_process() -> None:
-    allowed = os.sched_getaffinity(0)
-    assert default_workers(1) == min(16, len(allowed)) and default_workers(10_000) == 0
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        assert default_workers(1) == 1
-    finally:
-        os.sched_setaffinity(0, allowed)
