@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.engine.options import RunOptions
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.place import Place
-from imagenet_cls.ranks import RankCommand, add_rank_options, main, positive, run_command
+from imagenet_cls.ranks import RankCommand, add_rank_options, check_names, main, positive, run_command
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.group import Group
@@ -126,7 +127,9 @@ def train_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, grou
 
 def test_command(argv: Sequence[str]) -> int:
     """`tools/test.py`."""
-    return run_command(RankCommand("test.py", test_parser, load_for_testing, refuse_unwritable_out, test_here), argv)
+    check = partial(check_names, training=False)
+    command = RankCommand("test.py", test_parser, load_for_testing, refuse_unwritable_out, test_here, check)
+    return run_command(command, argv)
 
 
 def test_parser() -> argparse.ArgumentParser:
@@ -161,7 +164,7 @@ def test_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, group
     from imagenet_cls.engine.run import meet
     from imagenet_cls.parallel.group import on_main
 
-    group = meet(loaded, place, groups)
+    group = meet(loaded, place, groups, training=False)
     words = split_words(arguments, ["a config", "a checkpoint"])[1]
     checkpoint = Path(words[1]) if len(words) > 1 else None
     on_main(group, lambda: refuse_unwritable_out(arguments, loaded))

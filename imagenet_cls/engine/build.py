@@ -102,8 +102,11 @@ class Parts:
     evaluation: EvaluationParts
 
 
-def check(config: Config, world_size: int | None) -> list[Problem]:
-    """Stage 2: everything that can be known without data or ranks. world_size: None where it is not known yet."""
+def check(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
+    """Stage 2: everything that can be known without data or ranks.
+
+    world_size: None where it is not known yet. training: false for an evaluation, which any number of ranks can share.
+    """
     for name in config.imports:
         try:
             import_from_here(name)
@@ -112,16 +115,18 @@ def check(config: Config, world_size: int | None) -> list[Problem]:
     problems = check_model(config.model) + check_data(config.data) + check_loss(config.loss)
     problems += check_optimizer(config.optimizer) + check_schedule(config.schedule)
     if world_size is not None:
-        problems += check_ranks(config, world_size)
+        problems += check_ranks(config, world_size, training)
     return problems
 
 
-def check_ranks(config: Config, world_size: int) -> list[Problem]:
-    """What is wrong with this many ranks."""
+def check_ranks(config: Config, world_size: int, training: bool = True) -> list[Problem]:
+    """What is wrong with this many ranks: for the mode, and in training for the batch."""
     mode = config.parallel.mode
     if world_size > 1 and mode in ("none", "dp"):
         purpose = {"none": "is for one device", "dp": "runs all GPUs from one process"}[mode]
         return [Problem("parallel.mode", f"{mode!r} {purpose}, but {world_size} ranks were started; use 'ddp'")]
+    if not training:
+        return []
     if mode == "dp":
         gpus = len(data_parallel_devices(config).all)
         problem = batch_problem(config.train, gpus, "GPUs")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, format_problems
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.agree import refuse_differing_configs
-from imagenet_cls.engine.build import Parts, build, check, data_parallel_devices
+from imagenet_cls.engine.build import Parts, build, check, check_ranks, data_parallel_devices
 from imagenet_cls.engine.checkpoint import (
     Snapshot,
     checkpoint_path,
@@ -30,7 +30,7 @@ from imagenet_cls.engine.runfolder import RunFolder
 from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_optimizer
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.train import train
-from imagenet_cls.errors import CheckpointError, ConfigError, Stopped
+from imagenet_cls.errors import CheckpointError, ConfigError, Problem, Stopped
 from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
 from imagenet_cls.parallel.place import Place
 from imagenet_cls.parallel.reduce import hand_out
@@ -39,17 +39,17 @@ from imagenet_cls.report.log import open_log
 from imagenet_cls.report.reporter import Reporter
 
 
-def raise_problems(loaded: Loaded, world_size: int | None) -> None:
-    """Stage 2 of checking; raises ConfigError with a line for each problem."""
-    problems = check(loaded.config, world_size)
+def raise_problems(problems: list[Problem], loaded: Loaded) -> None:
+    """Raise ConfigError with a line for each problem, if there is any."""
     if problems:
         raise ConfigError(format_problems(problems, loaded.origins))
 
 
-def meet(loaded: Loaded, place: Place, groups: list[Group]) -> Group:
-    """Meet the other ranks and, unless our launching process has done it, make stage 2 of the checks on rank 0.
+def meet(loaded: Loaded, place: Place, groups: list[Group], training: bool) -> Group:
+    """Meet the other ranks, and make stage 2 of the checks on rank 0.
 
-    groups: receives the group as soon as there is one, so that the caller can end it whatever happens.
+    Our launching process has made most of it; of an elastic job it could not know the number of ranks. groups:
+    receives the group as soon as there is one, so that the caller can end it whatever happens.
     """
     logging.captureWarnings(True)  # into the log where there will be one; a library's warnings help no user
     parallel = loaded.config.parallel
@@ -59,14 +59,14 @@ def meet(loaded: Loaded, place: Place, groups: list[Group]) -> Group:
     group = start_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
     groups.append(group)
     refuse_differing_configs(loaded.config, group)
-    if not place.launched:
-        on_main(group, lambda: raise_problems(loaded, place.world_size))
+    stage_2 = check_ranks if place.launched else check
+    on_main(group, lambda: raise_problems(stage_2(loaded.config, place.world_size, training), loaded))
     return group
 
 
 def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Group]) -> None:
     """Carry out a whole run on this rank. Returns at its end; raises Stopped (saved) or another UserError."""
-    group = meet(loaded, place, groups)
+    group = meet(loaded, place, groups, training=True)
     with naming_what_gave_out():
         if options.dry_run:
             dry_run(loaded.config, options, group)
