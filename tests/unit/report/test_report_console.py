@@ -164,15 +164,16 @@ def on_terminal(mode: str, columns: int, stop_with: int | None = None) -> tuple[
         env={**environment, "TERM": "xterm", "PYTHONUTF8": "1"},
     )
     shown = b""
-    deadline = time.monotonic() + 60
+    deadline, send_at = time.monotonic() + 60, 0.0
     while time.monotonic() < deadline:
         if select.select([master], [], [], 0.05)[0]:
             shown += os.read(master, 65536)
         elif process.poll() is not None:
             break
-        if stop_with is not None and b"top-1" in shown:
+        if stop_with is not None and b"top-1" in shown and time.monotonic() > send_at:
+            # Again after a while: Python drops a KeyboardInterrupt that falls into a finalizer or a callback of C.
             process.send_signal(stop_with)
-            stop_with = None
+            send_at = time.monotonic() + 2
     status, same = process.wait(timeout=10), termios.tcgetattr(slave) == before
     os.close(master)
     os.close(slave)
