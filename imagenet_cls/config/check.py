@@ -49,7 +49,7 @@ PERCENT = Range(0, 100)
 RANGES: dict[str, Range] = {
     "model.num_classes": COUNT,
     "data.val_fraction": Range(0, 1, low_open=True, high_open=True),
-    "data.num_workers": NOT_NEGATIVE,
+    "data.num_workers": Range(0, 256),  # each is a process: a slip of the finger must not take the machine down
     "data.prefetch_batches": COUNT,
     "augment.size_px": COUNT,
     "augment.hflip_prob": SHARE,

@@ -48,8 +48,8 @@ class DataConfig:
     # Share of the training part that is held out when val is null, 0 to 1: the same images on every machine, since it
     # is decided class by class by a hash of the path below root.
     val_fraction: float | None = None
-    # Processes that read and decode, for each rank. 0: in the training process itself. null: the CPU cores that this
-    # rank can call its own, at most 16. The same samples come out whatever the number.
+    # Processes that read and decode, for each rank, at most 256. 0: in the training process itself. null: the CPU
+    # cores that this rank can call its own, at most 16. The same samples come out whatever the number.
     num_workers: int | None = None
     # Batches that each worker prepares ahead.
     prefetch_batches: int = 2
