@@ -29,7 +29,8 @@ class Range:
     def __contains__(self, number: float) -> bool:
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
-        return above and below and math.isfinite(number)
+        # Whole numbers of any length get here, and `math.isfinite` can't take all of them.
+        return above and below and abs(number) < 2.0**64
 
     def __str__(self) -> str:
         if not (self.low_open or self.high_open or self.high == math.inf):
@@ -42,6 +43,9 @@ class Range:
 NOT_NEGATIVE = Range()
 POSITIVE = Range(low_open=True)
 COUNT = Range(1)
+BATCH = Range(1, 10**9)
+PIXELS = Range(1, 100_000)
+JITTER = Range(0, 1000)
 SHARE = Range(0, 1)
 PERCENT = Range(0, 100)
 
@@ -51,12 +55,12 @@ RANGES: dict[str, Range] = {
     "data.val_fraction": Range(0, 1, low_open=True, high_open=True),
     "data.num_workers": Range(0, 256),  # each is a process: a slip of the finger must not take the machine down
     "data.prefetch_batches": COUNT,
-    "augment.size_px": COUNT,
+    "augment.size_px": PIXELS,
     "augment.hflip_prob": SHARE,
     "augment.vflip_prob": SHARE,
-    "augment.color_jitter.brightness": NOT_NEGATIVE,
-    "augment.color_jitter.contrast": NOT_NEGATIVE,
-    "augment.color_jitter.saturation": NOT_NEGATIVE,
+    "augment.color_jitter.brightness": JITTER,
+    "augment.color_jitter.contrast": JITTER,
+    "augment.color_jitter.saturation": JITTER,
     "augment.color_jitter.hue": Range(0, 0.5),
     "loss.label_smoothing": SHARE,
     "optimizer.lr": NOT_NEGATIVE,  # 0 is a way to try everything but the update
@@ -65,16 +69,16 @@ RANGES: dict[str, Range] = {
     "schedule.warmup_start_factor": SHARE,
     "train.epochs": COUNT,
     "train.max_steps": COUNT,
-    "train.global_batch_size": COUNT,
-    "train.micro_batch_size": COUNT,
+    "train.global_batch_size": BATCH,
+    "train.micro_batch_size": BATCH,
     "train.clip_norm": POSITIVE,
     "train.max_nonfinite_steps": COUNT,
     "ema.decay": Range(0, 1, high_open=True),  # an average with decay 1 never moves
     "ema.every_steps": COUNT,
-    "eval.crop_px": COUNT,
-    "eval.crop_pct": Range(0, 1, low_open=True),
-    "eval.resize_px": COUNT,
-    "eval.batch_size": COUNT,
+    "eval.crop_px": PIXELS,
+    "eval.crop_pct": Range(0.01, 1),
+    "eval.resize_px": PIXELS,
+    "eval.batch_size": BATCH,
     "eval.every_epochs": COUNT,
     "parallel.output_device": NOT_NEGATIVE,
     "parallel.timeout_sec": POSITIVE,
@@ -90,7 +94,7 @@ RANGES: dict[str, Range] = {
 # Lists of numbers: how many, the range of each, and whether they ascend.
 LISTS: dict[str, tuple[int, Range, bool]] = {
     "augment.scale": (2, Range(0, 1, low_open=True), True),
-    "augment.ratio": (2, POSITIVE, True),
+    "augment.ratio": (2, Range(0.001, 1000), True),
     "data.mean": (3, SHARE, False),
     "data.std": (3, POSITIVE, False),
 }

@@ -8,6 +8,7 @@ import csv
 import io
 import os
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,8 @@ def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> 
 def _numbered_classes(file: Path, labels: set[str]) -> list[str]:
     """Classes `0` .. `C-1` for number labels. DataError where a number is left out: then C cannot be told."""
     used = {int(label) for label in labels}
-    missing = [str(number) for number in range(max(used) + 1) if number not in used][:4]
+    # The first few only: one mistyped label may be a number of any size.
+    missing = [str(number) for number in islice((n for n in range(max(used) + 1) if n not in used), 4)]
     if missing:
         raise DataError(
             f"{file}: labels run from {min(used)} to {max(used)}, but no image has label {listed(missing)}\n"

@@ -188,6 +188,8 @@ def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
             if isinstance(batch, DataError):
                 raise batch
             yield tuple(batch)  # pinning makes a list of it
+    except (ConnectionError, EOFError) as error:  # the worker died while it handed over a batch
+        raise _killed(f"{type(error).__name__}: {error}") from None
     except RuntimeError as error:
         raise worker_death(error) or error from None
 
@@ -198,10 +200,12 @@ def worker_death(error: RuntimeError) -> ResourceError | None:
     torch raises it from a signal handler, wherever the main process is: mostly while it waits for a batch, and
     then the loaders above have translated it already; else in the middle of a training step.
     """
-    if "DataLoader worker" not in str(error):
-        return None
+    return _killed(str(error).splitlines()[0]) if "DataLoader worker" in str(error) else None
+
+
+def _killed(reason: str) -> ResourceError:
     return ResourceError(
-        f"a data worker of process {os.getpid()} was killed: {str(error).splitlines()[0]}\n"
+        f"a data worker of process {os.getpid()} was killed: {reason}\n"
         "most often memory or /dev/shm ran out: use fewer data.num_workers or data.prefetch_batches"
     )
 

@@ -130,7 +130,7 @@ def test_a_config_that_does_not_exist(refused: Refused, monkeypatch: pytest.Monk
         ({"model.name": "bed:plane"}, ["model.name", "'plain'"]),
         ({"model.kwargs": "{widht: 3}"}, ["model.kwargs.widht", "did you mean 'width'?"]),
         ({"optimizer.name": "adamv", "optimizer.lr": 1}, ["optimizer.name", "did you mean 'adamw'"]),
-        ({"data.num_workers": -1}, ["data.num_workers", "at least 0"]),
+        ({"data.num_workers": -1}, ["data.num_workers", "0 to 256"]),
         ({"eval.resize_px": 12}, ["eval.resize_px", "less than eval.crop_px 16"]),
         ({"train.precision": "fp16", "device": "cpu"}, ["train.precision", "needs a GPU", "fp32 or bf16"]),
     ],

@@ -120,3 +120,18 @@ def test_messages_are_one_line_that_shows_what_was_given() -> None:
 def test_check_reads_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert keys_at_fault(data__root="nowhere", model__checkpoint="nowhere.pth") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train__epochs", 10**400),
+        ("eval__batch_size", 10**20),
+        ("augment__size_px", 10**30),
+        ("eval__crop_pct", 1e-300),
+        ("augment__ratio", [1e300, 1e308]),
+        ("data__num_workers", 100_000),
+    ],
+)
+def test_numbers_beyond_all_sense_are_refused_and_do_not_break_the_check(key: str, value: object) -> None:
+    assert key.replace("__", ".") in keys_at_fault(**{key: value})
