@@ -27,6 +27,15 @@ class ModelConfig:
     # Weights to start from: a checkpoint folder of ours, or .pth, .pth.tar, .safetensors of timm, torchvision,
     # pytorch/examples. A head of another size is initialised anew; any other difference is an error.
     checkpoint: str | None = None
+    # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. BatchNorm in there uses
+    # its running statistics as they are.
+    freeze: list[str] = field(default_factory=list)
+    # Train the head only: everything else is as if named in `freeze`.
+    head_only: bool = False
+    # All BatchNorm layers keep their running statistics, weights and biases.
+    freeze_bn: bool = False
+    # A BatchNorm of its own for each split of the batch (augment.splits), as AugMix training has it.
+    split_bn: bool = False
     # Further arguments of the model's own constructor, such as `{drop_path_rate: 0.05}`.
     kwargs: Kwargs = field(default_factory=dict)
 
@@ -58,6 +67,11 @@ class DataConfig:
     mean: list[float] | None = None
     # Likewise, the standard deviation.
     std: list[float] | None = None
+    # Repeated augmentation: so many views of an image come one after the other, each drawn for itself, and an epoch
+    # covers that much fewer images. 1: each image once.
+    repeats: int = 1
+    # With repeats: cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
+    repeats_multiple: int | None = None
     # Further arguments of a data set: `synthetic` takes {train_images, val_images, num_classes, size_px},
     # torchvision's classes and factories take what their signatures say.
     kwargs: Kwargs = field(default_factory=dict)
@@ -67,6 +81,8 @@ class DataConfig:
 class ColorJitterConfig:
     """Largest random change of each property, as torchvision's ColorJitter has it. 0: none."""
 
+    # Probability that an image is changed at all.
+    prob: float = 1.0
     # Factor drawn from [1 - x, 1 + x].
     brightness: float = 0.0
     # Factor drawn from [1 - x, 1 + x].
@@ -78,13 +94,43 @@ class ColorJitterConfig:
 
 
 @dataclass(frozen=True)
+class ErasingConfig:
+    """Random erasing (Zhong et al. 2017): a rectangle of the normalised image is filled, on the device."""
+
+    # Probability for an image. 0: none.
+    prob: float = 0.0
+    # What fills it: zeros (`const`), one normal colour (`rand`), or normal noise for each pixel (`pixel`).
+    mode: Literal["const", "rand", "pixel"] = "const"
+    # Most rectangles in one image; their number is drawn from 1 to this, and they share the area.
+    max_count: int = 1
+    # Area, as shares of the image's: [least, most].
+    scale: list[float] = field(default_factory=lambda: [0.02, 1 / 3])
+    # Height / width: [least, most].
+    ratio: list[float] = field(default_factory=lambda: [0.3, 10 / 3])
+
+
+@dataclass(frozen=True)
+class ProgressiveConfig:
+    """Training images that grow: a side in pixels as a function of the epoch, straight lines between points."""
+
+    # Epochs of the points, ascending. Before the first and after the last the side stays. null: always size_px.
+    epochs: list[float] | None = None
+    # Side at each point, in pixels. The largest is augment.size_px.
+    sizes_px: list[int] | None = None
+    # Sides are rounded to a multiple of this.
+    multiple_px: int = 32
+
+
+@dataclass(frozen=True)
 class AugmentConfig:
     """How a training image is changed. Always this, never what the model library suggests."""
 
     # Side of the square training image, in pixels.
     size_px: int = 224
-    # Resampling of the random crop.
-    interpolation: Interpolation = "bilinear"
+    # Sides that grow in the course of the run.
+    progressive: ProgressiveConfig = field(default_factory=ProgressiveConfig)
+    # Resampling of the random crop. random: bilinear or bicubic, drawn for each image.
+    interpolation: Literal["nearest", "bilinear", "bicubic", "random"] = "bilinear"
     # Area of the random crop, as shares of the image's area: [least, most].
     scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
     # Width / height of the random crop: [least, most].
@@ -93,20 +139,86 @@ class AugmentConfig:
     hflip_prob: float = 0.5
     # Probability of a top-bottom flip.
     vflip_prob: float = 0.0
+    # A policy of many operations, behind crop and flips. timm's, in its string form: `rand-m9-mstd0.5-inc1`
+    # (RandAugment), `original`, `originalr`, `v0`, `v0r` (AutoAugment), `augmix-m3-w3`, `3a` (3-Augment of DeiT III).
+    # torchvision's: `torchvision:rand_augment`, `torchvision:trivial_augment_wide`, `torchvision:auto_augment`,
+    # `torchvision:aug_mix`. Or `my_module:my_factory`. null: none.
+    policy: str | None = None
+    # Further arguments of torchvision's policy or an own one, such as `{num_ops: 2, magnitude: 9}`.
+    policy_kwargs: Kwargs = field(default_factory=dict)
     # Random changes of brightness, contrast, saturation and hue.
     color_jitter: ColorJitterConfig = field(default_factory=ColorJitterConfig)
+    # Probability of becoming grey.
+    grayscale_prob: float = 0.0
+    # Random erasing.
+    erasing: ErasingConfig = field(default_factory=ErasingConfig)
+    # Views of each image in a batch, for the loss `jsd`: the first without policy, colour and erasing. 1: one view.
+    splits: int = 1
+
+
+@dataclass(frozen=True)
+class MixConfig:
+    """Mixing the images and targets of a micro-batch, on the device. Off where both alphas are 0."""
+
+    # Of the Beta distribution that mixup's share is drawn from (Zhang et al. 2017). 0: no mixup.
+    mixup_alpha: float = 0.0
+    # Likewise for cutmix (Yun et al. 2019). 0: no cutmix.
+    cutmix_alpha: float = 0.0
+    # Sides of cutmix's rectangle as shares of the image's, [least, most], in place of its alpha. null: by alpha.
+    cutmix_minmax: list[float] | None = None
+    # Probability that a batch (or pair, or image) is mixed at all.
+    prob: float = 1.0
+    # Probability of cutmix where both are on.
+    switch_prob: float = 0.5
+    # One draw for a whole micro-batch, for each pair in it, or for each image.
+    mode: Literal["batch", "pair", "elem"] = "batch"
+    # No mixing from this epoch on, counted from 0. null: to the end.
+    off_epoch: int | None = None
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """What is minimised."""
 
-    # `cross_entropy`, or `my_module:my_factory`.
+    # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, cross-entropy with the Jensen-Shannon
+    # divergence between augment.splits views; or `my_module:my_factory`.
     name: str = "cross_entropy"
     # Share of the target's probability that is spread over all classes, 0 to 1.
     label_smoothing: float = 0.0
-    # Further arguments of an own loss.
+    # Weight of each class, in the order of the classes. null: all alike.
+    class_weights: list[float] | None = None
+    # Arguments of the loss: bce {target_threshold (targets above it become 1), sum_classes}, focal {gamma}, jsd
+    # {alpha}, or those of an own one.
     kwargs: Kwargs = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """A trained model to learn from. It sees the images that the model sees, augmented and mixed."""
+
+    # As model.name. null: no teacher.
+    name: str | None = None
+    # As model.pretrained.
+    pretrained: bool = False
+    # As model.checkpoint.
+    checkpoint: str | None = None
+    # As model.kwargs.
+    kwargs: Kwargs = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Knowledge distillation: part of the loss comes from a teacher's outputs."""
+
+    # `soft`: divergence from the teacher's softened outputs (Hinton et al. 2015); `hard`: cross-entropy with its top
+    # class (Touvron et al. 2021). A model with a distillation token (timm's deit_*_distilled) learns it with that one.
+    kind: Literal["none", "soft", "hard"] = "none"
+    # The teacher's share of the loss, 0 to 1.
+    alpha: float = 0.5
+    # For `soft`: both outputs are divided by it before the softmax.
+    temperature: float = 1.0
+    # Whose outputs.
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
 
 
 @dataclass(frozen=True)
@@ -118,10 +230,26 @@ class OptimizerConfig:
     name: str = "sgd"
     # Learning rate at its highest, for train.global_batch_size. Has no default, and changing `name` forgets it.
     lr: float = MISSING
+    # lr is for this global batch: another train.global_batch_size scales it, and the banner says by how much. null: lr
+    # is used as it is written.
+    lr_base_batch: int | None = None
+    # How it scales: with the batch's factor, or with the square root of that.
+    lr_scaling: Literal["linear", "sqrt"] = "linear"
     # Pull towards zero: a share of the weight a step (times lr), as the optimizer itself defines it.
     weight_decay: float = 0.0
-    # false: no weight decay on tensors of at most one dimension, which are the norms' weights and all biases.
-    decay_norm_and_bias: bool = True
+    # Likewise for weights and biases of normalisation layers. null: weight_decay.
+    norm_weight_decay: float | None = None
+    # Likewise for all other biases. null: weight_decay.
+    bias_weight_decay: float | None = None
+    # Likewise for class and position tokens, relative position tables, and what a model says to spare. null:
+    # weight_decay.
+    token_weight_decay: float | None = None
+    # Likewise for layer scales and whatever else has at most one dimension. null: weight_decay.
+    scale_weight_decay: float | None = None
+    # Learning rate of each layer, as a factor of that of the layer behind it (the head has 1). null: the same for all.
+    layer_decay: float | None = None
+    # Factors of the learning rate by patterns of parameter names: `{"head.*": 10}`. The first pattern that fits counts.
+    lr_scales: Kwargs = field(default_factory=dict)
     # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas: [0.9, 0.95]}`.
     kwargs: Kwargs = field(default_factory=dict)
 
@@ -130,14 +258,26 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate as a pure function of the step."""
 
-    # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `constant`, or `my_module:my_factory`.
+    # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `one_cycle`, `piecewise`, `plateau`, `constant`, or
+    # `my_module:my_factory`.
     name: str = "cosine"
     # Linear warm-up before it, in epochs (fractions allowed).
     warmup_epochs: float = 0.0
     # Where the warm-up begins, as a factor of the learning rate.
     warmup_start_factor: float = 0.01
-    # Arguments of the schedule: cosine {min_lr}, step {every_epochs, gamma}, multistep {milestones_epochs, gamma},
-    # polynomial {power, min_lr}, exponential {gamma (a factor an epoch)}.
+    # Where the warm-up begins, as a learning rate, in place of the factor. null: by the factor.
+    warmup_start_lr: float | None = None
+    # true: the schedule starts behind the warm-up (torchvision). false: it starts with the run, and the warm-up covers
+    # its beginning (timm).
+    warmup_prefix: bool = True
+    # Epochs at the end with the learning rate that the schedule has come to.
+    cooldown_epochs: float = 0.0
+    # The learning rate changes between epochs only, as in torchvision's and timm's scripts; false: with every step.
+    by_epoch: bool = False
+    # Arguments of the schedule: cosine {min_lr, cycles, cycle_decay}, step {every_epochs, gamma}, multistep
+    # {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor an epoch)}, one_cycle
+    # {pct_start, div_factor, final_div_factor, min_momentum, max_momentum}, piecewise {epochs, factors}, plateau
+    # {patience, gamma, min_lr}.
     kwargs: Kwargs = field(default_factory=dict)
 
 
@@ -161,6 +301,18 @@ class TrainConfig:
     channels_last: bool = True
     # Largest global norm of the gradient; larger ones are scaled down. null: no limit.
     clip_norm: float | None = None
+    # Largest absolute value of each element of the gradient. null: no limit.
+    clip_value: float | None = None
+    # Adaptive clipping (Brock et al. 2021): largest norm of each unit's gradient, as a share of its weights' norm; the
+    # head is spared. null: no limit.
+    clip_agc: float | None = None
+    # Sharpness-aware minimisation (Foret et al. 2020): the gradient is taken where the loss is highest within this
+    # distance of the weights. null: at the weights.
+    sam_rho: float | None = None
+    # With sam_rho: only in every so many steps, since it costs a second pass.
+    sam_every_steps: int = 1
+    # Keep few activations and compute the others anew in the backward pass: less memory, about a third slower.
+    grad_checkpointing: bool = False
     # Only deterministic kernels on GPUs: slower, the same bits each time. (On a CPU they always are, for a given number
     # of threads.)
     deterministic: bool = False
@@ -173,8 +325,11 @@ class TrainConfig:
 class EmaConfig:
     """A second set of weights: the exponential moving average of the trained ones."""
 
-    # Share of the average that stays at each update, 0 to 1. null: no average is kept.
+    # Share of the average that stays at each update, 0 to 1. null: no average is kept, unless half_life_images says so.
     decay: float | None = None
+    # In place of decay: after so many training images a weight counts half in the average. It keeps its meaning for any
+    # batch size and every_steps. null: by decay.
+    half_life_images: float | None = None
     # Update after every so many optimizer steps.
     every_steps: int = 1
     # Begin with a small decay that grows to `decay`, as timm does.
@@ -193,6 +348,8 @@ class EvalConfig:
     resize_px: int | None = None
     # Resampling of the resize.
     interpolation: Interpolation = "bilinear"
+    # Average the outputs for each image and its mirror image.
+    flip_tta: bool = False
     # Images on a device at once.
     batch_size: int = 256
     # Evaluate after every so many epochs; after the last one always.
@@ -264,7 +421,9 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
