@@ -79,8 +79,10 @@ def run_command(command: RankCommand, argv: Sequence[str]) -> int:
 def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[str], launcher: str) -> int:
     """Check everything that can be checked here, once, then start the ranks and wait for them."""
     loaded = command.load(arguments)
+    from imagenet_cls.parallel.group import refuse_backend
     from imagenet_cls.parallel.launch import refuse_taken_port, refuse_too_many_ranks, start_ranks
 
+    refuse_backend(loaded.config.parallel.backend, launcher)
     ranks = ranks_to_start(arguments, loaded.config.parallel.init_method, launcher)
     refuse_taken_port(ranks)
     refuse_too_many_ranks(ranks.gpus, loaded.config.device)

@@ -363,8 +363,8 @@ class ParallelConfig:
     # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs, which is slower and
     # needs no launcher. `auto`: ddp where there is more than one rank, else none.
     mode: Literal["auto", "none", "ddp", "dp"] = "auto"
-    # Transport between ranks. auto: nccl on GPUs, gloo on CPUs.
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    # Transport between ranks. auto: nccl on GPUs, gloo on CPUs. mpi: for a torch that was built with MPI, under mpirun.
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     # For mode dp: the GPUs that take part, numbered as CUDA_VISIBLE_DEVICES orders them; the first one holds the
     # parameters. null: all that are visible.
     device_ids: list[int] | None = None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.group import Group, on_main
+from imagenet_cls.parallel.group import Group, on_main, refuse_backend
 from imagenet_cls.parallel.reduce import gather_to_main
 
 # What is summed: as much as the gradients of a ResNet-18, in float32.
@@ -49,10 +49,11 @@ class RankReport:
 def check_ranks(group: Group, backend: str, say: Callable[[str], None] = print) -> None:
     """Look at all ranks, let them reduce once, and show a table on rank 0. A collective: every rank calls it.
 
-    group: ranks that met over gloo, whatever the run will use. backend: `auto`, `nccl` or `gloo`: what the run reduces
-    over. It is started only where the ranks are in order, since nccl's own words for two ranks on one GPU help nobody.
-    Raises ResourceError, on every rank, with what is wrong.
+    group: ranks that met over gloo, whatever the run will use. backend: `auto`, `nccl`, `gloo` or `mpi`: what the run
+    reduces over. It is started only where the ranks are in order, since nccl's own words for two ranks on one GPU help
+    nobody. Raises UsageError for a transport that isn't there, and ResourceError, on every rank, with what is wrong.
     """
+    refuse_backend(backend, group.place.launcher)
     backend = {"auto": "nccl" if group.device.type == "cuda" else "gloo"}.get(backend, backend)
     report = look(group)
     on_main_raise(group, [report], say)

@@ -78,19 +78,42 @@ def choose_device(device: str, place: Place) -> torch.device:
     return torch.device("cuda", index)
 
 
+def refuse_backend(backend: str, launcher: str) -> None:
+    """Raise UsageError for a transport that torch was built without, or that ranks of this launcher can't use.
+
+    MPI numbers the ranks that mpirun (or srun) starts; those of torchrun and spawn would each be alone in a world of
+    one.
+    """
+    if backend != "auto" and not dist.is_backend_available(backend):
+        raise UsageError(
+            f"parallel.backend={backend}: torch {torch.__version__} was built without it.\n"
+            "Use parallel.backend=auto (nccl on GPUs, gloo on CPUs), which serves under mpirun, too."
+        )
+    if backend == "mpi" and launcher in ("spawn", "pytorch"):
+        raise UsageError(
+            f"parallel.backend=mpi: ranks of --launcher {launcher} can't talk over MPI.\n"
+            "Start them with `mpirun -np N python tools/train.py CONFIG`, or use parallel.backend=auto."
+        )
+
+
 def start_group(
     place: Place, device: torch.device, mode: str, backend: str, init_method: str, timeout_sec: float
 ) -> Group:
     """Meet the other ranks. One rank alone meets nobody, and gets a process group only where `mode` is `ddp`.
 
-    backend: `auto` (nccl on GPUs, gloo on CPUs), `nccl`, `gloo`. timeout_sec: longest wait for another rank, here and
-    in every later collective.
+    backend: `auto` (nccl on GPUs, gloo on CPUs), `nccl`, `gloo` or `mpi`. timeout_sec: longest wait for another rank,
+    here and in every later collective.
 
-    Raises UsageError where MASTER_ADDR or MASTER_PORT is missing, ResourceError where the ranks do not meet.
+    Raises UsageError where MASTER_ADDR or MASTER_PORT is missing or `refuse_backend` refuses, ResourceError where the
+    ranks do not meet.
     """
+    if place.world_size > 1 or mode == "ddp":
+        refuse_backend(backend, place.launcher)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = {"auto": "nccl" if device.type == "cuda" else "gloo"}.get(backend, backend)
+    # Plain `mpi` would make a group without a store, on which no control group over gloo can be made.
+    own_names = {"auto": "nccl" if device.type == "cuda" else "gloo", "mpi": "cpu:mpi,cuda:mpi"}
+    backend = own_names.get(backend, backend)
     if place.world_size == 1:
         if mode == "ddp" and not dist.is_initialized():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
