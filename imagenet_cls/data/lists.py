@@ -7,9 +7,11 @@ Called by `datasets` for `data.name: list`.
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +44,7 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
         raise DataError(f"{file}: no images in it\nwrite one `path label` line for each image")
     beside = file.with_name("classes.txt")
     if classes is None and beside.is_file():
-        classes = [line.strip() for line in _read_text(beside).splitlines() if line.strip()]
+        classes = _listed_classes(beside)
     targets, names = _targets(file, rows, classes)
     _refuse_missing_images(file, folder, rows)
     return ImageIndex.pack(folder, [os.fsencode(path) for _, path, _ in rows], targets, names)
@@ -63,6 +65,15 @@ def read_rows(file: Path) -> list[Row]:
     return rows
 
 
+def _listed_classes(file: Path) -> list[str]:
+    """The lines of a classes.txt. DataError for a class that stands there twice: labels would name two targets."""
+    names = [line.strip() for line in _read_text(file).splitlines() if line.strip()]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise DataError(f"{file}: {listed(twice)} stand there more than once\nlist each class once, one a line")
+    return names
+
+
 def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig", errors="surrogateescape")
@@ -78,7 +89,7 @@ def _csv_rows(file: Path, text: str) -> list[Row]:
     rows: list[Row] = []
     reader = csv.reader(io.StringIO(text, newline=""))
     path_column, label_column = 0, 1
-    for cells in reader:
+    for cells in _parsed(reader, file):
         if not any(cell.strip() for cell in cells):
             continue
         if not rows and not any(is_image(os.fsencode(cell.strip())) for cell in cells):
@@ -96,6 +107,14 @@ def _csv_rows(file: Path, text: str) -> list[Row]:
     return rows
 
 
+def _parsed(reader: Any, file: Path) -> Iterator[list[str]]:
+    """The reader's lines. DataError for what its parser refuses, such as a quote that is opened and never closed."""
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise DataError(f"{file}:{reader.line_num}: not CSV: {error}\nlook for a quote that is never closed") from None
+
+
 def _columns(header: list[str]) -> tuple[int, int]:
     """Positions of path and label in a header; the first two columns where it names neither."""
     path = next((header.index(name) for name in PATH_COLUMNS if name in header), 0)
@@ -104,7 +123,8 @@ def _columns(header: list[str]) -> tuple[int, int]:
 
 
 def _is_number(label: str) -> bool:
-    return label.removeprefix("-").isdecimal() and label.isascii()
+    """Whether a label is a class number. Python reads no number of thousands of digits: that is a name."""
+    return label.removeprefix("-").isdecimal() and label.isascii() and len(label) < 1000
 
 
 def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
@@ -146,8 +166,16 @@ def _refuse_missing_images(file: Path, folder: Path, rows: Sequence[Row]) -> Non
     last = len(rows) - 1
     for i in sorted({0, last // 2, max(last - 2, 0), max(last - 1, 0), last}):
         number, path, _ = rows[i]
-        if not (folder / path).is_file():
+        if not _is_file(folder / path):
             raise DataError(
                 f"{file}:{number}: no image {folder / path}\n"
                 f"paths in a list are relative to data.root, which is {folder}: set it to where they start from"
             )
+
+
+def _is_file(path: Path) -> bool:
+    """A path that no file system takes (a name of more than 255 bytes, a null byte) is no file."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

@@ -87,3 +87,25 @@ def test_errors_name_file_and_line(
 def test_missing_list(folder: Path) -> None:
     with pytest.raises(DataError, match="no such annotation file"):
         index_list(folder / "none.txt", folder)
+
+
+def test_a_class_that_is_listed_twice_is_refused(folder: Path) -> None:
+    write(folder, "classes.txt", "cat\ndog\ncat\n")
+    with pytest.raises(DataError, match=r"classes\.txt: cat stand there more than once"):
+        index_list(write(folder, "t.txt", "images/b.jpg cat\n"), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("t.csv", "images/b.jpg,cat\n" + "x" * 200_000 + ",dog\n", r"t\.csv:\d: not CSV: field larger"),
+        ("t.txt", "images/" + "n" * 300 + ".jpg dog\n", r"t\.txt:1: no image"),
+        ("t.txt", "images/b.jpg " + "9" * 5000 + "\nimages/c.jpg 0\n", None),
+    ],
+)
+def test_absurd_lines_are_told_or_taken_as_they_are(folder: Path, name: str, text: str, said: str | None) -> None:
+    if said is None:
+        assert len(index_list(write(folder, name, text), folder).classes) == 2
+    else:
+        with pytest.raises(DataError, match=said):
+            index_list(write(folder, name, text), folder)
