@@ -27,11 +27,13 @@ def outputs_of(
     preprocess: Callable[[Tensor], Tensor],
     device: torch.device,
     dtype: torch.dtype | None,
+    flip: bool = False,
 ) -> Iterator[Outputs]:
     """Run models, in evaluation mode, over batches of (uint8 images (B, 3, S, S), targets (B,), indices (B,)).
 
-    All models see a batch before the next one is made: reading and decoding are paid for once. Yields (logits by model,
-    each fp32 (B, classes) on the device; targets on the device; indices on the host). The models' modes are put back.
+    All models see a batch before the next one is made: reading and decoding are paid for once. flip: `eval.flip_tta`.
+    Yields (logits by model, each fp32 (B, classes) on the device; targets on the device; indices on the host). The
+    models' modes are put back.
     """
     were_training = {kind: model.training for kind, model in models.items()}
     for model in models.values():
@@ -40,15 +42,24 @@ def outputs_of(
         for images, targets, indices in batches:
             pixels = preprocess(images)
             with autocast(device, dtype):
-                logits = {kind: model(pixels) for kind, model in models.items()}
+                logits = {kind: logits_of(model, pixels, flip) for kind, model in models.items()}
             yield (
-                {kind: out.to(device, torch.float32) for kind, out in logits.items()},
+                {kind: out.to(device) for kind, out in logits.items()},
                 targets.to(device, non_blocking=True),
                 indices,
             )
     finally:
         for kind, model in models.items():
             model.train(were_training[kind])
+
+
+def logits_of(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
+    """fp32 logits (B, classes) of normalised images (B, 3, H, W).
+
+    flip: the mean of the logits of each image and of its mirror image, which counts as one image.
+    """
+    logits = model(pixels).float()
+    return (logits + model(pixels.flip(3)).float()) / 2 if flip else logits
 
 
 def evaluate(outputs: Iterable[Outputs], kinds: Sequence[str], group: Group) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ from imagenet_cls.engine.build import (
     weights_in,
 )
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
-from imagenet_cls.engine.evaluate import Outputs, evaluate, outputs_of
+from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.lookup import import_from_here
@@ -91,7 +91,9 @@ def evaluate_weights(
     for model in weights.models.values():
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     models = {kind: parts.on_devices(model) for kind, model in weights.models.items()}
-    outputs = outputs_of(models, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype)
+    outputs = outputs_of(
+        models, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype, flip=config.eval.flip_tta
+    )
     rows: list[dict[str, Any]] = []
     if keep_predictions:
         outputs = _noting(outputs, list(weights.models)[-1], data.val, data.classes, rows)
@@ -205,7 +207,8 @@ def name_of(index: int, classes: Sequence[str]) -> str:
 
 
 class Predictor:
-    """A checkpoint folder, ready to name images. Needs nothing but that folder.
+    """A checkpoint folder, ready to name images. Needs nothing but that folder: images are prepared, and mirrored where
+    `eval.flip_tta` is on, as its run evaluated them.
 
     checkpoint: one, or a run folder, which stands for its best one. weights: `raw`, `ema`, or None for those that made
     a run's checkpoint the best, or of a single checkpoint the average where it has one. damage: a line for each better
@@ -223,7 +226,7 @@ class Predictor:
         self.path, self.kind = snapshot.path, kind
         self.model = models[kind].to(device)
         self.classes = tuple(snapshot.state["classes"])
-        self.transform = eval_transform(config.eval)
+        self.transform, self.flip = eval_transform(config.eval), config.eval.flip_tta
         preprocessing = snapshot.state["preprocessing"]
         self.preprocess = Preprocess(preprocessing["mean"], preprocessing["std"], device, config.train.channels_last)
 
@@ -231,7 +234,7 @@ class Predictor:
     def logits(self, images: Sequence[Tensor]) -> Tensor:
         """images: uint8 (3, H, W) of any sizes. Returns fp32 logits (B, C) on the CPU."""
         batch = torch.stack([self.transform(image) for image in images])
-        return self.model(self.preprocess(batch)).float().cpu()
+        return logits_of(self.model, self.preprocess(batch), self.flip).cpu()
 
     def predict(self, paths: Sequence[Path], count: int = 5, with_logits: bool = False) -> Iterator[dict[str, Any]]:
         """A row for each file, in order: image, top (class, probability), and where asked for logits.

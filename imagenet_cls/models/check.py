@@ -1,8 +1,8 @@
 """Stage 2 of the checks for the `model` section: names, tags, published weights and kwargs, before anything is started.
 
 Owns `check_model`. Refuses names that neither timm nor torchvision knows, keywords that the model's own constructor
-does not take or look at, and torchvision models that return auxiliary outputs. Reads no data, downloads nothing. Called
-by `engine.build`.
+does not take or look at, torchvision models that return auxiliary outputs, and what can't be frozen or computed anew in
+backward. Reads no data, downloads nothing. Called by `engine.build`.
 """
 
 import inspect
@@ -26,15 +26,18 @@ from imagenet_cls.lookup import (
     keyword_names,
     missing_kwargs,
 )
+from imagenet_cls.models.adapt import checkpointing_problem
 from imagenet_cls.models.build import TORCHVISION, first_line
+from imagenet_cls.models.freeze import freeze_problems
 
 # What a config may not put into model.kwargs, since it has a key of its own or is decided by the program.
 RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
 
 
-def check_model(model: ModelConfig) -> list[Problem]:
-    """Everything wrong with the section that shows without data: name, tag, weights, kwargs. Builds on the meta device,
-    which takes no memory and about 0.1 s; the few models that can't be built there are built on the CPU and dropped.
+def check_model(model: ModelConfig, grad_checkpointing: bool = False) -> list[Problem]:
+    """Everything wrong with the section that shows without data: name, tag, weights, kwargs, what is frozen. Builds on
+    the meta device, which takes no memory and about 0.1 s; the few models that can't be built there are built on the
+    CPU and dropped. grad_checkpointing: `train`'s; whether the model can do it.
 
     The factories of timm and torchvision take `**kwargs`, so it is the trial build that says which keyword the
     constructor behind them refuses; the candidates for *did you mean* come from that constructor.
@@ -45,10 +48,17 @@ def check_model(model: ModelConfig) -> list[Problem]:
         for name in reserved
     ]
     if model.name.startswith(TORCHVISION):
-        return problems + _check_torchvision(model)
-    if is_factory_name(model.name):
+        built, refused = _check_torchvision(model)
+    elif is_factory_name(model.name):
         return problems + _check_own(model)
-    return problems + _check_timm(model)
+    else:
+        built, refused = _check_timm(model)
+    problems += refused
+    if built is not None:
+        problems += freeze_problems(built, model, model.num_classes or 1000)
+        unfit = checkpointing_problem(built) if grad_checkpointing else None
+        problems += [unfit] if unfit is not None else []
+    return problems
 
 
 def _unknown_name(name: str) -> Problem:
@@ -61,19 +71,16 @@ def _torchvision_names() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models)  # the classifiers among them
 
 
-def _check_timm(model: ModelConfig) -> list[Problem]:
+def _check_timm(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
+    """The model, on the meta device where that works, and what is wrong with it; likewise for torchvision's."""
     architecture, _, tag = model.name.partition(".")
     if ":" in model.name or "/" in model.name or not timm.is_model(architecture):
-        return [_unknown_name(model.name)]
+        return None, [_unknown_name(model.name)]
     tags = [name.partition(".")[2] for name in timm.list_models(architecture, include_tags=True)]
     if tag and tags and tag not in tags:  # names that timm has renamed list no tags
         listing = ", ".join(filter(None, tags)) or "none"
-        return [
-            Problem(
-                "model.name",
-                f"{architecture!r} has no weights tagged {tag!r}{did_you_mean(tag, tags)} (tags: {listing})",
-            )
-        ]
+        text = f"{architecture!r} has no weights tagged {tag!r}{did_you_mean(tag, tags)} (tags: {listing})"
+        return None, [Problem("model.name", text)]
 
     def build(kwargs: dict[str, Any]) -> nn.Module:
         return timm.create_model(model.name, pretrained=False, num_classes=model.num_classes or 1000, **kwargs)
@@ -85,13 +92,13 @@ def _check_timm(model: ModelConfig) -> list[Problem]:
         tagged = timm.list_models(architecture, include_tags=True, pretrained=True)
         remedy = f"; with weights: {', '.join(tagged)}" if tagged else "; set it to false, or give model.checkpoint"
         problems.append(Problem("model.pretrained", f"no weights are published for {model.name!r}{remedy}"))
-    return problems
+    return built, problems
 
 
-def _check_torchvision(model: ModelConfig) -> list[Problem]:
+def _check_torchvision(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
     name = model.name.removeprefix(TORCHVISION)
     if name not in _torchvision_names():
-        return [_unknown_name(model.name)]
+        return None, [_unknown_name(model.name)]
     kwargs = dict(model.kwargs)
     problems = []
     if "weights" in kwargs:
@@ -121,7 +128,7 @@ def _check_torchvision(model: ModelConfig) -> list[Problem]:
                 "gives auxiliary outputs in training, which the loss does not know; add model.kwargs.aux_logits=false"
             )
             problems.append(Problem("model.name", f"{model.name!r} {text}"))
-    return problems
+    return built, problems
 
 
 def _check_own(model: ModelConfig) -> list[Problem]:

@@ -1,0 +1,75 @@
+"""Changes to a built model that keep its weights: a BatchNorm for each split of a batch, and less memory.
+
+Owns `model.split_bn` and `train.grad_checkpointing`. Refuses models that can't keep fewer activations. Called by
+`engine.build`: `split_batch_norm` once the weights are loaded and before anything is frozen, since it makes new
+parameters; `checkpoint_activations` last, just before ranks are joined, since SyncBN may put new layers in.
+"""
+
+from typing import Any
+
+import torch
+from timm.layers import convert_splitbn_model
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from imagenet_cls.config.schema import ModelConfig
+from imagenet_cls.errors import ConfigError, Problem
+
+
+def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Module:
+    """Give every BatchNorm one layer for each of `splits` parts of a batch, where `model.split_bn` asks for it.
+
+    The conversion is timm's: the first part goes through the layer that was there, which is also what evaluation uses;
+    the others through `aux_bn` layers below it, which start with its weights and statistics. Changes the model in place
+    and returns it. The batch must be a multiple of `splits`.
+    """
+    return convert_splitbn_model(model, splits) if cfg.split_bn else model
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let the model keep few activations and compute the others anew in backward (Chen et al. 2016, arXiv:1604.06174),
+    in place, by its own `set_grad_checkpointing`.
+
+    A BatchNorm that is computed anew sees the same images again: unlike in timm's and torchvision's scripts it does not
+    count them twice, so statistics, and with them evaluations, are the same as without. Raises ConfigError where the
+    model has no such method, or says that it can't.
+    """
+    problem = checkpointing_problem(model)
+    if problem is not None:
+        raise ConfigError([f"{problem.key}: {problem.message}"])
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+            layer.register_forward_pre_hook(_put_aside)
+            # always_call: a recomputation ends by an exception, as soon as it has what backward needs.
+            layer.register_forward_hook(_put_back, always_call=True)
+
+
+def checkpointing_problem(model: nn.Module) -> Problem | None:
+    """Switch checkpointing on, where the model can; else what is wrong."""
+    try:
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+    except (AttributeError, AssertionError, NotImplementedError, TypeError):
+        text = f"{type(model).__name__} can't compute activations anew; set it to false, and train.micro_batch_size"
+        return Problem("train.grad_checkpointing", f"{text} lower where memory is short")
+    return None
+
+
+def _is_recomputing() -> bool:
+    """Whether this forward pass runs within a backward pass. torch.utils.checkpoint asks the same way.
+
+    A compiled model computes anew without coming here.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _put_aside(layer: nn.Module, inputs: Any) -> None:
+    if _is_recomputing() and layer.training:
+        layer._put_aside = dict(layer._buffers)  # type: ignore[assignment]
+        for name, buffer in layer._buffers.items():
+            layer._buffers[name] = None if buffer is None else buffer.clone()
+
+
+def _put_back(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+    kept = layer.__dict__.pop("_put_aside", None)
+    if kept is not None:
+        layer._buffers.update(kept)
