@@ -113,7 +113,7 @@ def check(config: Config, world_size: int | None, training: bool = True) -> list
         except LookupError as error:
             return [Problem("imports", str(error))]
     problems = check_model(config.model) + check_data(config.data) + check_loss(config.loss)
-    problems += check_optimizer(config.optimizer) + check_schedule(config.schedule)
+    problems += check_optimizer(config.optimizer) + check_schedule(config.schedule, config.train.epochs)
     if world_size is not None:
         problems += check_ranks(config, world_size, training)
     return problems
@@ -177,7 +177,7 @@ def build(config: Config, group: Group) -> Parts:
     if train.compile:
         model.compile()  # in place: adds no prefix to any name
     criterion = build_loss(config.loss)
-    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.decay_norm_and_bias)
+    groups = parameter_groups(model, config.optimizer)
     optimizer = build_optimizer(config.optimizer, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     preprocess = Preprocess(mean, std, device, train.channels_last)
@@ -205,7 +205,7 @@ def build(config: Config, group: Group) -> Parts:
         optimizer=optimizer,
         schedule=build_schedule(config.schedule, config.optimizer.lr, plan.steps_per_epoch, train.epochs),
         scaler=scaler,
-        updater=Updater(model, optimizer, train.clip_norm, scaler),
+        updater=Updater(model, optimizer, train, scaler),
         statistics=RunningStatistics(model, group),
         train_loader=build_train_loader(config, data.train, plan, group),
         evaluation=EvaluationParts(

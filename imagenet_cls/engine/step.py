@@ -8,13 +8,17 @@ No host wait in a training step but these, all listed here:
 Called by `engine.train` and, for its precision, by `engine.evaluate`.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
+from imagenet_cls.config.schema import TrainConfig
 from imagenet_cls.engine.state import state_holder
-from imagenet_cls.errors import UsageError
+from imagenet_cls.errors import ConfigError, UsageError
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype | None:
@@ -52,30 +56,40 @@ class Updater:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, scaler: torch.amp.GradScaler
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train: TrainConfig,
+        scaler: torch.amp.GradScaler,
+        head_names: Sequence[str] = (),
     ):
+        """head_names: of the modules (or parameters) that make up the head, which adaptive clipping spares."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer
-        self.clip_norm = clip_norm
+        self.clip = clipping(model, train, head_names)
         self.scaler = scaler
         # Fused kernels read `found_inf` from their optimizer's attribute; a wrapper (Lookahead) does not pass it on.
         self.skips_on_device = bool(optimizer.defaults.get("fused")) and state_holder(optimizer) is optimizer
         self.has_stepped = False
 
-    def update(self, lr: float) -> tuple[Tensor, Tensor]:
+    def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:
         """Unscale, clip, step, and drop the gradients.
 
+        lr: times the `lr_scale` of each group. momentum: what the optimizer takes for it from now on (Adam's first
+        beta, where it has that); None leaves it alone.
+
         Returns the gradient's global norm before clipping (fp32 scalar on the device) and whether the update was
-        skipped (bool scalar on the device).
+        skipped (bool scalar on the device). Raises ConfigError for a momentum that the optimizer has no place for.
         """
         self.scaler.unscale_(self.optimizer)
         with_grad = [p for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
         skipped = ~torch.isfinite(norm)
-        if self.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(with_grad, self.clip_norm, norm)
+        self.clip(with_grad, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
+            if momentum is not None:
+                set_momentum(group, momentum)
         # In its first update a fused SGD makes its momentum of uninitialised memory, and a skip on the device keeps it.
         if self.skips_on_device and self.has_stepped:
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
@@ -87,3 +101,36 @@ class Updater:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return norm, skipped
+
+
+def clipping(
+    model: nn.Module, train: TrainConfig, head_names: Sequence[str] = ()
+) -> Callable[[list[nn.Parameter], Tensor], None]:
+    """What changes gradients in place before an update, as a function of the parameters that have one and its norm.
+
+    `clip_norm` scales the whole gradient down to that global norm, `clip_value` cuts each element, `clip_agc` scales
+    each unit's gradient down to that share of the norm of its weights (Brock et al. 2021, "High-Performance Large-Scale
+    Image Recognition Without Normalization", equation 3, through timm). The last one spares the head, named by
+    `head_names`; timm's script spares the last two parameters, which are the head's in most models. The config has one
+    of the three at most; none leaves the gradient as it is.
+    """
+    if (clip_norm := train.clip_norm) is not None:
+        return lambda parameters, norm: nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    if (clip_value := train.clip_value) is not None:
+        return lambda parameters, _: nn.utils.clip_grad_value_(parameters, clip_value)
+    if (clip_agc := train.clip_agc) is not None:
+        heads = tuple(f"{name}." for name in head_names)
+        spared = {parameter for name, parameter in model.named_parameters() if f"{name}.".startswith(heads)}
+        return lambda parameters, _: adaptive_clip_grad([p for p in parameters if p not in spared], clip_agc)
+    return lambda parameters, norm: None
+
+
+def set_momentum(group: dict[str, Any], momentum: float) -> None:
+    """Write an optimizer's momentum, or its first beta, into a parameter group, as torch's OneCycleLR does."""
+    if "betas" in group:
+        group["betas"] = (momentum, *group["betas"][1:])
+    elif "momentum" in group:
+        group["momentum"] = momentum
+    else:
+        remedy = "leave its momenta away, or take an optimizer with momentum or betas"
+        raise ConfigError([f"schedule.kwargs: the schedule changes a momentum that the optimizer has not; {remedy}"])

@@ -6,7 +6,9 @@ Called by `engine.build`: `check_optimizer` before anything is started, `build_o
 `groups.parameter_groups`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,8 +49,8 @@ RESERVED = ("params", "lr", "weight_decay")
 
 
 def build_optimizer(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer over `groups`, each with its own `weight_decay` (and `names`, which every optimizer keeps as it
-    is).
+    """The optimizer over `groups`, each with its own `weight_decay` (and `names` and `lr_scale`, which every optimizer
+    keeps as they are).
 
     `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose between `fused`, `foreach` and
     `differentiable`. A factory of the user's is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
@@ -116,7 +118,14 @@ def check_optimizer(optimizer: OptimizerConfig) -> list[Problem]:
     # Whatever the first parameter is called, it receives the groups.
     groups_name = next(iter(keyword_names(signature)[0]), "params")
     problems += missing_kwargs("optimizer", signature, optimizer.kwargs, given=(groups_name, *RESERVED))
-    return problems or _trial(optimizer)
+    return [*_check_lr_scales(optimizer.lr_scales), *(problems or _trial(optimizer))]
+
+
+def _check_lr_scales(factors: Mapping[str, Any]) -> Iterator[Problem]:
+    for pattern, factor in factors.items():
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not (is_number and 0 <= factor < math.inf):
+            yield Problem("optimizer.lr_scales", f"{pattern!r} has {factor!r}, which is not a number of at least 0")
 
 
 def _trial(optimizer: OptimizerConfig) -> list[Problem]:
@@ -125,7 +134,7 @@ def _trial(optimizer: OptimizerConfig) -> list[Problem]:
         for parameter in layer.parameters():
             parameter.fill_(0.5)
             parameter.grad = torch.full_like(parameter, 0.25)
-    groups = parameter_groups(layer, optimizer.weight_decay, decay_norm_and_bias=False)
+    groups = parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={}))  # those need the real model
     try:
         built = build_optimizer(optimizer, groups)
         problems = _check_state(optimizer.name, built.state_dict())
