@@ -76,7 +76,7 @@ RANGES: dict[str, Range] = {
     "mix.prob": SHARE,
     "mix.switch_prob": SHARE,
     "mix.off_epoch": NOT_NEGATIVE,
-    "loss.label_smoothing": SHARE,
+    "loss.label_smoothing": Range(0, 1, high_open=True),  # 1 would leave nothing of the target
     "distill.alpha": SHARE,
     "distill.temperature": POSITIVE,
     "optimizer.lr": NOT_NEGATIVE,  # 0 is a way to try everything but the update

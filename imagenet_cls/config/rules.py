@@ -101,6 +101,16 @@ def _mixing(config: Config) -> Iterator[Problem]:
         yield Problem("augment.splits", "compares views of one image, and mix joins different images; use one of both")
 
 
+def _cutmix_sides(config: Config) -> Iterator[Problem]:
+    if config.mix.cutmix_minmax is None:
+        return
+    least, most = config.mix.cutmix_minmax
+    size_px = min([config.augment.size_px, *(config.augment.progressive.sizes_px or [])])
+    if int(size_px * least) >= int(size_px * most):
+        text = f"leaves no side to choose in images of {size_px} px; let the two differ by a pixel at least"
+        yield Problem("mix.cutmix_minmax", f"{show(config.mix.cutmix_minmax)} {text}")
+
+
 def _splits(config: Config) -> Iterator[Problem]:
     splits = config.augment.splits
     if config.loss.name == "jsd" and splits < 2:
@@ -109,6 +119,11 @@ def _splits(config: Config) -> Iterator[Problem]:
         yield Problem("augment.splits", f"{splits} views of each image are for loss 'jsd', not {config.loss.name!r}")
     if config.model.split_bn and splits < 2:
         yield Problem("model.split_bn", f"has a BatchNorm for each split, and augment.splits is {splits}")
+
+
+def _is_own(name: str) -> bool:
+    """Whether a model comes from a factory of the user's, which may bring weights along."""
+    return ":" in name and not name.startswith("torchvision:")
 
 
 def _distillation(config: Config) -> Iterator[Problem]:
@@ -121,7 +136,7 @@ def _distillation(config: Config) -> Iterator[Problem]:
         return
     if teacher.name is None:
         yield Problem("distill.teacher.name", f"is null, and distill.kind is {kind!r}; name a model")
-    elif not teacher.pretrained and teacher.checkpoint is None and ":" not in teacher.name:
+    elif not (teacher.pretrained or teacher.checkpoint or _is_own(teacher.name)):
         yield Problem(
             "distill.teacher.checkpoint", "is null: an untrained teacher has nothing to teach; name its weights"
         )
@@ -217,6 +232,7 @@ RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
     (("schedule.warmup_epochs", "schedule.cooldown_epochs", "train.epochs"), _warmup),
     (PROGRESSIVE_KEYS, _progressive),
     (("mix.mixup_alpha", "mix.cutmix_alpha", "mix.cutmix_minmax", "loss.name", "augment.splits"), _mixing),
+    (("mix.cutmix_minmax", "augment.size_px", "augment.progressive.sizes_px"), _cutmix_sides),
     (("loss.name", "augment.splits", "model.split_bn"), _splits),
     ((*TEACHER_KEYS, "augment.splits"), _distillation),
     (("train.clip_norm", "train.clip_value", "train.clip_agc"), _clipping),

@@ -183,9 +183,9 @@ class LossConfig:
     # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, cross-entropy with the Jensen-Shannon
     # divergence between augment.splits views; or `my_module:my_factory`.
     name: str = "cross_entropy"
-    # Share of the target's probability that is spread over all classes, 0 to 1.
+    # Share of the target's probability that is spread over all classes, 0 to less than 1.
     label_smoothing: float = 0.0
-    # Weight of each class, in the order of the classes. null: all alike.
+    # Weight of each class, in the order of the classes; only their ratios count. null: all alike.
     class_weights: list[float] | None = None
     # Arguments of the loss: bce {target_threshold (targets above it become 1), sum_classes}, focal {gamma}, jsd
     # {alpha}, or those of an own one.
@@ -276,8 +276,8 @@ class ScheduleConfig:
     by_epoch: bool = False
     # Arguments of the schedule: cosine {min_lr, cycles, cycle_decay}, step {every_epochs, gamma}, multistep
     # {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor an epoch)}, one_cycle
-    # {pct_start, div_factor, final_div_factor, min_momentum, max_momentum}, piecewise {epochs, factors}, plateau
-    # {patience, gamma, min_lr}.
+    # {pct_start, anneal (cos or linear), div_factor, final_div_factor, min_momentum, max_momentum}, piecewise {epochs,
+    # factors}, plateau {patience (evaluations), gamma, min_lr, threshold}. Epochs count from where the schedule starts.
     kwargs: Kwargs = field(default_factory=dict)
 
 

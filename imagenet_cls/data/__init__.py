@@ -7,6 +7,7 @@ models, optimizers or reports. Called by `engine`; `prepare` is called by its to
     decode, sources         one image and its target           samplers      which image comes when, on which rank
     digits, synthetic,      sets that need no folder           loader        batches, from worker processes
     torchvision_sets                                           device        uint8 to normalised floats
+    mixing                  mixup and cutmix
     datasets                the config's section, opened       prepare, ilsvrc    ImageNet's archives into folders
 
 The names below are what the rest of the program uses. Each is imported when it is first asked for (PEP 562), so that
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from imagenet_cls.data.decode import decode_rgb
     from imagenet_cls.data.device import Preprocess
     from imagenet_cls.data.loader import TrainLoader, eval_batches, worker_death
+    from imagenet_cls.data.mixing import Mixing, build_mixing, check_mixing
     from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
     from imagenet_cls.data.sources import ImageSource
     from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
@@ -30,11 +32,14 @@ __all__ = [
     "DataSets",
     "EpochSampler",
     "ImageSource",
+    "Mixing",
     "Preprocess",
     "SyntheticLoader",
     "SyntheticSource",
     "TrainLoader",
+    "build_mixing",
     "check_data",
+    "check_mixing",
     "decode_rgb",
     "eval_batches",
     "eval_transform",
@@ -50,6 +55,7 @@ _MODULES = {
     "decode": ("decode_rgb",),
     "device": ("Preprocess",),
     "loader": ("TrainLoader", "eval_batches", "worker_death"),
+    "mixing": ("Mixing", "build_mixing", "check_mixing"),
     "samplers": ("EpochSampler", "shard_for_eval"),
     "sources": ("ImageSource",),
     "synthetic": ("SyntheticLoader", "SyntheticSource", "synthetic_eval_batches"),
