@@ -1,124 +1,156 @@
-"""Learning rate as a pure function of the step.
+"""Learning rate and momentum as pure functions of the step.
 
-Owns the built-in schedules, the warm-up in front of them, and the check of the section. Keeps no state, so that a
-resumed run needs the step and nothing else. Refuses unknown names and keywords, and numbers that give no learning rate.
-Called by `engine.build` (to make it); `engine.train` calls the result before each optimizer step.
+Owns the time that a schedule keeps, the warm-up in front of it, the cooldown behind it, and the check of the section;
+the curves themselves are in `curves`. Keeps no state: a resumed run needs the step and, for `plateau`, the recorded
+evaluations. Refuses unknown names and keywords, numbers that give no learning rate, and schedules longer than the run.
+Called by `engine.build` (to make it); `engine.train` asks the result before each optimizer step.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from imagenet_cls.config.check import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import ScheduleConfig
 from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.lookup import check_kwargs, did_you_mean, import_factory, is_factory_name, missing_kwargs
+from imagenet_cls.optim.curves import BUILT_IN, Span, one_cycle_momentum
 
-# What the program passes: to the built-in schedules, and to a factory of the user's.
-RESERVED = ("step", "span")
+# What the program passes: to the built-in curves, and to a factory of the user's.
+RESERVED = ("t", "span", "evaluations")
 RESERVED_OWN = ("base_lr", "total_steps", "steps_per_epoch")
+
+Evaluations = Sequence[tuple[int, float]]
+"""(steps made until then, top-1 in per cent of the raw weights) of each evaluation so far, in order."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a schedule runs over. base_lr: the learning rate at its highest. All lengths in optimizer steps."""
+class Schedule:
+    """`schedule(step)` is the learning rate of optimizer step 0, 1, 2, ...; `schedule.momentum(step)` its momentum.
 
-    base_lr: float
-    total_steps: int
+    Made by `build_schedule`. Defined beyond the last step, too, where both stay as they are at the end. Time is in
+    units of span.per_epoch an epoch. curve: from the time since `start` to the learning rate. warmup: where the warm-up
+    ends; like `start` counted from the run's start.
+    """
+
+    settings: ScheduleConfig
+    curve: Callable[..., float]
+    span: Span
+    start: float
+    warmup: float
     steps_per_epoch: int
-    warmup_steps: int
 
-    def progress(self, step: int) -> float:
-        """Share, 0 to 1, of the steps behind the warm-up that lie before `step`; 1 at step `total_steps`."""
-        return min(max(step - self.warmup_steps, 0) / max(self.total_steps - self.warmup_steps, 1), 1.0)
+    def __call__(self, step: int, evaluations: Evaluations = ()) -> float:
+        """The learning rate. evaluations: those recorded so far, in a resumed run too; only `plateau` looks at them."""
+        now = self._now(step)
+        if self.settings.name == "plateau":
+            return self._warm(now, evaluations=[top1 for when, top1 in evaluations if self._counts(when, now)])
+        return self._warm(now)
 
+    def momentum(self, step: int) -> float | None:
+        """The momentum (Adam's first beta) where the schedule moves it, else None."""
+        if self.settings.name != "one_cycle":
+            return None
+        return one_cycle_momentum(self._since_start(self._now(step)), self.span, **self.settings.kwargs)
 
-def cosine(step: int, span: Span, min_lr: float = 0.0) -> float:
-    """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5, without restarts)."""
-    return min_lr + (span.base_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * span.progress(step)))
+    def _now(self, step: int) -> float:
+        """The time of a step: where the rate changes between epochs only, that of its epoch's first one."""
+        return step // self.steps_per_epoch if self.settings.by_epoch else step
 
+    def _since_start(self, now: float) -> float:
+        return min(max(now - self.start, 0), self.span.length)
 
-def polynomial(step: int, span: Span, power: float = 1.0, min_lr: float = 0.0) -> float:
-    """From base_lr down to min_lr with the given power of what remains; 1 is a straight line."""
-    return min_lr + (span.base_lr - min_lr) * (1 - span.progress(step)) ** power
+    def _counts(self, step: int, now: float) -> bool:
+        """Whether `plateau` regards an evaluation after so many steps: only those between epochs, behind the warm-up
+        (as timm does) and before the cooldown. One that a run was stopped for in mid-epoch is none of the schedule."""
+        when = self._now(step)
+        return step % self.steps_per_epoch == 0 and self.warmup < when <= min(now, self.start + self.span.length)
 
-
-def step_decay(step: int, span: Span, every_epochs: int = 30, gamma: float = 0.1) -> float:
-    """Times gamma after every so many epochs (He et al., "Deep Residual Learning", 2016, and pytorch/examples: 30,
-    0.1)."""
-    return span.base_lr * gamma ** (step // span.steps_per_epoch // every_epochs)
-
-
-def multistep(step: int, span: Span, milestones_epochs: list[int], gamma: float = 0.1) -> float:
-    """Times gamma at the start of each of the epochs named (counted from 0, so 30 is after thirty epochs)."""
-    epoch = step // span.steps_per_epoch
-    return span.base_lr * gamma ** sum(epoch >= milestone for milestone in milestones_epochs)
-
-
-def exponential(step: int, span: Span, gamma: float) -> float:
-    """Times gamma at the start of each epoch but the first, as torchvision's reference script steps its
-    ExponentialLR."""
-    return span.base_lr * gamma ** (step // span.steps_per_epoch)
-
-
-def constant(step: int, span: Span) -> float:
-    """Always base_lr."""
-    return span.base_lr
+    def _warm(self, now: float, **more: Any) -> float:
+        """The curve, or the straight line that leads to it."""
+        if now >= self.warmup:
+            return self.curve(self._since_start(now), self.span, **more)
+        settings, passed = self.settings, now / self.warmup
+        goal = self.curve(self._since_start(now), self.span, **more) if settings.warmup_prefix else self.span.base_lr
+        if settings.warmup_start_lr is not None:
+            return settings.warmup_start_lr + (goal - settings.warmup_start_lr) * passed
+        return (settings.warmup_start_factor + (1 - settings.warmup_start_factor) * passed) * goal
 
 
-BUILT_IN: dict[str, Callable[..., float]] = {
-    "cosine": cosine,
-    "step": step_decay,
-    "multistep": multistep,
-    "polynomial": polynomial,
-    "exponential": exponential,
-    "constant": constant,
-}
+def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int) -> Schedule:
+    """The schedule of a run of so many epochs; base_lr: the learning rate at its highest, behind the warm-up.
 
+    During the first warmup_epochs * steps_per_epoch steps (rounded) the rate grows linearly from warmup_start_lr, or
+    warmup_start_factor of what it grows to, at step 0 (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section
+    2.2; torch's LinearLR). With warmup_prefix the curve begins behind it, and it grows to where the curve begins
+    (torchvision's SequentialLR, timm's warmup_prefix). Without, the curve begins with the run, the warm-up covers its
+    first part, and grows to base_lr whatever the curve is then (timm's default). The curve ends cooldown_epochs before
+    the run does, and what it has come to stays: cosine's min_lr, or the last step of a staircase.
 
-def build_schedule(
-    schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int
-) -> Callable[[int], float]:
-    """The learning rate for optimizer step 0, 1, 2, ...; defined (and constant or at its end) beyond the last step too.
-
-    During the first warmup_epochs * steps_per_epoch steps (rounded) it is multiplied by a factor that grows linearly
-    from warmup_start_factor at step 0 and reaches 1 at the first step behind the warm-up (Goyal et al., "Accurate,
-    Large Minibatch SGD", 2017, section 2.2; torch's LinearLR). `cosine` and `polynomial` run over the steps behind the
-    warm-up and would reach min_lr at step `epochs * steps_per_epoch`, one after the last; `step`, `multistep` and
-    `exponential` count epochs from the run's start, warm-up included.
+    With by_epoch time is counted in epochs from the outset, so that a curve has the values that a scheduler has which
+    is stepped once an epoch; a warm-up or cooldown of 2.5 epochs then is not rounded.
 
     A factory of the user's is called as `factory(base_lr=..., total_steps=..., steps_per_epoch=..., **kwargs)` and
-    returns a function of the step; the warm-up, if any, multiplies it too. Raises UserError where it does not.
+    returns a function of the step, counted from the run's start; total_steps: up to the cooldown. With warmup_prefix
+    the warm-up multiplies that function. Raises UserError where it returns something else.
     """
-    total_steps = epochs * steps_per_epoch
-    warmup_steps = round(schedule.warmup_epochs * steps_per_epoch)
-    if schedule.name in BUILT_IN:
-        span = Span(base_lr, total_steps, steps_per_epoch, warmup_steps)
-        after_warmup = partial(BUILT_IN[schedule.name], span=span, **schedule.kwargs)
+    per_epoch = 1 if schedule.by_epoch else steps_per_epoch
+    warmup, cooldown = schedule.warmup_epochs * per_epoch, schedule.cooldown_epochs * per_epoch
+    if not schedule.by_epoch:
+        warmup, cooldown = round(warmup), round(cooldown)
+    built_in = schedule.name in BUILT_IN
+    start = warmup if schedule.warmup_prefix and built_in else 0
+    span = Span(base_lr, max(epochs * per_epoch - cooldown - start, 0), per_epoch)
+    if built_in:
+        curve = partial(BUILT_IN[schedule.name], **schedule.kwargs)
     else:
-        factory = import_factory(schedule.name)
-        after_warmup = factory(
-            base_lr=base_lr, total_steps=total_steps, steps_per_epoch=steps_per_epoch, **schedule.kwargs
-        )
-        if not callable(after_warmup):
-            returned = type(after_warmup).__name__
-            raise UserError(
-                f"schedule.name: {schedule.name!r} returned {returned}; let it return a function of the step"
-            )
-
-    def learning_rate(step: int) -> float:
-        factor = 1.0
-        if step < warmup_steps:
-            factor = schedule.warmup_start_factor + (1 - schedule.warmup_start_factor) * step / warmup_steps
-        return factor * after_warmup(step)
-
-    return learning_rate
+        curve = _own_curve(schedule, span, steps_per_epoch)
+    return Schedule(schedule, curve, span, start, warmup, steps_per_epoch)
 
 
-def check_schedule(schedule: ScheduleConfig) -> list[Problem]:
-    """Everything wrong with the section that shows without data: name, kwargs, and numbers that give no learning
-    rate."""
+def _own_curve(schedule: ScheduleConfig, span: Span, steps_per_epoch: int) -> Callable[..., float]:
+    """A factory's function of the step as a curve, whose time may be counted in epochs."""
+    steps = steps_per_epoch // span.per_epoch
+    function = import_factory(schedule.name)(
+        base_lr=span.base_lr,
+        total_steps=round(span.length * steps),
+        steps_per_epoch=steps_per_epoch,
+        **schedule.kwargs,
+    )
+    if not callable(function):
+        returned = type(function).__name__
+        raise UserError(f"schedule.name: {schedule.name!r} returned {returned}; let it return a function of the step")
+    return lambda t, span: function(round(t * steps))
+
+
+# Which numbers each argument of a curve may be. Whole: of evaluations or cycles.
+NUMBERS: dict[str, Range] = {
+    "min_lr": NOT_NEGATIVE,
+    "cycles": COUNT,
+    "cycle_decay": NOT_NEGATIVE,
+    "power": NOT_NEGATIVE,
+    "every_epochs": POSITIVE,
+    "gamma": NOT_NEGATIVE,
+    "pct_start": SHARE,
+    "div_factor": POSITIVE,
+    "final_div_factor": POSITIVE,
+    "min_momentum": Range(0, 1, high_open=True),
+    "max_momentum": Range(0, 1, high_open=True),
+    "patience": NOT_NEGATIVE,
+    "threshold": NOT_NEGATIVE,
+}
+WHOLE = ("cycles", "patience")
+# Points in time, in epochs.
+TIMES = ("milestones_epochs", "epochs")
+ANNEALS = ("cos", "linear")
+
+
+def check_schedule(schedule: ScheduleConfig, epochs: int) -> list[Problem]:
+    """Everything wrong with the section that shows without data: name, kwargs, numbers that give no learning rate, and
+    points in time that lie beyond the run's `epochs`."""
     own = is_factory_name(schedule.name)
     if not own and schedule.name not in BUILT_IN:
         allowed = f"(built in: {', '.join(BUILT_IN)}; or my_module:my_factory)"
@@ -134,19 +166,69 @@ def check_schedule(schedule: ScheduleConfig) -> list[Problem]:
     reserved = RESERVED_OWN if own else RESERVED
     problems = check_kwargs("schedule", factory, schedule.kwargs, reserved)
     problems += missing_kwargs("schedule", factory, schedule.kwargs, given=reserved)
-    # A factory of the user's is not called with made-up numbers: it may rightly refuse them.
-    return problems if problems or own else _trial(schedule)
+    # A factory of the user's takes what it takes, and is not called with made-up numbers: it may rightly refuse them.
+    if problems or own:
+        return problems
+    return list(_wrong_values(schedule.kwargs)) or list(_unfit(schedule, epochs)) or _trial(schedule, epochs)
 
 
-def _trial(schedule: ScheduleConfig) -> list[Problem]:
-    """Run a built-in schedule over a hundred epochs of one step and look at what comes out."""
+def _wrong_values(kwargs: dict[str, Any]) -> Iterator[Problem]:
+    """Arguments of a built-in curve that are wrong by themselves."""
+    for name, value in kwargs.items():
+        key = f"schedule.kwargs.{name}"
+        if name == "anneal" and value not in ANNEALS:
+            yield Problem(key, f"{show(value)} is not one of {', '.join(ANNEALS)}")
+        elif name in TIMES and not (_numbers(value, NOT_NEGATIVE) and sorted(set(value)) == value):
+            yield Problem(key, f"{show(value)} is not a list of different epochs from 0 on, the smallest first")
+        elif name == "factors" and not _numbers(value, NOT_NEGATIVE):
+            yield Problem(key, f"{show(value)} is not a list of numbers, each {NOT_NEGATIVE}")
+        elif name in NUMBERS and not (name.endswith("_momentum") and value is None):
+            whole = name in WHOLE
+            if not _numbers([value], NUMBERS[name]) or (whole and not isinstance(value, int)):
+                kind = "a whole number, " if whole else ""
+                yield Problem(key, f"{show(value)} is out of range: {kind}{NUMBERS[name]}")
+
+
+def _numbers(value: Any, allowed: Range) -> bool:
+    """Whether this is a list, not empty, of such numbers."""
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(x, int | float) and not isinstance(x, bool) and x in allowed for x in value)
+    )
+
+
+def _unfit(schedule: ScheduleConfig, epochs: int) -> Iterator[Problem]:
+    """Arguments of a built-in curve that do not fit each other, or the run."""
+    kwargs = schedule.kwargs
+    if "factors" in kwargs and len(kwargs["factors"]) != len(kwargs["epochs"]):
+        counts = f"{len(kwargs['factors'])} factors for {len(kwargs['epochs'])} epochs"
+        yield Problem("schedule.kwargs.factors", f"{counts}; give one for each")
+    low, high = kwargs.get("min_momentum"), kwargs.get("max_momentum")
+    if (low is None) != (high is None):
+        absent = "min_momentum" if low is None else "max_momentum"
+        yield Problem(f"schedule.kwargs.{absent}", "is missing: give both momenta, or none to leave it as it is")
+    elif low is not None and high is not None and low > high:
+        yield Problem("schedule.kwargs.min_momentum", f"{low} is more than max_momentum {high}")
+    warmup = schedule.warmup_epochs if schedule.warmup_prefix else 0
+    length = epochs - warmup - schedule.cooldown_epochs
+    for name in TIMES:
+        latest = max(kwargs.get(name, [0]))
+        if latest > length:
+            without = " without warm-up and cooldown" if length < epochs else ""
+            text = f"{latest:g} is beyond the run, which has {length:g} epochs{without} (train.epochs {epochs})"
+            yield Problem(f"schedule.kwargs.{name}", f"{text}; to end early use train.max_steps")
+
+
+def _trial(schedule: ScheduleConfig, epochs: int) -> list[Problem]:
+    """Run a built-in schedule over its epochs, of one step each, or a thousand of them, and look at what comes out."""
     try:
-        learning_rate = build_schedule(schedule, base_lr=1.0, steps_per_epoch=1, epochs=100)
-        rates = [learning_rate(step) for step in range(101)]
+        learning_rate = build_schedule(schedule, base_lr=1.0, steps_per_epoch=1, epochs=epochs)
+        rates = [learning_rate(step) for step in range(0, epochs, math.ceil(epochs / 1000))]
         bad = next((rate for rate in rates if isinstance(rate, complex) or not 0 <= rate < math.inf), None)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        return [Problem("schedule.kwargs", f"{schedule.name!r} can't work with {schedule.kwargs}: {error}")]
+    except ArithmeticError as error:
+        return [Problem("schedule.kwargs", f"{schedule.name!r} can't work with {show(schedule.kwargs)}: {error}")]
     if bad is not None:
-        text = f"{schedule.name!r} gives a learning rate of {bad} with {schedule.kwargs}"
+        text = f"{schedule.name!r} gives a learning rate of {bad} with {show(schedule.kwargs)}"
         return [Problem("schedule.kwargs", f"{text}; it must be finite and not negative")]
     return []

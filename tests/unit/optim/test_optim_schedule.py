@@ -8,7 +8,7 @@ from timm.scheduler import CosineLRScheduler, PolyLRScheduler
 from torch.optim import lr_scheduler
 
 from imagenet_cls.config.schema import ScheduleConfig
-from imagenet_cls.errors import UserError
+from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.optim.schedule import build_schedule, check_schedule
 
 BASE, PER_EPOCH, EPOCHS = 0.4, 7, 10
@@ -80,13 +80,23 @@ def test_warmup_equals_torchs_linear() -> None:
     close(rates("constant", warmup_epochs=2, factor=0.1), expected)
 
 
-def test_warmup_multiplies_epoch_schedules() -> None:
-    def chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.ChainedScheduler:
+def test_a_schedule_starts_behind_its_warmup() -> None:
+    """Milestones too: torchvision's SequentialLR."""
+
+    def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.SequentialLR:
         linear = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2 * PER_EPOCH)
         milestones = lr_scheduler.MultiStepLR(optimizer, [PER_EPOCH, 4 * PER_EPOCH], gamma=0.3)
-        return lr_scheduler.ChainedScheduler([linear, milestones])
+        return lr_scheduler.SequentialLR(optimizer, [linear, milestones], [2 * PER_EPOCH])
 
-    close(rates("multistep", warmup_epochs=2, factor=0.1, milestones_epochs=[1, 4], gamma=0.3), torchs(chained))
+    close(rates("multistep", warmup_epochs=2, factor=0.1, milestones_epochs=[1, 4], gamma=0.3), torchs(sequential))
+
+
+def test_or_with_the_run_and_the_warmup_covers_its_beginning() -> None:
+    schedule = ScheduleConfig("multistep", 2, 0.1, warmup_prefix=False, kwargs={"milestones_epochs": [1, 4]})
+    learning_rate = build_schedule(schedule, BASE, PER_EPOCH, EPOCHS)
+    line = [BASE * (0.1 + 0.9 * step / (2 * PER_EPOCH)) for step in range(2 * PER_EPOCH)]
+    behind = [BASE * 0.1] * (2 * PER_EPOCH) + [BASE * 0.01] * (6 * PER_EPOCH)
+    close([learning_rate(step) for step in range(TOTAL)], line + behind)
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 3, 1 / 7, 2.5])
@@ -132,14 +142,14 @@ def test_own_factories() -> None:
     assert rates(f"{__name__}:own_halving", warmup_epochs=1, factor=0.5, times=2)[0] == BASE * 0.5
     with pytest.raises(UserError, match="returned float"):
         rates(f"{__name__}:own_number")
-    assert check_schedule(ScheduleConfig(name=f"{__name__}:own_halving", kwargs={"times": 2})) == []
+    assert check_schedule(ScheduleConfig(name=f"{__name__}:own_halving", kwargs={"times": 2}), 100) == []
     assert "'times'" in only(f"{__name__}:own_halving")[1]
     assert only(f"{__name__}:own_number", base_lr=3)[0] == "schedule.kwargs.base_lr"
     assert only(f"{__name__}:own_nothing")[0] == "schedule.name"
 
 
 def only(name: str, **kwargs) -> tuple[str, str]:
-    (problem,) = check_schedule(ScheduleConfig(name=name, kwargs=kwargs))
+    (problem,) = check_schedule(ScheduleConfig(name=name, kwargs=kwargs), 100)
     return problem.key, problem.message
 
 
@@ -152,11 +162,17 @@ def only(name: str, **kwargs) -> tuple[str, str]:
         ("multistep", {"milestones_epochs": [30, 60]}),
         ("polynomial", {"power": 0.5}),
         ("exponential", {"gamma": 0.97}),
+        ("one_cycle", {"min_momentum": None}),
+        ("one_cycle", {"min_momentum": 0.85, "max_momentum": 0.95, "anneal": "linear"}),
+        ("piecewise", {"epochs": [0, 2, 16], "factors": [1e-4, 1, 0]}),
+        ("plateau", {}),
+        ("cosine", {"cycles": 3, "cycle_decay": 0.5}),
+        ("step", {"every_epochs": 2.4, "gamma": 0.97}),
         ("constant", {}),
     ],
 )
 def test_good_sections_pass(name: str, kwargs: dict) -> None:
-    assert check_schedule(ScheduleConfig(name=name, kwargs=kwargs)) == []
+    assert check_schedule(ScheduleConfig(name=name, kwargs=kwargs), 100) == []
 
 
 def test_slips() -> None:
@@ -172,16 +188,58 @@ def test_slips() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs"),
+    ("name", "kwargs", "argument", "allowed"),
     [
-        ("cosine", {"min_lr": "low"}),
-        ("cosine", {"min_lr": -0.1}),
-        ("step", {"every_epochs": 0}),
-        ("step", {"gamma": math.nan}),
-        ("multistep", {"milestones_epochs": 30}),
-        ("exponential", {"gamma": -0.9}),
-        ("exponential", {"gamma": 1e9}),
+        ("cosine", {"min_lr": "low"}, "min_lr", "at least 0"),
+        ("cosine", {"min_lr": -0.1}, "min_lr", "at least 0"),
+        ("cosine", {"cycles": 0}, "cycles", "a whole number, at least 1"),
+        ("cosine", {"cycles": 1.5}, "cycles", "a whole number, at least 1"),
+        ("cosine", {"cycle_decay": -1}, "cycle_decay", "at least 0"),
+        ("step", {"every_epochs": 0}, "every_epochs", "more than 0"),
+        ("step", {"every_epochs": True}, "every_epochs", "more than 0"),
+        ("step", {"gamma": math.nan}, "gamma", "at least 0"),
+        ("exponential", {"gamma": -0.9}, "gamma", "at least 0"),
+        ("multistep", {"milestones_epochs": 30}, "milestones_epochs", "a list of different epochs"),
+        ("multistep", {"milestones_epochs": []}, "milestones_epochs", "a list of different epochs"),
+        ("multistep", {"milestones_epochs": [60, 30]}, "milestones_epochs", "the smallest first"),
+        ("one_cycle", {"pct_start": 1.1}, "pct_start", "0 to 1"),
+        ("one_cycle", {"anneal": "cosine"}, "anneal", "cos, linear"),
+        ("one_cycle", {"div_factor": 0}, "div_factor", "more than 0"),
+        ("one_cycle", {"min_momentum": 0.85, "max_momentum": 1}, "max_momentum", "at least 0 and less than 1"),
+        ("one_cycle", {"max_momentum": 0.95}, "min_momentum", "both momenta"),
+        ("one_cycle", {"min_momentum": 0.9, "max_momentum": 0.8}, "min_momentum", "max_momentum 0.8"),
+        ("piecewise", {"epochs": [0, 2, 2], "factors": [0, 1, 0]}, "epochs", "different epochs"),
+        ("piecewise", {"epochs": [0, 2], "factors": [0, -1]}, "factors", "each at least 0"),
+        ("piecewise", {"epochs": [0, 2], "factors": [0, 1, 0]}, "factors", "one for each"),
+        ("plateau", {"patience": 2.5}, "patience", "a whole number, at least 0"),
+        ("plateau", {"threshold": "small"}, "threshold", "at least 0"),
     ],
 )
-def test_numbers_that_give_no_learning_rate(name: str, kwargs: dict) -> None:
-    assert only(name, **kwargs)[0] == "schedule.kwargs"
+def test_values_that_give_no_learning_rate(name: str, kwargs: dict, argument: str, allowed: str) -> None:
+    key, message = only(name, **kwargs)
+    assert key == f"schedule.kwargs.{argument}"
+    assert allowed in message
+
+
+def test_numbers_that_grow_beyond_all_numbers() -> None:
+    assert only("exponential", gamma=1e9)[0] == "schedule.kwargs"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "kwargs"),
+    [
+        ("multistep", "milestones_epochs", {"milestones_epochs": [30, 60]}),
+        ("piecewise", "epochs", {"epochs": [0, 2, 60], "factors": [0, 1, 0]}),
+    ],
+)
+def test_a_schedule_longer_than_the_run(name: str, key: str, kwargs: dict) -> None:
+    def problems(epochs: int, **more) -> list[Problem]:
+        return check_schedule(ScheduleConfig(name=name, kwargs=kwargs, **more), epochs)
+
+    assert problems(60) == problems(66, warmup_epochs=4, cooldown_epochs=2) == []
+    assert problems(60, warmup_epochs=5, warmup_prefix=False) == []
+    (beyond,) = problems(59)
+    assert beyond.key == f"schedule.kwargs.{key}"
+    assert "60 is beyond the run, which has 59 epochs" in beyond.message
+    (beyond,) = problems(65, warmup_epochs=4, cooldown_epochs=2)
+    assert "59 epochs without warm-up and cooldown" in beyond.message
