@@ -178,6 +178,13 @@ def _frozen(config: Config) -> Iterator[Problem]:
         yield Problem("model.freeze", "is given and model.head_only is true, which freezes all but the head; keep one")
 
 
+def _split_batch_norm(config: Config) -> Iterator[Problem]:
+    if config.model.split_bn and config.model.freeze_bn:
+        yield Problem("model.split_bn", "is true and model.freeze_bn, too, which trains no BatchNorm; keep one")
+    if config.model.split_bn and config.parallel.sync_bn:
+        yield Problem("model.split_bn", "can't be synchronised over ranks; set parallel.sync_bn to false")
+
+
 def _devices(config: Config) -> Iterator[Problem]:
     if config.device == "cpu" and config.parallel.backend == "nccl":
         yield Problem("parallel.backend", "'nccl' joins GPUs and device is 'cpu'; use gloo or auto")
@@ -240,6 +247,7 @@ RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
     (("ema.decay", "ema.half_life_images"), _average),
     (("data.repeats", "data.repeats_multiple", "train.global_batch_size"), _repeats),
     (("model.head_only", "model.freeze"), _frozen),
+    (("model.split_bn", "model.freeze_bn", "parallel.sync_bn"), _split_batch_norm),
     (("device", "parallel.backend", "train.precision"), _devices),
     (DATA_PARALLEL_KEYS, _data_parallel),
     (("parallel.init_method",), _init_port),

@@ -25,16 +25,18 @@ class ModelConfig:
     # Outputs of the head. null: as many as the data set has classes.
     num_classes: int | None = None
     # Weights to start from: a checkpoint folder of ours, or .pth, .pth.tar, .safetensors of timm, torchvision,
-    # pytorch/examples. A head of another size is initialised anew; any other difference is an error.
+    # pytorch/examples. A head of another size is initialised anew, and position embeddings of another grid are resized;
+    # any other difference is an error.
     checkpoint: str | None = None
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. BatchNorm in there uses
-    # its running statistics as they are.
+    # its running statistics as they are; dropout and drop-path stay on.
     freeze: list[str] = field(default_factory=list)
     # Train the head only: everything else is as if named in `freeze`.
     head_only: bool = False
     # All BatchNorm layers keep their running statistics, weights and biases.
     freeze_bn: bool = False
-    # A BatchNorm of its own for each split of the batch (augment.splits), as AugMix training has it.
+    # A BatchNorm of its own for each split of the batch (augment.splits), as AugMix training has it. Evaluation uses
+    # the first one only.
     split_bn: bool = False
     # Further arguments of the model's own constructor, such as `{drop_path_rate: 0.05}`.
     kwargs: Kwargs = field(default_factory=dict)
@@ -348,7 +350,7 @@ class EvalConfig:
     resize_px: int | None = None
     # Resampling of the resize.
     interpolation: Interpolation = "bilinear"
-    # Average the outputs for each image and its mirror image.
+    # Average the outputs for each image and its mirror image; predict.py does so, too.
     flip_tta: bool = False
     # Images on a device at once.
     batch_size: int = 256

@@ -30,10 +30,11 @@ from imagenet_cls.engine.build import (
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
 from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
 from imagenet_cls.engine.step import choose_precision
-from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import build_model, first_line
-from imagenet_cls.models.weights import load_weights
+from imagenet_cls.models.resize import resize_model, size_remedy
+from imagenet_cls.models.weights import load_weights, without_split_bn
 from imagenet_cls.parallel.data_parallel import spread
 from imagenet_cls.parallel.group import Group, on_main
 from imagenet_cls.parallel.reduce import gather_to_main, hand_out
@@ -88,6 +89,7 @@ def evaluate_weights(
         mean=weights.mean,
         std=weights.std,
     )
+    notes = [fit_to_size(model, weights.config.name, config.eval.crop_px) for model in weights.models.values()]
     for model in weights.models.values():
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     models = {kind: parts.on_devices(model) for kind, model in weights.models.items()}
@@ -99,8 +101,17 @@ def evaluate_weights(
         outputs = _noting(outputs, list(weights.models)[-1], data.val, data.classes, rows)
     results = evaluate(outputs, list(weights.models), group)
     gathered = gather_to_main(rows, group)
-    origin = "\n".join([*weights.damage, weights.origin])
+    origin = "\n".join([*weights.damage, ", ".join(filter(None, [weights.origin, notes[0]]))])
     return origin, results, sorted(gathered, key=lambda row: row["index"])
+
+
+def fit_to_size(model: nn.Module, name: str, size_px: int) -> str | None:
+    """Let a model take images of `size_px`; a note where it had to be resized. Raises ConfigError where it can't be."""
+    try:
+        return resize_model(model, size_px)
+    except ValueError as error:
+        text = f"{name} can't take {size_px} px: {error}{size_remedy(model, size_px)}"
+        raise ConfigError([f"eval.crop_px: {text}"]) from error
 
 
 def load_on_all_ranks(config: Config, checkpoint: Path | None, num_classes: int, group: Group) -> Weights:
@@ -165,7 +176,7 @@ def _models_of(snapshot: Snapshot, config: Config) -> dict[str, nn.Module]:
                 "Start from the folder that has its module, with the library versions named in its state.json."
             ) from error
         try:
-            models[kind].load_state_dict(tensors)
+            models[kind].load_state_dict(without_split_bn(tensors))
         except RuntimeError as error:
             raise CheckpointError(
                 f"{snapshot.path}: does not fit {config.model.name} as this version of its library builds it: "

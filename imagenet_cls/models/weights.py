@@ -2,8 +2,9 @@
 
 Owns reading a checkpoint file into a plain state dict (`read_weights`) and fitting it to a model (`load_weights`).
 Refuses, without executing anything, pickles that hold more than tensors and plain values; refuses whatever is not a
-whole checkpoint, and weights that do not fit but for a head of another size. Our own checkpoint folders are
-`engine.checkpoint`'s. Called by `engine.build` and `engine.inference`.
+whole checkpoint, and weights that do not fit but for a head of another size and position embeddings of another grid.
+Our own checkpoint folders are `engine.checkpoint`'s. Called by `engine.build`, `engine.inference` and
+`engine.averaging`.
 
 Formats: `.safetensors`, and torch pickles as written by timm (`state_dict`), torchvision's reference scripts (`model`),
 pytorch/examples (`state_dict`), or a bare state dict; from a model that was wrapped by DataParallel,
@@ -13,7 +14,6 @@ DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.
 import argparse
 import pickle
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.build import head_names
+from imagenet_cls.models.resize import resize_weights
 
 # Where the libraries put the state dict inside a checkpoint, in order of preference.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
@@ -120,27 +121,24 @@ def _strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int, head_may_differ: bool = True) -> str:
     """Load `state` into `model`, in place, and say in one sentence what was done.
 
-    Everything must match: names and shapes. The one exception is a head of another size (its first dimension), which is
-    left as the model has it, that is, initialised anew; head_may_differ false makes that an error as well. Counters
-    `num_batches_tracked` may be missing (torch < 0.4.1). Names that a timm model's published file has in its original
-    authors' form are translated as timm does it.
+    Everything must match, names and shapes, but for this: a head of another size (its first dimension) is left as the
+    model has it, that is, initialised anew; head_may_differ false makes that an error as well. Position embeddings of
+    another grid are resized, and names that a published file has in its original authors' form are translated, as the
+    model's library does it. BatchNorm layers of further splits (`model.split_bn`) are left out. Counters
+    `num_batches_tracked` may be missing (torch < 0.4.1).
     num_classes: the model's, to find its head. Raises CheckpointError with counts and the first three names of each
     kind.
     """
-    state, translated = _translate(model, dict(state))
     own = model.state_dict()
     head = [name for name in head_names(model, num_classes) if name in own]
+    state, notes = _fit(model, without_split_bn(state), head)
     left_out: list[str] = []
     if head_may_differ and any(name in state and _only_size_differs(own[name], state[name]) for name in head):
         left_out = [name for name in head if name in state]
     kept = {name: value for name, value in state.items() if name not in left_out}
     missing, unexpected = _differing_names(own, kept)
     missing = [name for name in missing if name not in left_out]
-    shapes = [
-        f"{n} {tuple(v.shape)} for {tuple(own[n].shape)}"
-        for n, v in kept.items()
-        if n in own and v.shape != own[n].shape
-    ]
+    shapes = [f"{n} {tuple(kept[n].shape)} for {tuple(own[n].shape)}" for n in _differing_shapes(own, kept)]
     if missing or unexpected or shapes:
         lacks = [_some("missing", missing), _some("unexpected", unexpected), _some("of another shape", shapes)]
         raise CheckpointError(
@@ -153,13 +151,16 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
         raise CheckpointError(
             f"the checkpoint's weights can't be copied into this model: {_one_line(error)}"
         ) from error
-    sentence = f"loaded {len(kept)} tensors"
-    if translated:
-        sentence += ", their names translated as timm does"
+    sentence = ", ".join([f"loaded {len(kept)} tensors", *notes])
     if left_out:
         sizes = f"it had {state[left_out[0]].shape[0]} outputs, the model has {own[left_out[0]].shape[0]}"
         sentence += f"; the head ({', '.join(left_out)}) is initialised anew: {sizes}"
     return sentence
+
+
+def without_split_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the BatchNorm layers that `model.split_bn` adds, which only training looks at."""
+    return {name: value for name, value in state.items() if ".aux_bn." not in name}
 
 
 def _only_size_differs(own: Tensor, given: Tensor) -> bool:
@@ -173,21 +174,30 @@ def _differing_names(own: Iterable[str], state: Iterable[str]) -> tuple[list[str
     return missing, [name for name in state if name not in set(own)]
 
 
-def _translate(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-    """Many of timm's published files keep their authors' names; beside each such model timm has a function that
-    translates."""
-    translate = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    if (
-        translate is None
-        or not type(model).__module__.startswith("timm.")
-        or not any(_differing_names(model.state_dict(), state))
-    ):
-        return state, False
-    try:
-        translated = dict(translate(dict(state), model))
-    except Exception:  # not a file of this model at all: let the comparison of names say so
-        return state, False
-    return translated, set(translated) != set(state)
+def _differing_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, value in state.items() if name in own and own[name].shape != value.shape]
+
+
+def _fit(model: nn.Module, state: dict[str, Tensor], head: list[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """The state as the model's library makes it fit, where names or shapes differ beyond the head; and notes about it.
+
+    Of shapes only those of position embeddings may change, and views of the same numbers: a library would also resample
+    the patches of a ViT for another patch size, which makes another model of it.
+    """
+    own = model.state_dict()
+    if not any(_differing_names(own, state)) and set(_differing_shapes(own, state)) <= set(head):
+        return state, []
+    fitted = resize_weights(model, state)
+    changed = _differing_shapes(state, fitted)
+    resized = [name for name in changed if fitted[name].numel() != state[name].numel()]
+    if not all("pos" in name for name in resized):
+        return state, []
+    notes = ["their names translated as timm does"] if set(fitted) != set(state) else []
+    if resized:
+        first = f"{resized[0]} {tuple(state[resized[0]].shape)} to {tuple(fitted[resized[0]].shape)}"
+        more = f" and {len(resized) - 1} more" if len(resized) > 1 else ""
+        notes.append(f"position embeddings resized to this model's grid ({first}{more})")
+    return fitted, notes
 
 
 def _some(kind: str, names: list[str]) -> str:
