@@ -112,11 +112,12 @@ class RunningStatistics:
     `settle` runs once after each optimizer step: one flat all-reduce (212 KB for ResNet-50) that averages over the
     ranks, and, where the step was skipped because its gradient was not finite, the values from before it, so that a
     NaN in one batch does not live on in the statistics. Only BatchNorm's buffers, and not those of synchronised layers,
-    which are equal as they come: averaging equal numbers over three ranks may change their last bit.
+    which are equal as they come: averaging equal numbers over three ranks may change their last bit. Layers that are in
+    evaluation mode when this is made are frozen, and left alone.
     """
 
     def __init__(self, model: nn.Module, group: Group):
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
         buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
         self.buffers: list[Tensor] = buffers
         self.equal_already = all(is_synchronized(norm) for norm in norms)
