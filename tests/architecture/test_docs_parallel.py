@@ -1,0 +1,179 @@
+"""docs/parallel.md: both languages say the same, every claim's test is there, and every command can be carried out.
+
+Paths, links and options of these pages are looked at by test_docs.py, as of all pages.
+"""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from imagenet_cls.cli import load_for_testing, load_for_training, train_parser
+from imagenet_cls.cli import test_parser as evaluation_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGLISH, CHINESE = (ROOT / "docs" / name for name in ("parallel.md", "zh_CN/parallel.md"))
+LESSONS = ("test_lessons.py", "test_lessons_alone.py")
+each_page = pytest.mark.parametrize("page", [ENGLISH, CHINESE], ids=["en", "zh_CN"])
+
+COMMAND = re.compile(r"(?:tools|scripts)/\w+\.(?:py|sh) ")
+REFERENCE = re.compile(r"`(test_\w+\.py)::(test_\w+)`( †)?")
+
+
+class Section(NamedTuple):
+    """What is the same in every language."""
+
+    level: int
+    blocks: list[str]
+    code: list[str]
+    table_columns: list[int]
+    list_items: int
+    addresses: list[str]
+
+
+def sections(text: str) -> list[Section]:
+    """A page from heading to heading."""
+    parts = re.split(r"^(#+) .*$", re.sub(r"^```.*?^```$", _shield, text, flags=re.M | re.S), flags=re.M)
+    return [_section(len(marks), body) for marks, body in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def _shield(block: re.Match[str]) -> str:
+    """A comment in a block is no heading."""
+    return re.sub(r"^#", "\0", block.group(), flags=re.M)
+
+
+def _section(level: int, body: str) -> Section:
+    blocks = re.findall(r"^```.*?^```$", body, re.M | re.S)
+    prose = re.sub(r"^```.*?^```$", "", body, flags=re.M | re.S)
+    rows = re.findall(r"^\|.*\|$", prose, re.M)
+    return Section(
+        level,
+        blocks,
+        sorted(re.findall(r"`[^`]+`", prose)),
+        [len(re.split(r"(?<!\\)\|", row)) - 2 for row in rows],
+        len(re.findall(r"^- ", prose, re.M)),
+        sorted(re.findall(r"https?://[^\s)]+", prose)),
+    )
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command that runs one of our entries, in blocks and in tables."""
+    block_lines = "".join(re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S)).splitlines()
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    return [shlex.split(line, comments=True) for line in [*block_lines, *inline] if COMMAND.search(line)]
+
+
+def gpu_marks_in(name: str) -> dict[str, bool]:
+    """The tests of a file by its name alone, which no other file has; each with whether it needs a GPU."""
+    (path,) = (ROOT / "tests").rglob(name)
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    marks = {node.name: [ast.unparse(decorator) for decorator in node.decorator_list] for node in functions}
+    return {name: "pytest.mark.gpu" in found for name, found in marks.items() if name.startswith("test_")}
+
+
+def wrong_references(text: str) -> list[str]:
+    """Tests that a page names and that are not there, or whose dagger (needs a GPU) is wrong."""
+    references = [(file, test, bool(dagger)) for file, test, dagger in REFERENCE.findall(text)]
+    existing = {file: gpu_marks_in(file) if list((ROOT / "tests").rglob(file)) else {} for file, _, _ in references}
+    return [f"{file}::{test}" for file, test, dagger in references if existing[file].get(test) is not dagger]
+
+
+def test_both_languages_say_the_same() -> None:
+    english, chinese = sections(ENGLISH.read_text()), sections(CHINESE.read_text())
+    assert len(english) == len(chinese) > 8
+    for ours, theirs in zip(english, chinese, strict=True):
+        assert ours == theirs
+    assert sum(len(section.table_columns) for section in english) > 60 and any(s.blocks for s in english)
+
+
+@each_page
+def test_every_named_test_is_there(page: Path) -> None:
+    assert wrong_references(page.read_text()) == []
+
+
+@each_page
+def test_every_lesson_is_told(page: Path) -> None:
+    told = {(file, test) for file, test, _ in REFERENCE.findall(page.read_text())}
+    assert {(file, test) for file in LESSONS for test in gpu_marks_in(file)} - told == set()
+
+
+def _behind_launcher(words: list[str]) -> list[str]:
+    """A command up to our entry, by the launcher's own parser where that is torch's; what is behind it is returned."""
+    from torch.distributed import launch, run
+
+    words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*|nohup|&", word)]
+    entry = next(i for i, word in enumerate(words) if COMMAND.match(f"{word} "))
+    before = words[:entry]
+    if before[0] == "torchrun":
+        assert run.parse_args(words[1:]).training_script == words[entry]
+    elif before[:3] == ["python", "-m", "torch.distributed.launch"]:
+        assert launch.parse_args(words[3:]).training_script == words[entry]
+    elif before[0] == "mpirun":
+        assert before[-3:] == ["-np", "4", "python"]
+    else:
+        assert before in (["python"], ["bash"], ["srun", "python"])
+    return words[entry:]
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, id=" ".join(words)[:100]) for words in commands(ENGLISH.read_text())]
+)
+def test_commands_can_be_carried_out(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's launchers' own parsers and by ours, with the config that they name."""
+    monkeypatch.chdir(ROOT)
+    script, *rest = _behind_launcher(words)
+    assert (ROOT / script).is_file()
+    if script == "scripts/dist_train.sh":
+        assert rest.pop(1).isdigit()
+    elif script == "scripts/slurm_train.sh":
+        assert rest[:2] == ["PARTITION", "JOB"]
+        rest = rest[2:]
+    elif script == "scripts/dist_test.sh":
+        assert rest.pop(2).isdigit()
+        load_for_testing(evaluation_parser().parse_intermixed_args(rest))
+        return
+    load_for_training(train_parser().parse_intermixed_args(rest))
+
+
+def variables_table(text: str) -> set[str]:
+    """What stands in the first column of the tables, where that is variables and nothing else."""
+    table = re.findall(r"^\| ((?:`[A-Z_a-z]+`(?:, |、)?)+) \|", text, re.M)
+    return {name for cell in table for name in re.findall(r"`([A-Z][A-Z_a-z]+)`", cell)}
+
+
+@each_page
+def test_every_environment_variable_is_explained(page: Path) -> None:
+    """All that decide a rank's place and all that the scripts take; and none that nobody reads."""
+    told = variables_table(page.read_text())
+    place = (ROOT / "imagenet_cls" / "parallel" / "place.py").read_text()
+    scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*_*.sh"))
+    read = {name for name in re.findall(r'"([A-Z]+_[A-Za-z_]+|RANK)"', place) if not name.startswith("IMAGENET_CLS")}
+    read |= set(re.findall(r"\$\{([A-Z_]+)[:-]", scripts))
+    assert read - told - {"BASH_SOURCE"} == set()
+    everything = "".join(path.read_text() for path in (ROOT / "imagenet_cls").rglob("*.py")) + scripts
+    assert {name for name in told if not re.search(rf"\b{name}\b", everything)} == set()
+
+
+def test_a_page_that_fell_behind_is_noticed() -> None:
+    text = ENGLISH.read_text()
+    whole = sections(text)
+    for old, new in [
+        ("MASTER_PORT=29500", "MASTER_PORT=29501"),
+        ("`strict=False`", "`strict=True`"),
+        ("- It joins ranks", "It joins ranks"),
+        ("| MPI |", "| MPI | |"),
+        ("\n## Starting", "\n### Starting"),
+        ("arxiv.org/abs/1706.02677", "arxiv.org/abs/1706.02678"),
+    ]:
+        assert old in text and sections(text.replace(old, new)) != whole, old
+
+
+@pytest.mark.parametrize(
+    "text", ["`test_lessons.py::test_nothing`", "`test_nothing.py::test_x`", "`test_launchers.py::test_by_hand` †"]
+)
+def test_a_wrong_reference_is_noticed(text: str) -> None:
+    assert len(wrong_references(text)) == 1
+    assert wrong_references("`test_launchers.py::test_by_hand`, `test_data_parallel.py::test_dp_is_one_rank`") == []
