@@ -173,7 +173,7 @@ def build(config: Config, group: Group) -> Parts:
     if config.parallel.sync_bn:
         model = synchronize_batch_norm(model, group)
     wrapped = spread(wrap(model, group, config.parallel.mode), devices)
-    ema = build_ema(model, config.ema)
+    ema = build_ema(model, config.ema, train.global_batch_size)
     if train.compile:
         model.compile()  # in place: adds no prefix to any name
     criterion = build_loss(config.loss)
