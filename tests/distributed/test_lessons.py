@@ -27,7 +27,7 @@ from imagenet_cls.parallel.place import Place
 from imagenet_cls.parallel.wrap import RunningStatistics, wrap
 
 RANKS = 2
-PAUSE_SEC = 0.6
+PAUSE_SEC = 1.0
 IMAGES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -227,4 +227,4 @@ def test_one_rank_writes_and_no_name_carries_module(seen: Seen) -> None:
 def test_each_rank_is_a_process_and_all_wait_for_the_slowest(seen: Seen) -> None:
     first, second = seen("waiting")
     assert first["process"] != second["process"]
-    assert first["sec"] > PAUSE_SEC / 2, "rank 0 itself was ready at once"
+    assert first["sec"] > PAUSE_SEC / 3, "rank 0 itself was ready at once"
