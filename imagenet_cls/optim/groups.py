@@ -83,7 +83,7 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
     names = [name for name, _ in model.named_parameters()]
     layers = {} if optimizer.layer_decay is None else layer_scales(model, optimizer.layer_decay)
     factors = pattern_scales(names, optimizer.lr_scales)
-    spare = getattr(model, "no_weight_decay", tuple)()
+    spare: Collection[str] = getattr(model, "no_weight_decay", tuple)()
 
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -36,7 +36,8 @@ def test_the_torchvision_recipe(name: str, top1_pct: float) -> None:
     assert config.model.name == f"{name}.tv_in1k"
     assert (config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay) == ("sgd", 0.1, 1e-4)
     assert config.optimizer.kwargs == {"momentum": 0.9}
-    assert config.optimizer.decay_norm_and_bias is True
+    kinds = ("norm", "bias", "token", "scale")
+    assert [getattr(config.optimizer, f"{kind}_weight_decay") for kind in kinds] == [None] * 4  # all parameters alike
     assert (config.schedule.name, config.schedule.kwargs) == ("step", {"every_epochs": 30, "gamma": 0.1})
     assert (config.train.epochs, config.train.global_batch_size) == (90, 256)
     assert (config.augment.scale, config.augment.ratio, config.augment.hflip_prob) == ([0.08, 1.0], [3 / 4, 4 / 3], 0.5)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from imagenet_cls.optim.build import build_optimizer, check_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 
 KWARGS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9}}
+DECAYS = {"weight_decay": 0.01, "norm_weight_decay": 0.0, "bias_weight_decay": 0.0}
 
 
 def network() -> nn.Module:
@@ -25,8 +27,8 @@ def network() -> nn.Module:
 
 
 def optimizer_for(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, 0.01, decay_norm_and_bias=False)
-    return build_optimizer(OptimizerConfig(name=name, lr=0.05, kwargs=KWARGS.get(name, {})), groups)
+    config = OptimizerConfig(name=name, lr=0.05, kwargs=KWARGS.get(name, {}), **DECAYS)
+    return build_optimizer(config, parameter_groups(model, config))
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
@@ -84,7 +86,8 @@ def test_what_is_taken_shares_no_memory_with_the_run() -> None:
 def test_other_groups_of_parameters_are_refused() -> None:
     model = network()
     tensors, numbers = take_optimizer(model, optimizer_for(model, "sgd"))
-    other = build_optimizer(OptimizerConfig(lr=0.1, kwargs=KWARGS["sgd"]), parameter_groups(model, 0.0, True))
+    config = OptimizerConfig(lr=0.1, kwargs=KWARGS["sgd"])
+    other = build_optimizer(config, parameter_groups(model, config))
     with pytest.raises(CheckpointError, match=r"1 groups of \[6\] parameters, the checkpoint 2 of \[2, 4\]"):
         give_optimizer(model, other, tensors, numbers)
 
@@ -119,11 +122,12 @@ def test_every_optimizer_that_is_let_in_can_be_taken_apart() -> None:
             continue
         let_in += 1
         model = network()
-        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.01), parameter_groups(model, 0.01, False))
+        config = OptimizerConfig(name=name, lr=0.01, **DECAYS)
+        optimizer = build_optimizer(config, parameter_groups(model, config))
         steps(model, optimizer, 0, 2)
         tensors, numbers = through_files(*take_optimizer(model, optimizer))
         before = optimizer.state_dict()
-        fresh = build_optimizer(OptimizerConfig(name=name, lr=0.5), parameter_groups(model, 0.01, False))
+        fresh = build_optimizer(replace(config, lr=0.5), parameter_groups(model, config))
         give_optimizer(model, fresh, tensors, numbers)
         after = fresh.state_dict()
         assert before["state"].keys() == after["state"].keys() and before["state"], name

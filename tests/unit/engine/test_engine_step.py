@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from timm.utils.clip_grad import dispatch_clip_grad
 from torch import nn
 
-from imagenet_cls.config.schema import OptimizerConfig
-from imagenet_cls.engine.step import Updater, autocast, choose_precision
-from imagenet_cls.errors import UsageError
+from imagenet_cls.config.schema import OptimizerConfig, TrainConfig
+from imagenet_cls.engine.step import Updater, autocast, choose_precision, clipping
+from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 
@@ -27,13 +28,26 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(5))
 
 
-def updater_for(name: str, clip_norm: float | None = None, **kwargs: Any) -> tuple[nn.Module, Updater]:
+def optimizer_for(model: nn.Module, name: str, **kwargs: Any) -> torch.optim.Optimizer:
+    config = OptimizerConfig(
+        name=name,
+        lr=0.1,
+        weight_decay=0.01,
+        norm_weight_decay=0.0,
+        bias_weight_decay=0.0,
+        kwargs=OPTIMIZERS.get(name, {}) | kwargs,
+    )
+    return build_optimizer(config, parameter_groups(model, config))
+
+
+def updater_for(name: str, clip: dict[str, float] | None = None, **kwargs: Any) -> tuple[nn.Module, Updater]:
+    """clip: what a config says of clipping. The head is the last layer."""
     model = network()
     model(torch.zeros(2, 3, 8, 8))
     model.to(memory_format=torch.channels_last)
-    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.01, kwargs=OPTIMIZERS.get(name, {}) | kwargs)
-    optimizer = build_optimizer(config, parameter_groups(model, 0.01, decay_norm_and_bias=False))
-    return model, Updater(model, optimizer, clip_norm, torch.amp.GradScaler("cpu", enabled=False))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = optimizer_for(model, name, **kwargs)
+    return model, Updater(model, optimizer, TrainConfig(**(clip or {})), scaler, head_names=["3"])
 
 
 def set_gradients(model: nn.Module, number: int, bad: float | None = None) -> None:
@@ -48,15 +62,15 @@ def set_gradients(model: nn.Module, number: int, bad: float | None = None) -> No
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}, {"clip_value": 0.1}, {"clip_agc": 0.01}], ids=str)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "sgd not fused", "adamw not fused"])
-def test_a_gradient_that_is_not_finite_changes_nothing(name: str, clip_norm: float | None, bad: float) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(name: str, clip: dict[str, float], bad: float) -> None:
     """First of all, between two good ones, and twice in a row: against a run in which those steps never happened."""
     kwargs = {"fused": False} if name.endswith("not fused") else {}
     name = name.partition(" ")[0]
     states = []
     for with_bad_steps in (False, True):
-        model, updater = updater_for(name, clip_norm, **kwargs)
+        model, updater = updater_for(name, clip, **kwargs)
         for number, is_bad in enumerate([True, False, True, True, False, True, False]):
             if is_bad and not with_bad_steps:
                 continue
@@ -73,29 +87,85 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name: str, clip_norm: flo
             torch.testing.assert_close(states[1][1][index][key], value, rtol=0, atol=0, msg=key)
 
 
+def clip_by_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+
+
+def clip_by_value(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.3, 0.3)
+
+
+def clip_by_unit(model: nn.Module) -> None:
+    """Equation 3 of Brock et al. 2021, row by row, but for the last layer."""
+    for parameter in list(model.parameters())[:-2]:
+        rows = (
+            zip(parameter.detach(), parameter.grad, strict=True)
+            if parameter.ndim > 1
+            else [(parameter, parameter.grad)]
+        )
+        for weights, gradient in rows:
+            largest = 0.05 * max(float(weights.detach().norm()), 1e-3)
+            gradient.mul_(min(1.0, largest / float(gradient.norm())))
+
+
+CLIPPING = {
+    "norm": ({"clip_norm": 2.0}, clip_by_norm),
+    "value": ({"clip_value": 0.3}, clip_by_value),
+    "agc": ({"clip_agc": 0.05}, clip_by_unit),
+}
+
+
+@pytest.mark.parametrize("manner", CLIPPING)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_is_the_optimizers_own_step_on_the_clipped_gradient(name: str) -> None:
-    model, updater = updater_for(name, clip_norm=2.0)
+def test_an_update_is_the_optimizers_own_step_on_the_clipped_gradient(name: str, manner: str) -> None:
+    clip, clip_reference = CLIPPING[manner]
+    model, updater = updater_for(name, clip)
     reference, _ = updater_for(name)
-    optimizer = build_optimizer(
-        OptimizerConfig(name=name, lr=0.1, weight_decay=0.01, kwargs=OPTIMIZERS[name]),
-        parameter_groups(reference, 0.01, decay_norm_and_bias=False),
-    )
+    optimizer = optimizer_for(reference, name)
     for number in range(3):
         set_gradients(model, number)
         set_gradients(reference, number)
-        expected = nn.utils.clip_grad_norm_(reference.parameters(), 2.0)
+        expected = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None))
+        clip_reference(reference)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (number + 1)
         optimizer.step()
         norm, skipped = updater.update(0.1 / (number + 1))
-        assert not skipped and norm.item() == pytest.approx(expected.item()) and norm > 2
+        assert not skipped and norm.item() == pytest.approx(expected) and norm > 2
     for key, value in reference.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value, msg=key)
 
 
+def test_adaptive_clipping_is_timms_and_spares_the_head() -> None:
+    """timm's script leaves out the last two parameters."""
+    model, updater = updater_for("sgd", {"clip_agc": 0.01})
+    reference, _ = updater_for("sgd")
+    for m in (model, reference):
+        set_gradients(m, 3)
+    dispatch_clip_grad(list(reference.parameters())[:-2], 0.01, mode="agc")
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    updater.clip([p for p in model.parameters() if p.grad is not None], torch.tensor(1.0))
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p.grad, before[name])}
+    assert changed == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("head", [["3"], ["3.weight", "3.bias"]])
+def test_a_head_is_named_by_modules_or_parameters(head: list[str]) -> None:
+    model, _ = updater_for("sgd")
+    model.add_module("33", nn.Linear(2, 2))  # another layer, whose name only begins alike
+    set_gradients(model, 0)
+    before = [p.grad.clone() for p in model.parameters()]
+    clipping(model, TrainConfig(clip_agc=1e-6), head)(list(model.parameters()), torch.tensor(1.0))
+    same = [name for (name, p), b in zip(model.named_parameters(), before, strict=True) if torch.equal(p.grad, b)]
+    assert same == ["3.weight", "3.bias"]
+
+
 def test_the_norm_is_that_of_the_whole_gradient_and_small_ones_are_left_alone() -> None:
-    model, updater = updater_for("sgd", clip_norm=1e6)
+    model, updater = updater_for("sgd", {"clip_norm": 1e6})
     plain, without = updater_for("sgd")
     set_gradients(model, 1)
     set_gradients(plain, 1)
@@ -113,8 +183,45 @@ def test_the_learning_rate_reaches_every_group_scaled_where_the_group_says_so() 
     assert [group["lr"] for group in updater.optimizer.param_groups] == [0.5, pytest.approx(0.05)]
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "lamb", "timm:lookahead_adamw", "timm:lion"])
+def test_a_momentum_reaches_every_group_and_none_leaves_it(name: str) -> None:
+    model, updater = updater_for(name)
+    before = [dict(group) for group in updater.optimizer.param_groups]
+    key = "momentum" if "momentum" in before[0] else "betas"
+    for momentum in (0.85, None):
+        set_gradients(model, 0)
+        updater.update(0.1, momentum)
+        for group, old in zip(updater.optimizer.param_groups, before, strict=True):
+            assert group[key] == (0.85 if key == "momentum" else (0.85, *old["betas"][1:]))
+
+
+def test_momentum_acts_as_torchs_one_cycle_sets_it() -> None:
+    model, updater = updater_for("sgd")
+    reference, _ = updater_for("sgd")
+    optimizer = optimizer_for(reference, "sgd")
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=6)
+    for number in range(5):
+        set_gradients(model, number)
+        set_gradients(reference, number)
+        group = optimizer.param_groups[0]
+        updater.update(group["lr"], group["momentum"])
+        optimizer.step()
+        schedule.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_momentum_for_an_optimizer_without_one_is_an_error() -> None:
+    model = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    updater = Updater(model, torch.optim.Adagrad(model.parameters()), TrainConfig(), scaler)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ConfigError, match=r"schedule\.kwargs: .* momentum"):
+        updater.update(0.1, 0.9)
+
+
 def test_a_parameter_that_took_no_part_is_left_alone() -> None:
-    model, updater = updater_for("adamw", clip_norm=1.0)
+    model, updater = updater_for("adamw", {"clip_norm": 1.0})
     set_gradients(model, 0)
     unused = next(model.parameters())
     unused.grad = None

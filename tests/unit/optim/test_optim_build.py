@@ -21,6 +21,10 @@ BUILT_IN_EXAMPLES = {
 }
 
 
+# What norms' parameters and biases have where only weights are to decay.
+SPARED = {"norm_weight_decay": 0.0, "bias_weight_decay": 0.0}
+
+
 def layer() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
@@ -37,8 +41,8 @@ def weights_after(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 
 def ours(name: str, kwargs: dict, weight_decay: float = 0.1) -> list[torch.Tensor]:
     model = layer()
-    config = OptimizerConfig(name=name, lr=0.01, weight_decay=weight_decay, kwargs=kwargs)
-    return weights_after(model, build_optimizer(config, parameter_groups(model, weight_decay, False)))
+    config = OptimizerConfig(name=name, lr=0.01, weight_decay=weight_decay, kwargs=kwargs, **SPARED)
+    return weights_after(model, build_optimizer(config, parameter_groups(model, config)))
 
 
 def reference(model: nn.Module) -> list[dict]:
@@ -69,16 +73,16 @@ def test_sgd_is_plain_and_timms_is_nesterov() -> None:
 @pytest.mark.parametrize("name", [*BUILT_IN_EXAMPLES, "timm:lion", "timm:lookahead_adamw"])
 def test_groups_keep_decay_and_names(name: str) -> None:
     model = layer()
-    config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1)
-    optimizer = build_optimizer(config, parameter_groups(model, 0.1, False))
+    config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1, lr_scales={"2.*": 10}, **SPARED)
+    optimizer = build_optimizer(config, parameter_groups(model, config))
     saved = optimizer.state_dict()["param_groups"]
-    assert [g["weight_decay"] for g in saved] == [0.1, 0.0]
-    assert saved[0]["names"] == ["0.weight", "2.weight"]
-    assert saved[1]["names"] == ["0.bias", "1.weight", "1.bias", "2.bias"]
+    assert [g["weight_decay"] for g in saved] == [0.1, 0.0, 0.1, 0.0]
+    assert [g["lr_scale"] for g in saved] == [1.0, 1.0, 10.0, 10.0]
+    assert [g["names"] for g in saved] == [["0.weight"], ["0.bias", "1.weight", "1.bias"], ["2.weight"], ["2.bias"]]
 
 
 def test_the_fast_implementation_unless_kwargs_choose() -> None:
-    groups = parameter_groups(layer(), 0.0, True)
+    groups = parameter_groups(layer(), OptimizerConfig(lr=0.1))
     assert build_optimizer(OptimizerConfig(name="sgd", lr=0.1), groups).defaults["fused"] is True
     assert build_optimizer(OptimizerConfig(name="adamw", lr=0.1), groups).defaults["fused"] is True
     assert build_optimizer(OptimizerConfig(name="rmsprop", lr=0.1), groups).defaults["foreach"] is True
@@ -120,6 +124,18 @@ def test_slips_in_kwargs() -> None:
     assert only("lamb", trust_clipp=True)[0] == "optimizer.kwargs.trust_clipp"
     for reserved in ("lr", "weight_decay", "params"):
         assert "set by the program" in only("adamw", **{reserved: 1})[1]
+
+
+@pytest.mark.parametrize("factor", [-0.1, "ten", True, None, [1.0], float("nan"), float("inf")])
+def test_factors_of_the_rate_are_numbers(factor: object) -> None:
+    (problem,) = check_optimizer(OptimizerConfig(lr=0.1, lr_scales={"fc.*": 10, "bn1.*": factor, "layer1.*": 0}))
+    assert problem.key == "optimizer.lr_scales"
+    assert "'bn1.*'" in problem.message and repr(factor) in problem.message and "at least 0" in problem.message
+
+
+def test_factors_and_layer_decay_are_no_matter_of_the_trial() -> None:
+    """They need the model: names that fit nothing, and a model without layers, are told when it is there."""
+    assert check_optimizer(OptimizerConfig(lr=0.1, layer_decay=0.5, lr_scales={"head.*": 10})) == []
 
 
 def test_bad_numbers_in_the_constructors_own_words() -> None:

@@ -1,49 +1,181 @@
-"""Weight decay by shape: compared with timm's split."""
+"""Kinds of parameters, their decay and their share of the learning rate. Parity with the libraries is in
+`tests/parity/test_parity_groups.py`."""
+
+from typing import Any
 
 import pytest
 import timm
 import torch
-from timm.optim._param_groups import param_groups_weight_decay
+from timm.layers import LayerNorm2d, LayerScale, RmsNorm
+from timm.layers.grn import GlobalResponseNorm
 from torch import nn
 
-from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.config.schema import OptimizerConfig
+from imagenet_cls.errors import ConfigError
+from imagenet_cls.optim.groups import kind_of, parameter_groups
 
 
-@pytest.mark.parametrize("name", ["resnet50", "vit_small_patch16_224"])
-def test_equals_timms_split(name: str) -> None:
+def groups(model: nn.Module, **settings: Any) -> list[dict[str, Any]]:
+    return parameter_groups(model, OptimizerConfig(lr=1.0, **settings))
+
+
+def on_meta(name: str) -> nn.Module:
     with torch.device("meta"):
-        model = timm.create_model(name)
-    decayed, spared = parameter_groups(model, 0.05, decay_norm_and_bias=False)
-    theirs = {group["weight_decay"]: group["params"] for group in param_groups_weight_decay(model, 0.05)}
-    assert [id(p) for p in decayed["params"]] == [id(p) for p in theirs[0.05]]
-    assert [id(p) for p in spared["params"]] == [id(p) for p in theirs[0.0]]
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.05, 0.0)
+        return timm.create_model(name)
 
 
-def test_names_are_parallel_and_complete() -> None:
-    with torch.device("meta"):
-        model = timm.create_model("resnet18")
-    groups = parameter_groups(model, 1e-4, decay_norm_and_bias=False)
+NORM_LAYERS = [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4)]
+NORM_LAYERS += [nn.InstanceNorm2d(4, affine=True), LayerNorm2d(4), RmsNorm(4), GlobalResponseNorm(4)]
+
+
+@pytest.mark.parametrize("layer", NORM_LAYERS, ids=lambda layer: type(layer).__name__)
+def test_norms_are_told_by_their_class(layer: nn.Module) -> None:
+    kinds = {kind_of(f"deep.down.{name}", parameter, layer) for name, parameter in layer.named_parameters()}
+    assert kinds == {"norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [
+        ("fc.weight", (3, 2), "weight"),
+        ("fc.bias", (3,), "bias"),
+        ("blocks.0.attn.in_proj_bias", (9,), "bias"),
+        ("blocks.0.attn.q_bias", (3,), "bias"),
+        ("bias", (3,), "bias"),
+        ("cls_token", (1, 1, 4), "token"),
+        ("class_token", (1, 1, 4), "token"),
+        ("dist_token", (1, 1, 4), "token"),
+        ("model.reg_token", (1, 4, 4), "token"),
+        ("pos_embed", (1, 5, 4), "token"),
+        ("encoder.pos_embedding", (1, 5, 4), "token"),
+        ("layers.0.attn.relative_position_bias_table", (9, 2), "token"),
+        ("pos_embed.projection.weight", (4, 2), "weight"),
+        ("blocks.0.ls1.gamma", (4,), "scale"),
+        ("blocks.0.gamma_1", (4,), "scale"),
+        ("features.1.0.layer_scale", (4, 1, 1), "scale"),
+        ("skipinit_gain", (), "scale"),
+        ("act.weight", (1,), "scale"),
+        ("gammas.weight", (2, 2), "weight"),
+    ],
+)
+def test_other_kinds_are_told_by_name_and_shape(name: str, shape: tuple[int, ...], kind: str) -> None:
+    assert kind_of(name, torch.empty(shape), nn.Linear(1, 1)) == kind
+
+
+def test_what_a_model_asks_to_spare_is_a_token_even_in_a_norm() -> None:
+    norm, weight = nn.LayerNorm(2), torch.empty(2, 2)
+    assert kind_of("blocks.0.norm.weight", norm.weight, norm, ["blocks.*.norm.weight"]) == "token"
+    assert kind_of("attn.temperature", weight, nn.Linear(1, 1), {"attn.temperature"}) == "token"
+    assert kind_of("attn.temperature", weight, nn.Linear(1, 1), {"attn.TEMPERATURE"}) == "weight"
+
+
+class EveryKind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.fc = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.scale = LayerScale(4)
+        self.spared = nn.Parameter(torch.zeros(4, 4))
+
+    def no_weight_decay(self) -> set[str]:
+        return {"spared"}
+
+
+def test_each_kind_has_a_decay_of_its_own_and_null_is_that_of_weights() -> None:
+    decays = {"norm_weight_decay": 0.2, "bias_weight_decay": 0.3, "token_weight_decay": 0.4, "scale_weight_decay": 0.5}
+    found = {group["weight_decay"]: group["names"] for group in groups(EveryKind(), weight_decay=0.1, **decays)}
+    assert found == {
+        0.1: ["fc.weight"],
+        0.2: ["norm.weight", "norm.bias"],
+        0.3: ["fc.bias"],
+        0.4: ["cls_token", "spared"],
+        0.5: ["scale.gamma"],
+    }
+    (everything,) = groups(EveryKind(), weight_decay=0.1)
+    assert everything["names"] == [name for name, _ in EveryKind().named_parameters()]
+    assert (everything["weight_decay"], everything["lr_scale"]) == (0.1, 1.0)
+    apart = groups(EveryKind(), weight_decay=0.1, scale_weight_decay=0.0)
+    assert [group["weight_decay"] for group in apart] == [0.1, 0.0]
+    assert apart[1]["names"] == ["scale.gamma"]
+
+
+def test_names_are_parallel_and_complete_and_in_the_models_order() -> None:
+    model = on_meta("resnet18")
+    made = groups(model, weight_decay=1e-4, norm_weight_decay=0.0, bias_weight_decay=0.0)
     by_name = dict(model.named_parameters())
-    for group in groups:
+    for group in made:
         assert [id(by_name[name]) for name in group["names"]] == [id(p) for p in group["params"]]
-    assert sorted(name for group in groups for name in group["names"]) == sorted(by_name)
-
-
-def test_one_group_where_all_decay() -> None:
-    model = nn.Linear(2, 3)
-    (group,) = parameter_groups(model, 0.1, decay_norm_and_bias=True)
-    assert group["names"] == ["weight", "bias"]
-    assert group["weight_decay"] == 0.1
+        assert sorted(group["names"], key=list(by_name).index) == group["names"]
+    assert sorted(name for group in made for name in group["names"]) == sorted(by_name)
+    assert [group["names"][0] for group in made] == ["conv1.weight", "bn1.weight"]
 
 
 def test_frozen_and_shared_parameters() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     model[1].requires_grad_(False)
-    decayed, spared = parameter_groups(model, 0.1, decay_norm_and_bias=False)
-    assert decayed["names"] == ["0.weight"]
-    assert spared["names"] == ["0.bias", "2.bias"]
-    assert [g["names"] for g in parameter_groups(nn.BatchNorm1d(3), 0.1, decay_norm_and_bias=False)] == [
-        ["weight", "bias"]
-    ]
+    weights, biases = groups(model, weight_decay=0.1, bias_weight_decay=0.0)
+    assert weights["names"] == ["0.weight"]
+    assert biases["names"] == ["0.bias", "2.bias"]
+
+
+def scales(model: nn.Module, **settings: Any) -> dict[str, float]:
+    return {name: group["lr_scale"] for group in groups(model, **settings) for name in group["names"]}
+
+
+def test_the_first_pattern_that_fits_scales_the_rate() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    found = scales(model, lr_scales={"1.bias": 0, "1.*": 10, "*": 0.5})
+    assert found == {"0.weight": 0.5, "0.bias": 0.5, "1.weight": 10.0, "1.bias": 0.0}
+
+
+def test_patterns_and_layer_decay_are_multiplied() -> None:
+    model = on_meta("vit_tiny_patch16_224")
+    plain = scales(model, layer_decay=0.5)
+    assert (plain["patch_embed.proj.weight"], plain["blocks.0.norm1.bias"], plain["head.weight"]) == (
+        pytest.approx(0.5**13),
+        pytest.approx(0.5**12),
+        1.0,
+    )
+    both = scales(model, layer_decay=0.5, lr_scales={"blocks.11.*": 3, "head.*": 10})
+    assert both["head.bias"] == 10 and both["blocks.11.mlp.fc1.weight"] == 3 * plain["blocks.11.mlp.fc1.weight"]
+    assert both["blocks.10.mlp.fc1.weight"] == plain["blocks.10.mlp.fc1.weight"]
+
+
+def test_patterns_that_fit_nothing_are_all_told() -> None:
+    with pytest.raises(ConfigError) as told:
+        groups(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lr_scales={"2.*": 1, "*": 1, "1.wait": 2})
+    first, second = told.value.lines
+    assert first.startswith("optimizer.lr_scales: '2.*' fits no parameter") and "0.weight" in first
+    assert "did you mean '1.weight'" in second
+    with pytest.raises(ConfigError, match=r"did you mean 'head\.\*'"):
+        groups(on_meta("vit_tiny_patch16_224"), lr_scales={"heads.*": 1})
+
+
+def test_a_frozen_parameter_can_be_meant_by_a_pattern() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    assert scales(model, lr_scales={"0.*": 0.1}) == {"1.weight": 1.0, "1.bias": 1.0}
+
+
+def test_layer_decay_needs_a_model_that_tells_its_layers() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.layer_decay: EveryKind doesn't tell what its layers are"):
+        groups(EveryKind(), layer_decay=0.5)
+
+
+class Told(nn.Sequential):
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return {"stem": r"^0", "blocks": r"^(\d+)"}
+
+
+def test_an_own_model_can_tell_its_layers() -> None:
+    model = Told(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    assert scales(model, layer_decay=0.1) == {
+        "0.weight": pytest.approx(0.01),
+        "0.bias": pytest.approx(0.01),
+        "1.weight": pytest.approx(0.1),
+        "1.bias": pytest.approx(0.1),
+        "2.weight": 1.0,
+        "2.bias": 1.0,
+    }
