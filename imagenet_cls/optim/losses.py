@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.loss import BinaryCrossEntropy, JsdCrossEntropy
+from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import LossConfig
@@ -102,6 +102,30 @@ class FocalLoss(nn.Module):
         return -terms.sum(1).mean()
 
 
+class JensenShannonLoss(nn.Module):
+    """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all views of an image.
+
+    Hendrycks et al., "AugMix", 2020, section 3. All images' first views come first, then all second ones, and so on.
+    The numbers are timm's JsdCrossEntropy, whose clamp of the mean (from the authors' script) is kept; but the views'
+    logarithms are taken of logits: timm takes them of probabilities, and where one is 0 its gradients are NaN.
+    """
+
+    def __init__(self, setting: Setting, alpha: float):
+        super().__init__()
+        self.splits, self.alpha = setting.splits, alpha
+        self.cross_entropy = nn.CrossEntropyLoss(label_smoothing=setting.smoothing)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        assert len(logits) % self.splits == 0, (logits.shape, self.splits)
+        images = len(logits) // self.splits
+        log_p = logits.log_softmax(1).unflatten(0, (self.splits, images))
+        p = log_p.exp()
+        log_mean = p.mean(0).clamp(1e-7, 1).log()
+        divergence = (p * (log_p - log_mean)).sum(2).mean()
+        clean: Tensor = self.cross_entropy(logits[:images], targets[:images])
+        return clean + self.alpha * divergence
+
+
 def _cross_entropy(setting: Setting, /) -> nn.Module:
     if setting.weights is None:
         return nn.CrossEntropyLoss(label_smoothing=setting.smoothing)
@@ -117,7 +141,7 @@ def _focal(setting: Setting, /, gamma: float = 2.0) -> nn.Module:
 
 
 def _jsd(setting: Setting, /, alpha: float = 12.0) -> nn.Module:
-    return JsdCrossEntropy(setting.splits, alpha, setting.smoothing)
+    return JensenShannonLoss(setting, alpha)
 
 
 # name -> what makes it of a setting and the config's kwargs.
@@ -146,9 +170,7 @@ def build_loss(loss: LossConfig, num_classes: int, splits: int = 1) -> Loss:
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
     logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes) probabilities from
-    mixing. num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`, which takes all images'
-    first views, then all second ones and so on, and minimises the first views' cross-entropy + alpha times the
-    divergence (Hendrycks et al., "AugMix", 2020, section 3): timm's JsdCrossEntropy.
+    mixing. num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`.
 
     A factory of the user's is called as `factory(**kwargs)`, and what it returns as `loss(logits, targets)`: it, too,
     must give the mean. Raises UserError where it returns no function, ConfigError for another number of class weights.

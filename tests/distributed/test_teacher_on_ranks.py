@@ -1,0 +1,51 @@
+"""A teacher on two ranks: rank 0 reads its weights, and both have them; what rank 0 refuses, both do."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from bed import noisy
+from forked import meet, part, run_on_ranks
+from torch import Tensor
+
+from imagenet_cls.config.schema import TeacherConfig
+from imagenet_cls.errors import UserError
+from imagenet_cls.models.teacher import MeanStd, build_teacher
+from imagenet_cls.models.weights import read_weights
+
+MEAN_STD = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+OWN = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
+
+
+def read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
+    return read_weights(path), OWN
+
+
+def refuse_to_read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
+    raise AssertionError("only rank 0 reads")
+
+
+def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
+    group = meet(rank, world_size, folder / "store")
+    reader = read if rank == 0 else refuse_to_read
+    config = TeacherConfig("bed:noisy", checkpoint=str(folder / "teacher.pth"))
+    teacher = build_teacher(config, 5, group, reader, MEAN_STD, [16], seed=0)
+    expected = read_weights(folder / "teacher.pth")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in teacher.network.state_dict().items())
+    # How to convert pixels comes from rank 0, too.
+    torch.testing.assert_close(teacher.scale.flatten(), torch.tensor(MEAN_STD[1]) / 0.5)
+
+    for file, num_classes in (("none.pth", 5), ("teacher.pth", 7)):
+        config = TeacherConfig("bed:noisy", checkpoint=str(folder / file))
+        with pytest.raises(UserError) as caught:
+            build_teacher(config, num_classes, group, reader, MEAN_STD, [16], seed=0)
+        assert caught.value.told_by_main == (rank != 0)
+    part(group)
+
+
+def test_only_rank_0_reads_and_all_have_the_same(tmp_path: Path) -> None:
+    network = noisy(5)
+    network(torch.randn(4, 3, 16, 16) * 3 + 1)  # statistics that no other network begins with
+    torch.save(network.state_dict(), tmp_path / "teacher.pth")
+    run_on_ranks(same_teacher_on_all_ranks, 2, tmp_path)

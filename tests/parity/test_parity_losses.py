@@ -1,0 +1,237 @@
+"""Losses against timm's, torch's and torchvision's, and against the formulas written out; all to 1e-6."""
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from timm.loss import (
+    AsymmetricLossSingleLabel,
+    BinaryCrossEntropy,
+    JsdCrossEntropy,
+    LabelSmoothingCrossEntropy,
+    SoftTargetCrossEntropy,
+)
+from timm.task.distillation import LogitDistillationTask
+from timm.task.token_distillation import TokenDistillationTask
+from torch import Tensor, nn
+from torch.distributions import Categorical, kl_divergence
+from torch.nn import functional
+from torchvision.ops import sigmoid_focal_loss
+
+from imagenet_cls.config.schema import DistillConfig, LossConfig
+from imagenet_cls.models.teacher import Teacher, enable_distillation_token
+from imagenet_cls.optim.distillation import build_criterion, distillation_loss
+from imagenet_cls.optim.losses import build_loss
+
+N, CLASSES = 12, 7
+DRAWS = torch.Generator().manual_seed(0)
+LOGITS = torch.randn(N, CLASSES, generator=DRAWS) * 3
+TEACHER_LOGITS = torch.randn(N, CLASSES, generator=DRAWS) * 3
+HARD = torch.randint(CLASSES, (N,), generator=DRAWS)
+SOFT = 0.3 * functional.one_hot(HARD, CLASSES) + 0.7 * functional.one_hot(HARD.flip(0), CLASSES)
+WEIGHTS = [0.5, 2.0, 1.0, 4.0, 0.0, 1.0, 3.0]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-6, atol=1e-6)
+
+
+def loss_of(name: str, smoothing: float = 0.0, weights: list[float] | None = None, splits: int = 1, **kwargs):
+    return build_loss(LossConfig(name, smoothing, weights, kwargs), CLASSES, splits)
+
+
+def gradient(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(logits, targets), logits)
+    return found
+
+
+def agree(ours: Callable, reference: Callable, targets: Tensor, reference_targets: Tensor | None = None) -> None:
+    """The same loss, and the same gradient."""
+    expected_targets = targets if reference_targets is None else reference_targets
+    close(ours(LOGITS, targets), reference(LOGITS, expected_targets))
+    close(gradient(ours, LOGITS, targets), gradient(reference, LOGITS, expected_targets))
+
+
+def test_cross_entropy_equals_timms() -> None:
+    agree(loss_of("cross_entropy"), SoftTargetCrossEntropy(), SOFT)
+    agree(loss_of("cross_entropy"), SoftTargetCrossEntropy(), HARD, functional.one_hot(HARD, CLASSES))
+    agree(loss_of("cross_entropy", 0.1), LabelSmoothingCrossEntropy(0.1), HARD)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_are_torchs_but_for_what_is_divided_by(smoothing: float) -> None:
+    weights = torch.tensor(WEIGHTS)
+    torchs = nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
+    ours = loss_of("cross_entropy", smoothing, WEIGHTS)
+    # torch divides by the weights of the images where targets are indices, and by the images where they are not.
+    agree(ours, lambda x, t: torchs(x, t) * weights[HARD].sum() / (N * weights.mean()), HARD)
+    agree(ours, lambda x, t: torchs(x, t) / weights.mean(), SOFT)
+    # Where the images of a batch weigh as much as classes do on average, that is the same.
+    each_class_once = torch.arange(CLASSES)
+    close(ours(LOGITS[:CLASSES], each_class_once), torchs(LOGITS[:CLASSES], each_class_once))
+    agree(loss_of("cross_entropy", smoothing, [3.0] * CLASSES), loss_of("cross_entropy", smoothing), HARD)
+    agree(ours, loss_of("cross_entropy", smoothing, [100 * weight for weight in WEIGHTS]), HARD)
+
+
+@pytest.mark.parametrize("sum_classes", [False, True])
+@pytest.mark.parametrize("threshold", [None, 0.2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bce_equals_timms(smoothing: float, threshold: float | None, sum_classes: bool) -> None:
+    ours = loss_of("bce", smoothing, target_threshold=threshold, sum_classes=sum_classes)
+    agree(ours, BinaryCrossEntropy(smoothing, threshold, sum_classes=sum_classes), HARD)
+    smoothed = (1 - smoothing) * SOFT + smoothing / CLASSES  # what timm's Mixup gives
+    agree(ours, BinaryCrossEntropy(smoothing, threshold, sum_classes=sum_classes), SOFT, smoothed)
+
+
+def test_bce_of_resnet_strikes_back_by_hand() -> None:
+    """Each class is a question of its own: a mixed image shows both of its classes."""
+    terms = []
+    for logits, targets in zip(LOGITS.double(), SOFT.double(), strict=True):
+        p = 1 / (1 + (-logits).exp())
+        shown = (targets > 0.2).double()
+        terms.append(-(shown * p.log() + (1 - shown) * (1 - p).log()))
+    close(loss_of("bce", target_threshold=0.2)(LOGITS, SOFT), torch.stack(terms).mean())
+    weights = torch.tensor(WEIGHTS)
+    weighted = loss_of("bce", 0.0, WEIGHTS, target_threshold=0.2, sum_classes=True)
+    close(weighted(LOGITS, SOFT), (torch.stack(terms) * weights / weights.mean()).sum(1).mean())
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0, 5.0])
+def test_focal_equals_timms_and_torchvisions(gamma: float) -> None:
+    ours = loss_of("focal", gamma=gamma)
+    agree(ours, AsymmetricLossSingleLabel(gamma_pos=gamma, gamma_neg=0, eps=0.0), HARD)
+    # Of two classes, one with logit 0, the softmax is the sigmoid.
+    x, positive = LOGITS[:, 0], (HARD > 3).long()
+    two = build_loss(LossConfig("focal", kwargs={"gamma": gamma}), 2)(torch.stack([0 * x, x], 1), positive)
+    close(two, sigmoid_focal_loss(x, positive.float(), alpha=-1, gamma=gamma, reduction="mean"))
+    alpha = 0.2  # of the positive class; class weights are its general form, relative to their mean
+    weighted = build_loss(LossConfig("focal", 0.0, [1 - alpha, alpha], {"gamma": gamma}), 2)
+    expected = sigmoid_focal_loss(x, positive.float(), alpha=alpha, gamma=gamma, reduction="mean") / 0.5
+    close(weighted(torch.stack([0 * x, x], 1), positive), expected)
+
+
+def test_focal_with_gamma_0_is_cross_entropy() -> None:
+    for options in ({}, {"smoothing": 0.1}, {"smoothing": 0.1, "weights": WEIGHTS}):
+        agree(loss_of("focal", **options, gamma=0.0), loss_of("cross_entropy", **options), HARD)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_jensen_shannon_equals_timms_and_the_formula(smoothing: float) -> None:
+    views = HARD[:4].repeat(3)
+    ours = loss_of("jsd", smoothing, splits=3, alpha=5.0)
+    agree(ours, JsdCrossEntropy(3, 5.0, smoothing), views)
+    agree(loss_of("jsd", splits=3), JsdCrossEntropy(3, 12, 0.0), views)
+    p = LOGITS.softmax(1).view(3, 4, CLASSES)
+    divergence = sum(kl_divergence(Categorical(view), Categorical(p.mean(0))) for view in p) / 3
+    clean = functional.cross_entropy(LOGITS[:4], HARD[:4], label_smoothing=smoothing)
+    close(ours(LOGITS, views), clean + 5.0 * divergence.mean())
+
+
+EVERY_LOSS = {
+    "cross_entropy": (loss_of("cross_entropy", 0.1), HARD),
+    "mixed": (loss_of("cross_entropy", 0.1), SOFT),
+    "weighted": (loss_of("cross_entropy", 0.1, WEIGHTS), HARD),
+    "weighted, mixed": (loss_of("cross_entropy", 0.1, WEIGHTS), SOFT),
+    "bce": (loss_of("bce", 0.1, target_threshold=0.2), SOFT),
+    "bce, weighted": (loss_of("bce", 0.1, WEIGHTS, sum_classes=True), HARD),
+    "focal": (loss_of("focal", 0.0, WEIGHTS), HARD),
+    "focal, gamma 0.5": (loss_of("focal", gamma=0.5), HARD),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_mean_over_micro_batches_is_that_over_the_batch(name: str) -> None:
+    loss, targets = EVERY_LOSS[name]
+    for cut in (2, 3):
+        parts = zip(LOGITS.chunk(cut), targets.chunk(cut), strict=True)
+        close(torch.stack([loss(*part) for part in parts]).mean(), loss(LOGITS, targets))
+        joined = torch.cat([gradient(loss, *part) for part in zip(LOGITS.chunk(cut), targets.chunk(cut), strict=True)])
+        close(joined / cut, gradient(loss, LOGITS, targets))
+
+
+def test_jensen_shannon_over_micro_batches() -> None:
+    """Images are cut, and each half has all of its views."""
+    loss = loss_of("jsd", 0.1, splits=3)
+    views = LOGITS.view(3, 4, CLASSES)
+    halves = [loss(views[:, part].flatten(0, 1), HARD[:4][part].repeat(3)) for part in (slice(2), slice(2, 4))]
+    close(sum(halves) / 2, loss(LOGITS, HARD[:4].repeat(3)))
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_distillation_over_micro_batches(kind: str) -> None:
+    loss = distillation_loss(DistillConfig(kind, 0.7, 3.0), loss_of("cross_entropy"))
+    halves = [loss(*part) for part in zip(LOGITS.chunk(2), SOFT.chunk(2), TEACHER_LOGITS.chunk(2), strict=True)]
+    close(sum(halves) / 2, loss(LOGITS, SOFT, TEACHER_LOGITS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_half_precision_and_outputs_beyond_all_sense(name: str, dtype: torch.dtype) -> None:
+    """Computed in float32, and finite where a class has all the probability, or none."""
+    loss, targets = EVERY_LOSS[name]
+    close(loss(LOGITS.to(dtype), targets), loss(LOGITS.to(dtype).float(), targets))
+    for scale in (0.0, 1e3, 1e4):
+        extreme = (LOGITS.sign() * scale).to(dtype)
+        assert loss(extreme, targets).dtype == torch.float32
+        assert loss(extreme, targets).isfinite()
+        assert gradient(loss, extreme, targets).isfinite().all()
+
+
+def test_jensen_shannon_and_distillation_of_outputs_beyond_all_sense() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        extreme = (LOGITS.sign() * 1e4).to(dtype)
+        assert gradient(loss_of("jsd", splits=3), extreme, HARD).isfinite().all()
+        for kind in ("soft", "hard"):
+            loss = distillation_loss(DistillConfig(kind, 0.5, 0.5), loss_of("cross_entropy"))
+            logits = extreme.clone().requires_grad_()
+            (found,) = torch.autograd.grad(loss(logits, HARD, -extreme), logits)
+            assert found.dtype == dtype and found.isfinite().all()
+
+
+def test_soft_distillation_by_hand() -> None:
+    """Hinton et al. 2015: temperatures on both sides, T^2, and the cross-entropy with the targets beside it."""
+    alpha, temperature = 0.7, 3.0
+    teacher = Categorical(logits=TEACHER_LOGITS / temperature)
+    divergence = kl_divergence(teacher, Categorical(logits=LOGITS / temperature)).mean()
+    expected = (1 - alpha) * functional.cross_entropy(LOGITS, HARD) + alpha * temperature**2 * divergence
+    loss = distillation_loss(DistillConfig("soft", alpha, temperature), loss_of("cross_entropy"))
+    close(loss(LOGITS, HARD, TEACHER_LOGITS), expected)
+    close(loss((LOGITS, LOGITS.flip(1)), HARD, LOGITS.flip(1)), (1 - alpha) * functional.cross_entropy(LOGITS, HARD))
+
+
+TOKEN = "deit_tiny_distilled_patch16_224"
+
+
+@pytest.mark.parametrize(("student_name", "kind"), [("vit_tiny_patch16_224", "soft"), (TOKEN, "soft"), (TOKEN, "hard")])
+def test_whole_criterion_equals_timms_task(student_name: str, kind: str) -> None:
+    """A student with other pixels than its teacher, with and without a distillation token: loss and gradients."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2, "num_classes": CLASSES}
+    student = timm.create_model(student_name, **sizes)
+    network = timm.create_model("resnet10t", num_classes=CLASSES)
+    cfg = student.pretrained_cfg
+    images, targets = torch.randn(4, 3, 32, 32), HARD[:4]
+    alpha, temperature = 0.6, 2.0
+
+    token = enable_distillation_token(student)
+    assert token == (student_name == TOKEN)
+    ours = build_criterion(
+        loss_of("cross_entropy"),
+        DistillConfig(kind, alpha, temperature),
+        Teacher(network, (cfg["mean"], cfg["std"]), (network.pretrained_cfg["mean"], network.pretrained_cfg["std"])),
+    )
+    found = ours(student.train()(images), targets, images)
+    parameters = list(student.parameters())
+    found_gradients = torch.autograd.grad(found, parameters)
+
+    common = {"criterion": nn.CrossEntropyLoss(), "task_loss_weight": 1 - alpha, "temperature": temperature}
+    if token:
+        task = TokenDistillationTask(student, network, distill_type=kind, verbose=False, **common)
+    else:
+        task = LogitDistillationTask(student, network, verbose=False, **common)
+    reference = task(images, targets)["loss"]
+    close(found, reference)
+    for gradient_found, expected in zip(found_gradients, torch.autograd.grad(reference, parameters), strict=True):
+        close(gradient_found, expected)
