@@ -124,6 +124,47 @@ def test_the_end_is_one_after_the_last_step_and_stays() -> None:
         assert learning_rate(TOTAL) == learning_rate(TOTAL + 100) == pytest.approx(0.02)
 
 
+def test_a_staircase_stands_still_in_the_cooldown() -> None:
+    """Also where its next step would fall on the cooldown's beginning."""
+    for name, kwargs in (("step", {"every_epochs": 4}), ("multistep", {"milestones_epochs": [4, 8]})):
+        schedule = ScheduleConfig(name, cooldown_epochs=2, kwargs={"gamma": 0.5, **kwargs})
+        learning_rate = build_schedule(schedule, BASE, PER_EPOCH, EPOCHS)
+        expected = [BASE] * (4 * PER_EPOCH) + [BASE * 0.5] * (6 * PER_EPOCH)
+        assert [learning_rate(step) for step in range(TOTAL)] == expected
+
+
+def test_a_warmup_ends_where_the_schedule_starts() -> None:
+    """With an absolute start too; and by epochs it need not be whole."""
+    kwargs = {"epochs": [0, 4], "factors": [0.5, 0]}
+    schedule = ScheduleConfig("piecewise", 2, warmup_start_lr=0.04, kwargs=kwargs)
+    learning_rate = build_schedule(schedule, BASE, PER_EPOCH, EPOCHS)
+    halves = [learning_rate(step * PER_EPOCH) for step in range(7)]
+    assert halves == pytest.approx([0.04, 0.12, 0.2, 0.15, 0.1, 0.05, 0])
+    schedule = ScheduleConfig("polynomial", 1.5, 0.1, by_epoch=True)
+    learning_rate = build_schedule(schedule, BASE, PER_EPOCH, EPOCHS)
+    rates = [learning_rate(step) / BASE for step in range(TOTAL)]
+    by_epoch = [0.1, 0.7, *(1 - (epoch - 1.5) / 8.5 for epoch in range(2, EPOCHS))]
+    assert rates == pytest.approx([rate for rate in by_epoch for _ in range(PER_EPOCH)])
+
+
+def test_a_plateau_regards_evaluations_between_epochs_only() -> None:
+    schedule = ScheduleConfig("plateau", cooldown_epochs=2, kwargs={"patience": 0, "gamma": 0.5})
+    learning_rate = build_schedule(schedule, BASE, PER_EPOCH, EPOCHS)
+    recorded = [(PER_EPOCH, 50.0), (PER_EPOCH + 1, 40.0), (2 * PER_EPOCH, 49.0), (9 * PER_EPOCH, 30.0)]
+    steps = (0, PER_EPOCH + 1, 2 * PER_EPOCH - 1, 2 * PER_EPOCH, 9 * PER_EPOCH)
+    assert [learning_rate(step, recorded) for step in steps] == [BASE, BASE, BASE, BASE / 2, BASE / 2]
+    assert learning_rate.momentum(0) is None
+
+
+def test_the_momentum_waits_for_the_warmup() -> None:
+    kwargs = {"min_momentum": 0.8, "max_momentum": 0.9, "pct_start": 0.5}
+    schedule = build_schedule(ScheduleConfig("one_cycle", 2, kwargs=kwargs), BASE, PER_EPOCH, EPOCHS)
+    momenta = [schedule.momentum(step) for step in range(TOTAL)]
+    assert set(momenta[: 2 * PER_EPOCH]) == {0.9}
+    assert min(momenta) == pytest.approx(0.8)
+    assert momenta[-1] == schedule.momentum(TOTAL + 5) == pytest.approx(0.9)
+
+
 def test_a_warmup_that_never_ends() -> None:
     learning_rate = build_schedule(ScheduleConfig(warmup_epochs=2, warmup_start_factor=0.0), BASE, 5, 1)
     assert [learning_rate(step) for step in range(5)] == pytest.approx([BASE * step / 10 for step in range(5)])
@@ -131,6 +172,21 @@ def test_a_warmup_that_never_ends() -> None:
 
 def own_halving(base_lr, total_steps, steps_per_epoch, times):
     return lambda step: base_lr * 0.5 ** (times * step / total_steps)
+
+
+def own_step(base_lr, total_steps, steps_per_epoch):
+    return lambda step: (step + 1) / (total_steps + 1)
+
+
+def test_own_factories_by_epoch_and_with_cooldown() -> None:
+    name, end = f"{__name__}:own_step", TOTAL - 2 * PER_EPOCH
+    mine = build_schedule(ScheduleConfig(name, cooldown_epochs=2), BASE, PER_EPOCH, EPOCHS)
+    close([mine(step) for step in range(TOTAL)], [(min(step, end) + 1) / (end + 1) for step in range(TOTAL)])
+    mine = build_schedule(ScheduleConfig(name, by_epoch=True), BASE, PER_EPOCH, EPOCHS)
+    close([mine(step) for step in range(TOTAL)], [(step - step % PER_EPOCH + 1) / (TOTAL + 1) for step in range(TOTAL)])
+    covered = ScheduleConfig(name, warmup_epochs=1, warmup_start_lr=0.0, warmup_prefix=False)
+    mine = build_schedule(covered, BASE, PER_EPOCH, EPOCHS)
+    close([mine(step) for step in (0, PER_EPOCH - 1, PER_EPOCH)], [0, BASE * 6 / 7, 8 / (TOTAL + 1)])
 
 
 def own_number(base_lr, total_steps, steps_per_epoch):
