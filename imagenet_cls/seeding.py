@@ -7,6 +7,8 @@ weights, dropout).
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import numpy as np
@@ -43,3 +45,15 @@ def seed_generators(key: int, *devices: torch.device) -> None:
 def generator(purpose: str, *parts: int | str) -> torch.Generator:
     """A CPU generator of its own for one key."""
     return torch.Generator().manual_seed(hash_key(purpose, *parts))
+
+
+@contextmanager
+def generators_left_alone() -> Iterator[None]:
+    """Whatever is seeded and drawn within, the default CPU generators of torch, `random` and numpy go on as before."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -3,12 +3,12 @@
 Owns everything between the config's `data`, `augment` and `eval` sections and a batch on the device. Refuses to know of
 models, optimizers or reports. Called by `engine`; `prepare` is called by its tool.
 
-    layout, lists, index    which images there are             transforms    crops, flips, colour
-    decode, sources         one image and its target           samplers      which image comes when, on which rank
-    digits, synthetic,      sets that need no folder           loader        batches, from worker processes
-    torchvision_sets                                           device        uint8 to normalised floats
-    mixing                  mixup and cutmix
-    datasets                the config's section, opened       prepare, ilsvrc    ImageNet's archives into folders
+    layout, lists, index    which images there are             transforms    crops, flips, policies, colour
+    decode, sources         one image and its target           resolution    sides by epoch
+    digits, synthetic,      sets that need no folder           samplers      which image comes when, on which rank
+    torchvision_sets                                           loader        batches, from worker processes
+    datasets                the config's section, opened       device        uint8 to normalised floats
+    prepare, ilsvrc         ImageNet's archives into folders   erasing, mixing    random erasing, mixup and cutmix
 
 The names below are what the rest of the program uses. Each is imported when it is first asked for (PEP 562), so that
 the preparing tool, which needs no torch, starts at once and not after several seconds.
@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets, check_data, open_datasets
     from imagenet_cls.data.decode import decode_rgb
-    from imagenet_cls.data.device import Preprocess
-    from imagenet_cls.data.loader import TrainLoader, eval_batches, worker_death
+    from imagenet_cls.data.device import Preprocess, TrainPreprocess
+    from imagenet_cls.data.erasing import erase
+    from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches, worker_death
     from imagenet_cls.data.mixing import Mixing, build_mixing, check_mixing
-    from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
+    from imagenet_cls.data.policies import check_policy
+    from imagenet_cls.data.resolution import size_px_at, sizes_px
+    from imagenet_cls.data.samplers import EpochSampler, check_repeats, samples_per_epoch, shard_for_eval
     from imagenet_cls.data.sources import ImageSource
     from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
     from imagenet_cls.data.transforms import eval_transform, train_transform
@@ -36,15 +39,23 @@ __all__ = [
     "Preprocess",
     "SyntheticLoader",
     "SyntheticSource",
+    "TrainBatch",
     "TrainLoader",
+    "TrainPreprocess",
     "build_mixing",
     "check_data",
     "check_mixing",
+    "check_policy",
+    "check_repeats",
     "decode_rgb",
+    "erase",
     "eval_batches",
     "eval_transform",
     "open_datasets",
+    "samples_per_epoch",
     "shard_for_eval",
+    "size_px_at",
+    "sizes_px",
     "synthetic_eval_batches",
     "train_transform",
     "worker_death",
@@ -53,10 +64,13 @@ __all__ = [
 _MODULES = {
     "datasets": ("DataSets", "check_data", "open_datasets"),
     "decode": ("decode_rgb",),
-    "device": ("Preprocess",),
-    "loader": ("TrainLoader", "eval_batches", "worker_death"),
+    "device": ("Preprocess", "TrainPreprocess"),
+    "erasing": ("erase",),
+    "loader": ("TrainBatch", "TrainLoader", "eval_batches", "worker_death"),
     "mixing": ("Mixing", "build_mixing", "check_mixing"),
-    "samplers": ("EpochSampler", "shard_for_eval"),
+    "policies": ("check_policy",),
+    "resolution": ("size_px_at", "sizes_px"),
+    "samplers": ("EpochSampler", "check_repeats", "samples_per_epoch", "shard_for_eval"),
     "sources": ("ImageSource",),
     "synthetic": ("SyntheticLoader", "SyntheticSource", "synthetic_eval_batches"),
     "transforms": ("eval_transform", "train_transform"),

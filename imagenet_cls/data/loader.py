@@ -5,25 +5,39 @@ are uint8 on the CPU (`device` takes them from there). Called by `engine`'s trai
 """
 
 import os
-import random
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from imagenet_cls.data.samplers import EpochSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.data.transforms import Transform
+from imagenet_cls.data.transforms import TrainTransform, Transform, View
 from imagenet_cls.errors import DataError, ResourceError
-from imagenet_cls.seeding import hash_key, seed_generators
+from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
 
 # Workers that are forked share the index's memory and begin at once; others import torch anew, seconds each, and need
 # every data set to be picklable. On macOS forked processes crash in system libraries, and Windows has no fork.
 START_METHOD = "fork" if sys.platform == "linux" else None
+
+
+class TrainBatch(NamedTuple):
+    """B images in V views each (`augment.splits`), view-major: first the first views of all, then the second views, so
+    that `images.split(B)` are the views, as in the collation of timm's AugMix training.
+
+    images: uint8 (B * V, 3, S, S). targets: int64 (B,). With random erasing also boxes: int32 (B * V, n, 4) of top,
+    left, height, width, zeros where none; and keys: int64 (B * V,), from which the colours to fill in are drawn. Both
+    on the CPU always, and None without erasing.
+    """
+
+    images: torch.Tensor
+    targets: torch.Tensor
+    boxes: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
 
 
 class TrainLoader:
@@ -38,7 +52,7 @@ class TrainLoader:
     def __init__(
         self,
         source: ImageSource,
-        transform: Transform,
+        transform: TrainTransform,
         sampler: EpochSampler,
         micro_batch_size: int,
         seed: int,
@@ -54,8 +68,8 @@ class TrainLoader:
         )
         self.started = 0
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Batches from `start_step` on, in order: images uint8 (B, 3, S, S), targets int64 (B,).
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
+        """Batches from `start_step` on, in order; their side may differ from epoch to epoch.
 
         An iterator may be left half way; the next call begins anew, and the older iterator must not be used again.
         Raises DataError for an image that cannot be read, and ResourceError where a worker was killed.
@@ -64,7 +78,7 @@ class TrainLoader:
         token = self.started
         self.sampler.set_epoch(epoch, start_step)
         for batch in _batches(self.loader):
-            yield batch
+            yield TrainBatch(*batch)
             assert token == self.started, "an older epoch was used after a newer one was begun, or after close"
 
     def close(self) -> None:
@@ -98,52 +112,72 @@ def eval_batches(
 class _Samples:
     """Makes one batch: what a worker runs. A DataError is handed over as the batch: torch would wrap a raised one."""
 
-    def __init__(self, source: ImageSource, transform: Transform):
+    def __init__(self, source: ImageSource):
         self.source = source
-        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitems__(self, keys: list[Any]) -> Any:
         """The batch for these keys, as a tuple of tensors; or the DataError of its first broken image."""
-        in_worker = get_worker_info() is not None
-        state = None if in_worker else _generator_states()
-        try:
-            return self.batch(keys)
-        except DataError as error:
-            return error
-        finally:
-            if state is not None:
-                _restore_generators(state)
+        with nullcontext() if get_worker_info() is not None else generators_left_alone():
+            try:
+                return self.batch(keys)
+            except DataError as error:
+                return error
 
-    def batch(self, keys: list[Any]) -> tuple[torch.Tensor, ...]:
+    def batch(self, keys: list[Any]) -> tuple[Any, ...]:
         raise NotImplementedError
 
-    def sample(self, key: int, index: int) -> tuple[torch.Tensor, int]:
-        """One transformed image and its target, with every default generator seeded by `key` beforehand."""
+    def load(self, key: int, index: int) -> tuple[torch.Tensor, int]:
+        """An image and its target, with every default generator seeded by `key` beforehand."""
         seed_generators(key)
-        image, target = self.source.load(index)
-        return self.transform(image), target
+        return self.source.load(index)
 
 
 class _TrainSamples(_Samples):
-    def __init__(self, source: ImageSource, transform: Transform, seed: int):
-        super().__init__(source, transform)
+    """Split s of V of sample (epoch, index, view) is drawn from the key (seed, epoch, index, view * V + s)."""
+
+    def __init__(self, source: ImageSource, transform: TrainTransform, seed: int):
+        super().__init__(source)
+        self.transform = transform
         self.seed = seed
 
-    def batch(self, keys: list[SampleKey]) -> tuple[torch.Tensor, ...]:
-        samples = [self.sample(hash_key("sample", self.seed, *key), key[1]) for key in keys]
-        # default_collate writes straight into shared memory when in a worker
-        return default_collate([image for image, _ in samples]), torch.tensor([target for _, target in samples])
+    def batch(self, keys: list[SampleKey]) -> TrainBatch:
+        samples = [self.sample(*key) for key in keys]
+        by_split = [(views[s], split_keys[s]) for s in range(self.transform.splits) for views, split_keys, _ in samples]
+        boxes = [view.boxes for view, _ in by_split if view.boxes is not None]
+        return TrainBatch(
+            # default_collate writes straight into shared memory when in a worker
+            images=default_collate([view.image for view, _ in by_split]),
+            targets=torch.tensor([target for _, _, target in samples]),
+            boxes=torch.stack(boxes) if boxes else None,
+            keys=torch.tensor([key for _, key in by_split]) if boxes else None,
+        )
+
+    def sample(self, epoch: int, index: int, view: int) -> tuple[list[View], list[int], int]:
+        """The splits' views, their keys, and the target."""
+        first = view * self.transform.splits
+        places = range(first, first + self.transform.splits)
+        split_keys = [hash_key("sample", self.seed, epoch, index, place) for place in places]
+        image, target = self.load(split_keys[0], index)
+        return self.transform.views(image, epoch, split_keys), split_keys, target
 
 
 class _EvalSamples(_Samples):
+    def __init__(self, source: ImageSource, transform: Transform):
+        super().__init__(source)
+        self.transform = transform
+
     def batch(self, keys: list[int]) -> tuple[torch.Tensor, ...]:
-        # Nothing of ours draws in evaluation; a user's data set may, and then draws the same each time.
-        samples = [self.sample(hash_key("eval", index), index) for index in keys]
+        samples = [self.sample(index) for index in keys]
         images = default_collate([image for image, _ in samples])
         return images, torch.tensor([target for _, target in samples]), torch.tensor(keys)
+
+    def sample(self, index: int) -> tuple[torch.Tensor, int]:
+        # Nothing of ours draws in evaluation; a user's data set may, and then draws the same each time.
+        image, target = self.load(hash_key("eval", index), index)
+        return self.transform(image), target
 
 
 def _data_loader(
@@ -222,13 +256,3 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
     for worker in iterator._workers:  # type: ignore[attr-defined]
         if worker.is_alive():  # stuck in a read; it ignores SIGTERM
             worker.kill()
-
-
-def _generator_states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _restore_generators(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from imagenet_cls.errors import DataError
+from imagenet_cls.errors import DataError, Problem
 from imagenet_cls.seeding import generator
 
 SampleKey = tuple[int, int, int]  # epoch, index, view
@@ -19,29 +19,42 @@ SampleKey = tuple[int, int, int]  # epoch, index, view
 class EpochSampler(DistributedSampler[SampleKey]):
     """This rank's samples of an epoch, from any step on.
 
-    Step s of epoch e takes the global batch `permutation(e)[s * G : (s + 1) * G]`; rank r of W takes every W-th of it,
-    from r on. So the union of all ranks' samples is the same for every W, of a step and also of a micro-batch
-    (micro-batch m of k takes `permutation[s * G + m * G / k : s * G + (m + 1) * G / k]` over all ranks). What is left
-    over behind the last whole global batch is not seen in this epoch; the next epoch's permutation leaves over others.
+    The order of epoch e is its permutation with every image `repeats` times in a row, as views 0 to repeats - 1, and
+    is cut to `samples_per_epoch`: with repeats an epoch is as long as without, and covers so much fewer images. Step s
+    takes the global batch `order(e)[s * G : (s + 1) * G]`; rank r of W takes every W-th of it, from r on. So the union
+    of all ranks' samples is the same for every W, of a step and also of a micro-batch (micro-batch m of k takes
+    `order[s * G + m * G / k : s * G + (m + 1) * G / k]` over all ranks). What is left over behind the last whole
+    global batch is not seen in this epoch; the next epoch's permutation leaves over others.
 
-    Unlike torch's DistributedSampler, nothing is padded or repeated, the seed is hashed and not added to the epoch,
-    and an epoch can begin at any step without replaying the steps before it.
+    Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. Order, ranks
+    and the cut (to multiples of 256) are those of RASampler in DeiT's `samplers.py` and in torchvision's references.
+
+    Unlike torch's DistributedSampler, nothing is padded, the seed is hashed and not added to the epoch, and an epoch
+    can begin at any step without replaying the steps before it.
     """
 
-    def __init__(self, num_images: int, global_batch_size: int, rank: int, world_size: int, seed: int):
-        """Raises DataError where there are fewer images than one global batch takes."""
+    def __init__(
+        self,
+        num_images: int,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        repeats: int = 1,
+        repeats_multiple: int | None = None,
+    ):
+        """Raises DataError where an epoch has fewer samples than one global batch takes."""
         assert global_batch_size % world_size == 0, (global_batch_size, world_size)
-        if num_images < global_batch_size:
-            raise DataError(
-                f"{num_images} training images do not fill one global batch of {global_batch_size}\n"
-                f"set train.global_batch_size to at most {num_images}"
-            )
+        num_samples = samples_per_epoch(num_images, repeats_multiple)
+        if num_samples < global_batch_size:
+            raise DataError(_too_few(num_images, num_samples, global_batch_size, repeats_multiple))
         images: Any = range(num_images)  # torch only asks for its length
         super().__init__(images, world_size, rank, shuffle=True, seed=seed, drop_last=True)
         self.num_images = num_images
         self.global_batch_size = global_batch_size
         self.world_size = world_size
-        self.steps_per_epoch = num_images // global_batch_size
+        self.repeats = repeats
+        self.steps_per_epoch = num_samples // global_batch_size
         self.start_step = 0
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
@@ -54,15 +67,47 @@ class EpochSampler(DistributedSampler[SampleKey]):
         order = torch.randperm(self.num_images, generator=generator("permutation", self.seed, self.epoch))
         first, end = self.start_step * self.global_batch_size, self.steps_per_epoch * self.global_batch_size
         # Global batches are multiples of the world size, so one stride over the epoch is a stride over each batch.
+        places = range(first + self.rank, end, self.world_size)
+        epoch, repeats = self.epoch, self.repeats
+        if repeats > 1:
+            order = order[: -(-end // repeats)].repeat_interleave(repeats)
         mine = order[first + self.rank : end : self.world_size].clone()
         del order
-        epoch = self.epoch
-        for chunk in mine.split(1024):  # a Python list of a whole epoch would take 50 MB
-            for index in chunk.tolist():
-                yield epoch, index, 0
+        for start in range(0, len(mine), 1024):  # a Python list of a whole epoch would take 50 MB
+            chunk = mine[start : start + 1024].tolist()
+            for place, index in zip(places[start : start + 1024], chunk, strict=True):
+                yield epoch, index, place % repeats
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.start_step) * (self.global_batch_size // self.world_size)
+
+
+def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> int:
+    """Samples of an epoch, repeated ones included: as many as there are images, cut to a multiple where asked for."""
+    return num_images if repeats_multiple is None else num_images // repeats_multiple * repeats_multiple
+
+
+def check_repeats(repeats_multiple: int | None, world_size: int) -> Problem | None:
+    """What is wrong with `data.repeats_multiple` on this many ranks: it must divide, as a batch must."""
+    if repeats_multiple is None or repeats_multiple % world_size == 0:
+        return None
+    above = -(-repeats_multiple // world_size) * world_size
+    return Problem(
+        "data.repeats_multiple",
+        f"{repeats_multiple} samples do not divide among {world_size} ranks; the next that do: {above}, or null",
+    )
+
+
+def _too_few(num_images: int, num_samples: int, global_batch_size: int, repeats_multiple: int | None) -> str:
+    if num_images < global_batch_size:
+        return (
+            f"{num_images} training images do not fill one global batch of {global_batch_size}\n"
+            f"set train.global_batch_size to at most {num_images}"
+        )
+    return (
+        f"{num_images} training images, cut to {num_samples} samples, do not fill a global batch of {global_batch_size}"
+        f"\nset data.repeats_multiple, now {repeats_multiple}, to null, or make train.global_batch_size smaller"
+    )
 
 
 def shard_for_eval(num_images: int, rank: int, world_size: int) -> range:

@@ -10,8 +10,12 @@ from hashlib import sha256
 
 import torch
 
+from imagenet_cls.config.schema import AugmentConfig
+from imagenet_cls.data.erasing import draw_boxes
+from imagenet_cls.data.loader import TrainBatch
+from imagenet_cls.data.resolution import size_px_at
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.seeding import generator, hash_key
+from imagenet_cls.seeding import generator, generators_left_alone, hash_key, seed_generators
 
 # Different micro-batches that take turns. Few, since a GPU's memory is worth more than variety that nobody looks at.
 POOL_BATCHES = 4
@@ -48,10 +52,11 @@ class SyntheticSource:
 
 
 class SyntheticLoader:
-    """Has the face of `loader.TrainLoader`; batches are made on `device`, once, and then take turns.
+    """Has the face of `loader.TrainLoader`; batches are made on `device`, once for each side, and then take turns.
 
     Which of the pool's batches comes is decided by the key (seed, epoch, step, micro-batch, rank), and so is each
-    batch's content by (seed, rank, place in the pool): the same for the same arguments on the same device type.
+    batch's content by (seed, rank, place in the pool): the same for the same arguments on the same device type. Side,
+    splits and erasing are as `augment` says; what else it says would change nothing about noise.
     """
 
     def __init__(
@@ -59,30 +64,52 @@ class SyntheticLoader:
         source: SyntheticSource,
         sampler: EpochSampler,
         micro_batch_size: int,
-        size_px: int,
+        augment: AugmentConfig,
         seed: int,
         device: torch.device,
     ):
         share = sampler.global_batch_size // sampler.world_size
         assert share % micro_batch_size == 0, (share, micro_batch_size)
+        self.source = source
         self.sampler = sampler
+        self.micro_batch_size = micro_batch_size
+        self.augment = augment
         self.seed = seed
+        self.device = device
         self.micro_batches = share // micro_batch_size
-        num_classes = len(source.classes)
-        self.pool = [
-            _random_batch((seed, sampler.rank, place), micro_batch_size, size_px, num_classes, device)
-            for place in range(POOL_BATCHES)
-        ]
+        self.size_px = 0
+        self.pool: list[TrainBatch] = []
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Micro-batches of this rank: images uint8 (B, 3, S, S) and targets int64 (B,), both on the device.
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
+        """Micro-batches of this rank, images and targets on the device. See `loader.TrainBatch`.
 
         The tensors come again: whoever changes them in place changes later batches.
         """
+        self._fill_pool(size_px_at(self.augment, epoch))
         for step in range(start_step, self.sampler.steps_per_epoch):
             for micro_batch in range(self.micro_batches):
                 key = hash_key("synthetic", self.seed, epoch, step, micro_batch, self.sampler.rank)
                 yield self.pool[key % len(self.pool)]
+
+    def _fill_pool(self, size_px: int) -> None:
+        if self.size_px != size_px or not self.pool:
+            self.pool = []  # frees the memory before more is taken
+            self.pool = [self._batch((self.seed, self.sampler.rank, place), size_px) for place in range(POOL_BATCHES)]
+            self.size_px = size_px
+
+    def _batch(self, key: tuple[int, int, int], size_px: int) -> TrainBatch:
+        splits, erasing = self.augment.splits, self.augment.erasing
+        num_classes = len(self.source.classes)
+        images, targets = _random_batch(key, self.micro_batch_size * splits, size_px, num_classes, self.device)
+        if erasing.prob == 0:
+            return TrainBatch(images, targets[: self.micro_batch_size])
+        keys = [hash_key("synthetic sample", *key, place) for place in range(len(images))]
+        boxes = torch.zeros(len(images), erasing.max_count, 4, dtype=torch.int32)
+        with generators_left_alone():
+            for place in range(self.micro_batch_size if splits > 1 else 0, len(images)):
+                seed_generators(keys[place])
+                boxes[place] = draw_boxes(erasing, size_px)
+        return TrainBatch(images, targets[: self.micro_batch_size], boxes, torch.tensor(keys))
 
     def close(self) -> None:
         """Free the pool."""

@@ -10,8 +10,10 @@ import torch
 from forked import meet, part, run_on_ranks
 from torch import nn
 
+from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data.loader import TrainLoader, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
+from imagenet_cls.data.transforms import train_transform
 from imagenet_cls.engine.evaluate import evaluate, outputs_of
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.group import Group
@@ -58,8 +60,9 @@ def steps_read(group: Group, batch: int, accumulation: int) -> list[list[int]]:
     """On rank 0, for each step of an epoch the sorted numbers that all ranks' loaders read; from step 1 on."""
     sampler = EpochSampler(103, batch, group.rank, group.world_size, seed=3)
     micro_batch = batch // group.world_size // accumulation
-    loader = TrainLoader(Numbered(103), same, sampler, micro_batch, 3, num_workers=0)
-    micro_batches = [numbers_of(images) for images, _ in loader.epoch(epoch=2, start_step=1)]
+    whole = train_transform(AugmentConfig(size_px=2, scale=[1.0, 1.0], ratio=[1.0, 1.0]))
+    loader = TrainLoader(Numbered(103), whole, sampler, micro_batch, 3, num_workers=0)
+    micro_batches = [numbers_of(batch.images) for batch in loader.epoch(epoch=2, start_step=1)]
     rows = [(index // accumulation, number) for index, numbers in enumerate(micro_batches) for number in numbers]
     gathered = gather_to_main(rows, group)
     steps = max((step for step, _ in gathered), default=-1) + 1

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, EvalConfig
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.loader import TrainLoader, eval_batches, worker_death
+from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches, worker_death
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
@@ -36,9 +36,14 @@ def train_loader(
     return TrainLoader(source, train_transform(AUGMENT), sampler, micro, 5, num_workers, **kwargs)
 
 
-def same(one: list[tuple[torch.Tensor, ...]], other: list[tuple[torch.Tensor, ...]]) -> bool:
+def same(one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether these are the same batches: images, targets and what else there is. None equals only None."""
+
+    def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+        return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
     return len(one) == len(other) and all(
-        torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+        len(x) == len(y) and all(map(equal, x, y)) for x, y in zip(one, other, strict=True)
     )
 
 
@@ -52,9 +57,9 @@ def reference(image_folder: Path) -> list[tuple[torch.Tensor, ...]]:
     for epoch, index, view in sampler:
         image, target = source.load(index)
         seed_generators(hash_key("sample", 5, epoch, index, view))
-        samples.append((transform(image), target))
+        samples.append((transform(image, epoch), target))
     chunks = [samples[i : i + 4] for i in range(0, len(samples), 4)]
-    return [(torch.stack([image for image, _ in c]), torch.tensor([target for _, target in c])) for c in chunks]
+    return [TrainBatch(torch.stack([image for image, _ in c]), torch.tensor([t for _, t in c])) for c in chunks]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -174,14 +179,16 @@ def test_workers_ignore_the_signals_of_a_group_and_end_at_close(
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
+from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.loader import TrainLoader, worker_death
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import FolderSource
+from imagenet_cls.data.transforms import train_transform
 from imagenet_cls.errors import ResourceError
 
-source = FolderSource(index_folder(sys.argv[1]))
-loader = TrainLoader(source, lambda image: image[:, :9, :9], EpochSampler(40, 8, 0, 1, 0), 4, 0, num_workers=1)
+source, transform = FolderSource(index_folder(sys.argv[1])), train_transform(AugmentConfig(size_px=9))
+loader = TrainLoader(source, transform, EpochSampler(40, 8, 0, 1, 0), 4, 0, num_workers=1)
 epoch = loader.epoch(0)
 next(epoch)
 try:
@@ -207,15 +214,15 @@ def test_synthetic_batches_are_functions_of_their_key() -> None:
     source = SyntheticSource("train", 1000, 10)
     device = torch.device("cpu")
 
-    def epoch(rank: int, seed: int, number: int = 0, start: int = 0) -> list[tuple[torch.Tensor, ...]]:
+    def epoch(rank: int, seed: int, number: int = 0, start: int = 0) -> list[TrainBatch]:
         sampler = EpochSampler(len(source), 16, rank, 2, seed)
-        return list(SyntheticLoader(source, sampler, 4, 16, seed, device).epoch(number, start))
+        return list(SyntheticLoader(source, sampler, 4, AugmentConfig(16), seed, device).epoch(number, start))
 
     first = epoch(0, 1)
     assert len(first) == 62 * 2 and first[0][0].shape == (4, 3, 16, 16) and first[0][0].dtype == torch.uint8
     assert same(first, epoch(0, 1)) and same(first[10:], epoch(0, 1, start=5))
     assert not same(first, epoch(1, 1)) and not same(first, epoch(0, 2)) and not same(first, epoch(0, 1, number=1))
-    assert len({tuple(images.flatten().tolist()) for images, _ in first}) == 4
+    assert len({tuple(batch.images.flatten().tolist()) for batch in first}) == 4
     batches = list(synthetic_eval_batches(source, range(3, 13), 4, 16, 1, device))
     assert [len(images) for images, _, _ in batches] == [4, 4, 2]
     assert torch.cat([indices for _, _, indices in batches]).tolist() == list(range(3, 13))

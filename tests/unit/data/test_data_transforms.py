@@ -53,7 +53,7 @@ def test_train_transform_has_torchvisions_draws(photographs: list[Image.Image]) 
         ratio=[0.5, 2.0],
         hflip_prob=0.4,
         vflip_prob=0.6,
-        color_jitter=ColorJitterConfig(0.4, 0.3, 0.2, 0.1),
+        color_jitter=ColorJitterConfig(1.0, 0.4, 0.3, 0.2, 0.1),
     )
     steps = [
         v2.RandomResizedCrop(64, scale=(0.3, 0.9), ratio=(0.5, 2.0), antialias=True),
