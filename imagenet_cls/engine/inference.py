@@ -18,17 +18,10 @@ from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
 from imagenet_cls.data.layout import is_image
-from imagenet_cls.engine.build import (
-    EvaluationParts,
-    build_val_batches,
-    choose_mean_std,
-    choose_num_classes,
-    memory_format,
-    rank_devices,
-    weights_in,
-)
+from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_num_classes, rank_devices
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
 from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
+from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_in
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError
 from imagenet_cls.lookup import import_from_here
@@ -134,6 +127,8 @@ def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) 
     if checkpoint is not None and checkpoint.is_dir():
         snapshot, _, damage = find_checkpoint(checkpoint)
         stored = config_from_dict(snapshot.state["config"])
+        averaged = len(snapshot.state.get("averaged", []))
+        note = f", an average of {averaged} checkpoints" if averaged else ""
         return Weights(
             models=_models_of(snapshot, stored),
             config=replace(stored.model, pretrained=False, checkpoint=None),
@@ -142,7 +137,7 @@ def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) 
             classes=tuple(snapshot.state["classes"]),
             mean=snapshot.state["preprocessing"]["mean"],
             std=snapshot.state["preprocessing"]["std"],
-            origin=f"{snapshot.path}, step {snapshot.state['step']}",
+            origin=f"{snapshot.path}, step {snapshot.state['step']}{note}",
             damage=damage,
         )
     if checkpoint is None and not config.model.pretrained and config.model.checkpoint is None:

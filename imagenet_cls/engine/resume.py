@@ -32,8 +32,13 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
     """Compare a checkpoint's recipe and data with this run's; return lines that say what differs and is let through.
 
     Raises CheckpointError for a change of the recipe that `allowed` (dotted keys, or whole sections) does not name,
-    and for another set of training images or classes.
+    for another set of training images or classes, and for an average of checkpoints.
     """
+    if "averaged" in state:
+        raise CheckpointError(
+            "the checkpoint is an average of others, and has no optimizer state to go on from.\n"
+            "Start a new run from its weights: model.checkpoint=CHECKPOINT"
+        )
     # Through the schema: a key that is newer than the checkpoint has its default there.
     before, now = flatten(config_to_dict(config_from_dict(state["config"]))), flatten(config_to_dict(parts.config))
     changed = {

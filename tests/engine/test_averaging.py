@@ -1,0 +1,222 @@
+"""tools/average_checkpoints.py: the mean of checkpoints, which evaluates and predicts like any other."""
+
+import json
+import runpy
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bed import DEMO, REPOSITORY, arguments, evaluations, newest, train_here
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from imagenet_cls.cli import predict_command, train_command
+from imagenet_cls.cli import test_command as evaluate_command
+from imagenet_cls.engine.averaging import Average, choose
+from imagenet_cls.engine.checkpoint import _manifest, _write_json
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.ranks import main
+from imagenet_cls.report.log import close_log
+
+average_command = runpy.run_path(str(REPOSITORY / "tools" / "average_checkpoints.py"))["average_command"]
+
+
+@pytest.fixture(autouse=True)
+def log_closed() -> Iterator[None]:
+    yield
+    close_log()
+
+
+@pytest.fixture(scope="module")
+def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five epochs, each saved and evaluated, with BatchNorm and an average."""
+    folder = tmp_path_factory.mktemp("averaging") / "run"
+    train_here(arguments(digits, folder, "noisy", ema__decay=0.8, train__epochs=5, checkpoint__keep_last="null"))
+    return folder
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def here(command: Callable, *words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(command, [str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return here
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").iterdir())
+
+
+def mean_of(paths: list[Path], name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    """The formula, written out; counters of the last."""
+    states = [load_file(path / name) for path in paths]
+    return {
+        key: torch.stack([state[key].double() for state in states]).mean(0).float()
+        if states[0][key].is_floating_point()
+        else states[-1][key]
+        for key in states[0]
+    }
+
+
+def test_equals_torchs_averaged_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 5))
+    reference, average = AveragedModel(model, use_buffers=True), Average()
+    for number in range(7):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        model(torch.randn(4, 3, 8, 8))
+        reference.update_parameters(model)
+        average.add(Path(str(number)), model.state_dict())
+    result, expected = average.result(), reference.module.state_dict()
+    assert result.keys() == expected.keys() and result["1.num_batches_tracked"] == 7
+    for key, value in result.items():
+        assert value.dtype == expected[key].dtype
+        if value.is_floating_point():
+            torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-6, msg=key)
+
+
+def test_half_precision_is_summed_in_double() -> None:
+    """A thousand times 1 + 1/128, whose sum bfloat16 can't hold, gives 1 + 1/128 again."""
+    average = Average()
+    for _ in range(1000):
+        average.add(Path("x"), {"weight": torch.full((3,), 1 + 1 / 128, dtype=torch.bfloat16)})
+    assert average.result()["weight"].tolist() == [1 + 1 / 128] * 3
+
+
+@pytest.mark.parametrize("kind", ["raw", "ema"])
+def test_the_newest_of_a_run(run: Path, digits: Path, tmp_path: Path, call: Callable, kind: str) -> None:
+    """The file holds the mean; test.py and predict.py take the folder; state.json says what it is made of."""
+    code, out, err = call(average_command, run, "--last", 3, "--weights", kind, "--out", tmp_path / "swa")
+    assert (code, err) == (0, "") and "3 checkpoints (step-0000033, step-0000044, step-0000055)" in out
+    assert "running statistics" in out and "not estimated anew" in out
+    folder = newest_in(tmp_path / "swa")
+    weights = load_file(folder / "model.safetensors")
+    expected = mean_of(checkpoints(run)[-3:], {"raw": "model.safetensors", "ema": "ema.safetensors"}[kind])
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in weights)
+    assert not torch.equal(weights["2.running_mean"], load_file(newest(run) / "model.safetensors")["2.running_mean"])
+    state = json.loads((folder / "state.json").read_text())
+    assert [(Path(entry["checkpoint"]), entry["weights"]) for entry in state["averaged"]] == [
+        (path, kind) for path in checkpoints(run)[-3:]
+    ]
+    words = [DEMO, f"data.root={digits}", "data.num_workers=0", "augment.size_px=16", "eval.crop_px=16"]
+    code, out, err = call(evaluate_command, *words, tmp_path / "swa")
+    assert (code, err) == (0, "") and "over 359 images" in out and "\nraw: top-1" in out and "\nema" not in out
+    assert "step 55, an average of 3 checkpoints" in out
+    best = max(record["top1_pct"] for record in evaluations(run))
+    assert float(out.partition("top-1 ")[2].partition(" ")[0]) > best - 15  # it has not fallen apart
+    code, out, _ = call(predict_command, folder, next((digits / "train" / "7").glob("*.jpg")))
+    assert code == 0 and " %" in out
+
+
+def newest_in(folder: Path) -> Path:
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_an_average_is_a_start_and_no_run_to_go_on_with(
+    run: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    assert call(average_command, *checkpoints(run)[:2], "--out", tmp_path / "swa")[0] == 0
+    words = arguments(digits, tmp_path / "run", "noisy", ema__decay=0.8, train__epochs=5)
+    code, _, err = call(train_command, *words, "--resume-from", tmp_path / "swa")
+    assert code == 4 and "average" in err and "model.checkpoint" in err and len(err.splitlines()) <= 3
+    start = arguments(digits, tmp_path / "new", "noisy", model__checkpoint=tmp_path / "swa", train__max_steps=1)
+    assert call(train_command, *start)[0] == 0
+
+
+def set_results(run: Path, top1: list[float]) -> None:
+    """Rewrite what the checkpoints say of their evaluations, digests and all."""
+    best: dict = {}
+    for path, value in zip(checkpoints(run), top1, strict=True):
+        state = json.loads((path / "state.json").read_text())
+        if value > best.get("top1_pct", -1):
+            best = {"top1_pct": value, "step": state["step"]}
+        state["progress"]["latest"]["raw"]["top1_pct"] = value
+        state["progress"]["best"]["raw"] = best
+        (path / "state.json").write_text(json.dumps(state))
+        seal(path)
+
+
+def seal(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    _write_json(path / "manifest.json", _manifest(path))
+
+
+def test_which_checkpoints_are_chosen(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    set_results(copy, [70.0, 72.0, 71.9, 73.0, 72.5])
+    steps = [11, 22, 33, 44, 55]
+
+    def chosen(rule: str, count: int) -> list[int]:
+        return [steps.index(int(path.name.removeprefix("step-"))) for path in choose(copy, rule, count, "raw")]
+
+    assert chosen("last", 2) == [3, 4]
+    assert chosen("best", 3) == [1, 3, 4]
+    assert chosen("improving", 3) == [0, 1, 3]  # 71.9 and 72.5 were no records
+    with pytest.raises(CheckpointError, match=r"3 checkpoints fit --improving 4 .*5 are there"):
+        choose(copy, "improving", 4, "raw")
+
+
+def test_what_does_not_belong_together(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+    """Each exits with its code, three lines at most, and leaves nothing behind."""
+    first, second = checkpoints(run)[:2]
+    wide = tmp_path / "wide"
+    train_here(arguments(digits, wide, "noisy", train__max_steps=1, model__kwargs__width=8))
+    other = tmp_path / "other"
+    shutil.copytree(second, other)
+    state = json.loads((other / "state.json").read_text())
+    (other / "state.json").write_text(json.dumps(state | {"classes": state["classes"][::-1]}))
+    seal(other)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(second, damaged)
+    content = bytearray((damaged / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (damaged / "model.safetensors").write_bytes(content)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine").write_text("mine")
+    out = tmp_path / "out"
+    for words, code, text in [
+        ((first, wide, "--out", out), 4, "another model"),
+        ((first, other, "--out", out), 4, "other classes"),
+        ((first, damaged, "--out", out), 4, "damaged"),
+        ((first, wide, "--weights", "ema", "--out", out), 4, "no average"),
+        ((first, "--out", out), 2, "two checkpoints or more"),
+        ((first, second, "--last", 2, "--out", out), 2, "from one run folder"),
+        ((run, "--last", 9, "--out", out), 4, "5 checkpoints fit --last 9"),
+        ((first, tmp_path / "nowhere", "--out", out), 4, "nowhere"),
+        ((first, second, "--out", taken), 2, "not written over"),
+    ]:
+        got, _, err = call(average_command, *words)
+        assert got == code and text in err and len(err.splitlines()) <= 3, (words, err)
+        assert not out.exists()
+    assert [path.name for path in taken.iterdir()] == ["mine"]
+
+
+def test_weights_alone_from_anywhere(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+    """Foreign files and checkpoints together, into one file that test.py takes."""
+    first, second = checkpoints(run)[:2]
+    state = load_file(first / "model.safetensors")
+    torch.save({"state_dict": {f"module.{key}": value for key, value in state.items()}}, tmp_path / "a.pth")
+    save_file(load_file(second / "model.safetensors"), tmp_path / "b.safetensors")
+    out = tmp_path / "new" / "soup.safetensors"
+    code, _, err = call(average_command, tmp_path / "a.pth", tmp_path / "b.safetensors", newest(run), "--out", out)
+    assert (code, err) == (0, "")
+    expected = mean_of([first, second, newest(run)])
+    soup = load_file(out)
+    assert soup.keys() == expected.keys() and all(torch.equal(soup[key], expected[key]) for key in soup)
+    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
+    assert call(evaluate_command, *words, out)[0] == 0
+    code, _, err = call(average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
+    assert code == 2 and "--out average.safetensors" in err
+    code, _, err = call(average_command, first, second, "--out", out)
+    assert code == 2 and "not written over" in err
