@@ -2,6 +2,8 @@
 
     tools -> cli -> ranks -> engine -> {data, models, optim, report} -> {config, parallel, seeding} -> lookup -> errors
 
+`compare` stands beside `cli`.
+
 A module may import its own part and the parts right of it. Parts in braces don't know each other. `config` never
 reaches torch.
 """
@@ -13,7 +15,7 @@ from pathlib import Path
 PACKAGE = "imagenet_cls"
 LEVELS = [
     {"tools"},
-    {"cli"},
+    {"cli", "compare"},
     {"ranks"},
     {"engine"},
     {"data", "models", "optim", "report"},

@@ -1,0 +1,1 @@
+"""A lesson that runs: the same few steps under each way of running in parallel."""

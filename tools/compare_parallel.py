@@ -1,0 +1,12 @@
+"""The same few steps in one process, under DP and under DDP, and a table of what differs. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.compare.command import compare_command
+from imagenet_cls.ranks import main
+
+if __name__ == "__main__":
+    sys.exit(main(compare_command))
