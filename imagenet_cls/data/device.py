@@ -1,13 +1,19 @@
 """uint8 images to what the model takes: the one place where pixels become floats.
 
-Owns transfer, memory format, cast and normalisation. Refuses geometry: that is done in the workers (`transforms`).
-Called once for each micro-batch by the training loop, the evaluation and prediction. (`datasets` has what images are,
-`loader` brings them.)
+Owns transfer, memory format, cast and normalisation, and the order of what follows in training: erase, mix. Refuses
+geometry: that is done in the workers (`transforms`). Called once for each micro-batch by the training loop, the
+evaluation and prediction. (`datasets` has what images are, `loader` brings them.)
 """
 
 from collections.abc import Sequence
 
 import torch
+
+from imagenet_cls.config.schema import ErasingConfig
+from imagenet_cls.data.erasing import erase
+from imagenet_cls.data.loader import TrainBatch
+from imagenet_cls.data.mixing import Mixing
+from imagenet_cls.seeding import hash_key, seed_generators
 
 
 class Preprocess:
@@ -30,3 +36,29 @@ class Preprocess:
         assert images.dtype == torch.uint8 and images.ndim == 4, (images.dtype, images.shape)
         images = images.to(self.device, non_blocking=True)
         return images.to(torch.float32, memory_format=self.memory_format).sub_(self.shift).mul_(self.scale)
+
+
+class TrainPreprocess:
+    """Callable: a training batch -> (float32 images (B, 3, H, W), targets), both on the device: normalised, erased,
+    mixed.
+
+    targets: int64 (B,), or float (B, classes) where images are mixed. What mixing draws has the key (seed, step,
+    micro-batch, rank); what erasing draws came with the samples, and has theirs.
+    """
+
+    def __init__(self, preprocess: Preprocess, erasing: ErasingConfig, mixing: Mixing | None, seed: int, rank: int):
+        self.preprocess = preprocess
+        self.erasing = erasing
+        self.mixing = mixing
+        self.seed = seed
+        self.rank = rank
+
+    def __call__(self, batch: TrainBatch, epoch: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        images = self.preprocess(batch.images)
+        targets = batch.targets.to(images.device, non_blocking=True)
+        if batch.boxes is not None and batch.keys is not None:
+            images = erase(images, batch.boxes, batch.keys, self.erasing.mode)
+        if self.mixing is None:
+            return images, targets
+        seed_generators(hash_key("mix", self.seed, step, micro_batch, self.rank))
+        return self.mixing(images, targets, epoch)

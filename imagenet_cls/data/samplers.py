@@ -23,8 +23,8 @@ class EpochSampler(DistributedSampler[SampleKey]):
     is cut to `samples_per_epoch`: with repeats an epoch is as long as without, and covers so much fewer images. Step s
     takes the global batch `order(e)[s * G : (s + 1) * G]`; rank r of W takes every W-th of it, from r on. So the union
     of all ranks' samples is the same for every W, of a step and also of a micro-batch (micro-batch m of k takes
-    `order[s * G + m * G / k : s * G + (m + 1) * G / k]` over all ranks). What is left over behind the last whole
-    global batch is not seen in this epoch; the next epoch's permutation leaves over others.
+    `order[s * G + m * G / k : s * G + (m + 1) * G / k]` over all ranks). What is left over behind the last
+    whole global batch is not seen in this epoch; the next permutation leaves over others.
 
     Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. Order, ranks
     and the cut (to multiples of 256) are those of RASampler in DeiT's `samplers.py` and in torchvision's references.

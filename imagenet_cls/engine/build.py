@@ -1,20 +1,17 @@
 """Config -> parts: the only module that sees every section.
 
-`check` is the second stage of checking (names, signatures, batch arithmetic): in the launching process, before any
-rank is started or any image read. `build` makes the parts that `engine.train` runs. Each part is handed its own
-section.
+`build` makes the parts that `engine.train` runs. Each part is handed its own section. (`engine.check` asks the parts
+beforehand whether their sections are good.)
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
+from imagenet_cls.config.schema import Config
 from imagenet_cls.data import (
     DataSets,
     EpochSampler,
@@ -23,38 +20,36 @@ from imagenet_cls.data import (
     SyntheticLoader,
     SyntheticSource,
     TrainLoader,
-    check_data,
+    TrainPreprocess,
+    build_mixing,
     eval_batches,
     eval_transform,
     open_datasets,
+    samples_per_epoch,
     shard_for_eval,
     synthetic_eval_batches,
     train_transform,
 )
 from imagenet_cls.engine.agree import refuse_differing_data
-from imagenet_cls.engine.checkpoint import find_checkpoint
 from imagenet_cls.engine.evaluate import Batch
-from imagenet_cls.engine.plan import Plan, batch_problem, plan_run
-from imagenet_cls.engine.resources import out_of_memory
+from imagenet_cls.engine.model import choose_mean_std, chosen_teacher, on_main_first, prepared_model
+from imagenet_cls.engine.plan import Plan, plan_run
+from imagenet_cls.engine.sam import Sam, build_sam
 from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
-from imagenet_cls.errors import ConfigError, Problem
+from imagenet_cls.errors import ConfigError
 from imagenet_cls.lookup import import_from_here
-from imagenet_cls.models.build import build_model, first_line, model_mean_std
-from imagenet_cls.models.check import check_model
+from imagenet_cls.models.build import head_names
 from imagenet_cls.models.ema import ModelEma, build_ema
-from imagenet_cls.models.weights import load_weights, read_weights
-from imagenet_cls.optim.build import build_optimizer, check_optimizer
+from imagenet_cls.optim.build import build_optimizer
+from imagenet_cls.optim.distillation import Criterion, build_criterion
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.optim.losses import build_loss, check_loss
-from imagenet_cls.optim.schedule import build_schedule, check_schedule
+from imagenet_cls.optim.losses import build_loss
+from imagenet_cls.optim.scaling import scaled_lr
+from imagenet_cls.optim.schedule import Schedule, build_schedule
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
-from imagenet_cls.parallel.group import Group, on_main
+from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.place import cpu_threads
-from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, wrap
-from imagenet_cls.seeding import hash_key, seed_generators
-
-T = TypeVar("T")
 
 _MOST_WORKERS = 16
 
@@ -79,7 +74,7 @@ class EvaluationParts:
 class Parts:
     """Everything that the loop touches. `model` is the model itself, `wrapped` what forward and backward go through.
 
-    devices: this rank's; several with DataParallel only.
+    devices: this rank's; several with DataParallel only. lr: the highest rate, scaled for the batch.
     """
 
     config: Config
@@ -92,47 +87,17 @@ class Parts:
     model: nn.Module
     wrapped: nn.Module
     ema: ModelEma | None
-    criterion: Callable[[Tensor, Tensor], Tensor]
+    prepare: TrainPreprocess
+    criterion: Criterion
     optimizer: torch.optim.Optimizer
-    schedule: Callable[[int], float]
+    lr: float
+    schedule: Schedule
+    sam: Sam
     scaler: torch.amp.GradScaler
     updater: Updater
     statistics: RunningStatistics
     train_loader: TrainLoader | SyntheticLoader
     evaluation: EvaluationParts
-
-
-def check(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
-    """Stage 2: everything that can be known without data or ranks.
-
-    world_size: None where it is not known yet. training: false for an evaluation, which any number of ranks can share.
-    """
-    for name in config.imports:
-        try:
-            import_from_here(name)
-        except LookupError as error:
-            return [Problem("imports", str(error))]
-    problems = check_model(config.model) + check_data(config.data) + check_loss(config.loss)
-    problems += check_optimizer(config.optimizer) + check_schedule(config.schedule, config.train.epochs)
-    if world_size is not None:
-        problems += check_ranks(config, world_size, training)
-    return problems
-
-
-def check_ranks(config: Config, world_size: int, training: bool = True) -> list[Problem]:
-    """What is wrong with this many ranks: for the mode, and in training for the batch."""
-    mode = config.parallel.mode
-    if world_size > 1 and mode in ("none", "dp"):
-        purpose = {"none": "is for one device", "dp": "runs all GPUs from one process"}[mode]
-        return [Problem("parallel.mode", f"{mode!r} {purpose}, but {world_size} ranks were started; use 'ddp'")]
-    if not training:
-        return []
-    if mode == "dp":
-        gpus = len(data_parallel_devices(config).all)
-        problem = batch_problem(config.train, gpus, "GPUs")
-    else:
-        problem = batch_problem(config.train, world_size)
-    return [problem] if problem is not None else []
 
 
 def data_parallel_devices(config: Config) -> Devices:
@@ -161,32 +126,30 @@ def build(config: Config, group: Group) -> Parts:
     refuse_differing_data(data, group)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     devices = rank_devices(config, group)
-    plan = plan_run(train, len(data.train), group.world_size, len(devices.all))
+    samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
+    plan = plan_run(train, samples, group.world_size, len(devices.all))
     messages = [devices.note] if devices.note else []
+    lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
+    messages += [scaling] if scaling else []
 
-    # Rank 0 reads weights from disk or network, and DDP hands them out when it wraps: the others need neither.
-    own = config.model if group.is_main else replace(config.model, pretrained=False, checkpoint=None)
-    model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, messages))
+    model = prepared_model(config, num_classes, group, messages)
     mean, std = choose_mean_std(config, model)
-    model.to(device, memory_format=memory_format(train))  # type: ignore[call-overload]
-    refuse_unfit_sizes(model, config, num_classes)
-    if config.parallel.sync_bn:
-        model = synchronize_batch_norm(model, group)
+    teacher = chosen_teacher(config, num_classes, group, (mean, std))
     wrapped = spread(wrap(model, group, config.parallel.mode), devices)
     ema = build_ema(model, config.ema, train.global_batch_size)
     if train.compile:
         model.compile()  # in place: adds no prefix to any name
-    criterion = build_loss(config.loss)
-    groups = parameter_groups(model, config.optimizer)
-    optimizer = build_optimizer(config.optimizer, groups)
+    criterion = build_criterion(build_loss(config.loss, num_classes, config.augment.splits), config.distill, teacher)
+    optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     preprocess = Preprocess(mean, std, device, train.channels_last)
 
     def throw_away_pass() -> None:
-        images = torch.zeros(plan.loader_batch, 3, config.augment.size_px, config.augment.size_px, dtype=torch.uint8)
+        size_px, splits = config.augment.size_px, config.augment.splits
+        images = preprocess(torch.zeros(plan.loader_batch * splits, 3, size_px, size_px, dtype=torch.uint8))
         targets = torch.zeros(plan.loader_batch, dtype=torch.int64, device=device)
         with autocast(device, dtype):
-            loss = criterion(wrapped(preprocess(images)), targets)
+            loss = criterion(wrapped(images), targets, images)
         loss.backward()
 
     settle_buckets(wrapped, throw_away_pass)
@@ -201,13 +164,18 @@ def build(config: Config, group: Group) -> Parts:
         model=model,
         wrapped=wrapped,
         ema=ema,
+        prepare=TrainPreprocess(
+            preprocess, config.augment.erasing, build_mixing(config.mix, num_classes), config.seed, group.rank
+        ),
         criterion=criterion,
         optimizer=optimizer,
-        schedule=build_schedule(config.schedule, config.optimizer.lr, plan.steps_per_epoch, train.epochs),
+        lr=lr,
+        schedule=build_schedule(config.schedule, lr, plan.steps_per_epoch, train.epochs),
+        sam=build_sam(train, model, optimizer),
         scaler=scaler,
-        updater=Updater(model, optimizer, train, scaler),
+        updater=Updater(model, optimizer, train, scaler, head_names(model, num_classes)),
         statistics=RunningStatistics(model, group),
-        train_loader=build_train_loader(config, data.train, plan, group),
+        train_loader=build_train_loader(config, data.train, plan, group, mean),
         evaluation=EvaluationParts(
             batches=partial(build_val_batches, config, data.val, group, len(devices.all)),
             on_devices=partial(spread, devices=devices),
@@ -220,53 +188,6 @@ def build(config: Config, group: Group) -> Parts:
     )
 
 
-def memory_format(train: TrainConfig) -> torch.memory_format:
-    return torch.channels_last if train.channels_last else torch.preserve_format
-
-
-def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: list[str]) -> nn.Module:
-    """The model on the CPU, with the weights that it starts from: drawn by key, published, or from a file."""
-    seed_generators(hash_key("init", seed))
-    built = build_model(model, num_classes)
-    if model.checkpoint is not None:
-        messages.append(load_weights(built, weights_in(Path(model.checkpoint)), num_classes))
-    return built
-
-
-def refuse_unfit_sizes(model: nn.Module, config: Config, num_classes: int) -> None:
-    """Raise ConfigError where the model can't take the config's images, or gives other outputs than one for each class.
-
-    One forward pass in evaluation mode for each size, of a single black image.
-    """
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    for key, size_px in (("augment.size_px", config.augment.size_px), ("eval.crop_px", config.eval.crop_px)):
-        try:
-            with torch.no_grad():
-                shape = tuple(model(torch.zeros(1, 3, size_px, size_px, device=device)).shape)
-        except (AssertionError, RuntimeError, ValueError) as error:
-            if isinstance(error, RuntimeError) and out_of_memory(error) is not None:
-                raise
-            raise ConfigError([f"{key}: {config.model.name} can't take {size_px} px: {first_line(error)}"]) from error
-        if shape != (1, num_classes):
-            expected = (1, num_classes)
-            raise ConfigError([f"model.name: {config.model.name} gives {shape} for one image, not {expected}"])
-    model.train(was_training)
-
-
-def weights_in(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, or in a checkpoint (or run folder) of ours, verified. Raises CheckpointError."""
-    return find_checkpoint(path)[0].model if path.is_dir() else read_weights(path)
-
-
-def on_main_first(group: Group, action: Callable[[], T]) -> T:
-    """Rank 0 does it (and may fail: a missing file, no network) before the others do, so that one error is shown."""
-    done: list[T] = []
-    on_main(group, lambda: done.append(action()))
-    return done[0] if done else action()
-
-
 def choose_num_classes(asked: int | None, in_data: int) -> int:
     """The head's outputs. Raises ConfigError where the data has more classes than the config asks for."""
     if asked is not None and asked < in_data:
@@ -276,20 +197,19 @@ def choose_num_classes(asked: int | None, in_data: int) -> int:
     return asked if asked is not None else in_data
 
 
-def choose_mean_std(config: Config, model: nn.Module) -> tuple[list[float], list[float]]:
-    """The config's normalisation, else the model's own."""
-    own_mean, own_std = model_mean_std(model)
-    return list(config.data.mean or own_mean), list(config.data.std or own_std)
-
-
-def build_train_loader(config: Config, source: ImageSource, plan: Plan, group: Group) -> TrainLoader | SyntheticLoader:
-    """This rank's micro-batches."""
-    sampler = EpochSampler(len(source), plan.global_batch, group.rank, group.world_size, config.seed)
+def build_train_loader(
+    config: Config, source: ImageSource, plan: Plan, group: Group, mean: Sequence[float]
+) -> TrainLoader | SyntheticLoader:
+    """This rank's micro-batches. mean: the colour (in 0..1) that policies fill what is moved out of sight with."""
+    data = config.data
+    sampler = EpochSampler(
+        len(source), plan.global_batch, group.rank, group.world_size, config.seed, data.repeats, data.repeats_multiple
+    )
     if isinstance(source, SyntheticSource):
-        return SyntheticLoader(source, sampler, plan.loader_batch, config.augment.size_px, config.seed, group.device)
+        return SyntheticLoader(source, sampler, plan.loader_batch, config.augment, config.seed, group.device)
     return TrainLoader(
         source,
-        train_transform(config.augment),
+        train_transform(config.augment, mean),
         sampler,
         plan.loader_batch,
         config.seed,

@@ -59,7 +59,7 @@ def batch_problem(train: TrainConfig, num_devices: int, what: str = "ranks") -> 
 
 
 def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int = 1) -> Plan:
-    """The whole plan. num_images: of the training set. devices: of one rank.
+    """The whole plan. num_images: samples of one epoch. devices: of one rank.
 
     Steps per epoch are floor(num_images / global batch); what is left over of this epoch's permutation is another
     part in the next. Raises DataError where not even one batch can be filled.

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, format_problems
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.agree import refuse_differing_configs
-from imagenet_cls.engine.build import Parts, build, check, check_ranks, data_parallel_devices
+from imagenet_cls.engine.build import Parts, build, data_parallel_devices
+from imagenet_cls.engine.check import check, check_ranks
 from imagenet_cls.engine.checkpoint import (
     Snapshot,
     checkpoint_path,
@@ -31,6 +32,7 @@ from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, Stopped
+from imagenet_cls.models.freeze import set_training
 from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
 from imagenet_cls.parallel.place import Place
 from imagenet_cls.parallel.reduce import hand_out
@@ -259,7 +261,7 @@ def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[
         ("batch", batch),
         ("BatchNorm sees", seen),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs} epochs)"),
-        ("optimizer", f"{config.optimizer.name}, lr {config.optimizer.lr:g}, {config.schedule.name}"),
+        ("optimizer", f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}"),
         ("seed", str(config.seed)),
         ("run folder", "none: a dry run writes nothing" if options.dry_run else str(options.work_dir)),
     ]
@@ -270,14 +272,16 @@ def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[
 
 def try_one_batch(parts: Parts) -> str:
     """The dry run's last part: one real micro-batch through model, loss and backward. No weight changes."""
-    images, targets = next(iter(parts.train_loader.epoch(0, 0)))
-    parts.model.train()
+    batch = next(iter(parts.train_loader.epoch(0, 0)))
+    set_training(parts.model, parts.config.model)
+    images, targets = parts.prepare(batch, 0, 0, 0)
     with autocast(parts.group.device, parts.evaluation.autocast_dtype):
-        logits = parts.wrapped(parts.evaluation.preprocess(images))
-        loss = parts.criterion(logits, targets.to(logits.device))
+        logits = parts.wrapped(images)
+        loss = parts.criterion(logits, targets, images)
     loss.backward()
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else [tuple(each.shape) for each in logits]
     return (
-        f"dry run: one batch of {tuple(images.shape)} gave logits {tuple(logits.shape)} and loss {loss.item():.4f}; "
+        f"dry run: one batch of {tuple(batch.images.shape)} gave logits {shape} and loss {loss.item():.4f}; "
         "no run folder was written"
     )
 

@@ -17,12 +17,16 @@ _SEPARATOR = "//"
 
 @dataclass
 class Progress:
-    """Where a run stands. step: optimizer updates done. best: per kind of weights (raw, ema) its top1_pct and step."""
+    """Where a run stands. step: optimizer updates done. best: per kind of weights (raw, ema) its top1_pct and step.
+
+    evaluations: step and top-1 (per cent, raw weights) of each, which is what the schedule `plateau` goes by.
+    """
 
     step: int = 0
     evaluated_step: int = 0
     best: dict[str, dict[str, Any]] = field(default_factory=dict)
     latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,9 +5,10 @@ step.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
@@ -15,6 +16,7 @@ from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.models.ema import update_ema
+from imagenet_cls.models.freeze import set_training
 from imagenet_cls.parallel.stop import StopRequest
 from imagenet_cls.parallel.wrap import sync_on_last
 from imagenet_cls.report.reporter import Reporter
@@ -44,31 +46,32 @@ def train(p: Parts, progress: Progress, reporter: Reporter, save: Callable[[], N
             return 0
 
         epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
-        p.model.train()
+        set_training(p.model, cfg.model)
         meter.restart_clock()
         micro_batches = meter.waiting_for(p.train_loader.epoch(epoch, first_step))
         for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
-            lr = p.schedule(step)
-            losses = []
-            for micro in range(plan.accumulation):
-                images, targets = next(micro_batches)
-                if step == 0 and micro == 0:
-                    reporter.first_batch(images, targets, p.data.classes)
-                # What dropout and drop-path draw from.
-                seed_generators(hash_key("batch", seed, step, micro, p.group.rank), *p.devices.all)
-                last = micro == plan.accumulation - 1
-                with sync_on_last(p.wrapped, last):
-                    with autocast(device, p.evaluation.autocast_dtype):
-                        logits = p.wrapped(p.evaluation.preprocess(images))
-                        loss = p.criterion(logits, targets.to(logits.device, non_blocking=True)) / plan.accumulation
-                    p.scaler.scale(loss).backward()
-                losses.append(loss.detach().to(device, non_blocking=True))
-            grad_norm, skipped = p.updater.update(lr)
+            lr = p.schedule(step, progress.evaluations)
+            losses: list[Tensor] = []
+            # One pass over the step's micro-batches; with SAM a second one, from where the loss is higher.
+            for batches in p.sam.points(step, islice(micro_batches, plan.accumulation)):
+                for micro, batch in enumerate(batches):
+                    if step == 0 and not losses:
+                        reporter.first_batch(batch.images, batch.targets, p.data.classes)
+                    images, targets = p.prepare(batch, epoch, step, micro)
+                    # What dropout and drop-path draw from.
+                    seed_generators(hash_key("batch", seed, step, micro, p.group.rank), *p.devices.all)
+                    with sync_on_last(p.wrapped, micro == plan.accumulation - 1):
+                        with autocast(device, p.evaluation.autocast_dtype):
+                            logits = p.wrapped(images)
+                            loss = p.criterion(logits, targets, images) / plan.accumulation
+                        p.scaler.scale(loss).backward()
+                    losses.append(loss.detach().to(device, non_blocking=True))
+            grad_norm, skipped = p.updater.update(lr, p.schedule.momentum(step))
             p.statistics.settle(skipped)
             if p.ema is not None:
                 update_ema(p.ema, p.model, step)
             progress.step = step + 1
-            meter.add(progress.step, epoch, lr, sum(losses[1:], losses[0]), grad_norm, skipped)
+            meter.add(progress.step, epoch, lr, sum(losses[1 : plan.accumulation], losses[0]), grad_norm, skipped)
 
             if progress.step % cfg.log.every_steps == 0:
                 report_steps()
@@ -115,7 +118,8 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
             reporter.evaluating(done, e.num_images)
 
     models = {kind: e.on_devices(model) for kind, model in models.items()}
-    outputs = outputs_of(models, showing_progress(), e.preprocess, p.group.device, e.autocast_dtype)
+    flip = p.config.eval.flip_tta
+    outputs = outputs_of(models, showing_progress(), e.preprocess, p.group.device, e.autocast_dtype, flip)
     improved = False
     for kind, result in evaluate(outputs, list(models), p.group).items():
         record: dict[str, Any] = {
@@ -131,4 +135,5 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
             progress.best[kind] = {"top1_pct": result["top1_pct"], "step": progress.step}
             improved = True
     progress.evaluated_step = progress.step
+    progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
     return improved

@@ -5,7 +5,7 @@ Owns `model.split_bn` and `train.grad_checkpointing`. Refuses models that can't 
 parameters; `checkpoint_activations` last, just before ranks are joined, since SyncBN may put new layers in.
 """
 
-from typing import Any
+from functools import cache
 
 import torch
 from timm.layers import convert_splitbn_model
@@ -39,9 +39,7 @@ def checkpoint_activations(model: nn.Module) -> None:
         raise ConfigError([f"{problem.key}: {problem.message}"])
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
-            layer.register_forward_pre_hook(_put_aside)
-            # always_call: a recomputation ends by an exception, as soon as it has what backward needs.
-            layer.register_forward_hook(_put_back, always_call=True)
+            layer.__class__ = _counting_once(type(layer))  # in place: names, buffers and checkpoints stay
 
 
 def checkpointing_problem(model: nn.Module) -> Problem | None:
@@ -62,14 +60,21 @@ def _is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _put_aside(layer: nn.Module, inputs: Any) -> None:
-    if _is_recomputing() and layer.training:
-        layer._put_aside = dict(layer._buffers)  # type: ignore[assignment]
-        for name, buffer in layer._buffers.items():
-            layer._buffers[name] = None if buffer is None else buffer.clone()
+@cache
+def _counting_once(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    """A subclass whose running statistics change in the forward pass alone, not when that is computed anew."""
 
+    def forward(self: _BatchNorm, *inputs: Tensor) -> Tensor:
+        output: Tensor
+        if not (self.training and _is_recomputing()):
+            output = kind.forward(self, *inputs)
+            return output
+        kept = dict(self._buffers)
+        self._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in kept.items()})
+        try:  # a recomputation ends by an exception, as soon as it has what backward needs
+            output = kind.forward(self, *inputs)
+            return output
+        finally:
+            self._buffers.update(kept)
 
-def _put_back(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-    kept = layer.__dict__.pop("_put_aside", None)
-    if kept is not None:
-        layer._buffers.update(kept)
+    return type(kind.__name__, (kind,), {"forward": forward})

@@ -18,7 +18,7 @@ from torch import nn
 from imagenet_cls.config.check import check
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, TrainConfig
-from imagenet_cls.engine.build import check_ranks
+from imagenet_cls.engine.check import check_ranks
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.data_parallel import Devices, as_called_here, choose_devices, spread

@@ -18,7 +18,8 @@ import torch
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
-from imagenet_cls.engine.build import Parts, build, build_train_loader, build_val_batches, check_ranks
+from imagenet_cls.engine.build import Parts, build, build_train_loader, build_val_batches
+from imagenet_cls.engine.check import check_ranks
 from imagenet_cls.engine.options import RunOptions
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.engine.run import banner

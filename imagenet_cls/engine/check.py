@@ -1,0 +1,58 @@
+"""Stage 2 of the checks: everything that can be known without data, and with the number of ranks.
+
+Names and signatures of models, optimizers and policies, and the arithmetic of batches. Each part checks its own
+section; this module asks them all, and reports all problems at once. Called by the launching process before any rank is
+started, and by `engine.run` on rank 0.
+"""
+
+from imagenet_cls.config.schema import Config
+from imagenet_cls.data import check_data, check_mixing, check_policy, check_repeats
+from imagenet_cls.engine.build import data_parallel_devices
+from imagenet_cls.engine.plan import accumulation_for, batch_problem
+from imagenet_cls.errors import Problem
+from imagenet_cls.lookup import import_from_here
+from imagenet_cls.models.check import check_model
+from imagenet_cls.models.teacher import check_distillation
+from imagenet_cls.optim.build import check_optimizer
+from imagenet_cls.optim.losses import check_loss
+from imagenet_cls.optim.schedule import check_schedule
+
+
+def check(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
+    """Stage 2: everything that can be known without data or ranks.
+
+    world_size: None where it is not known yet. training: false for an evaluation, which any number of ranks can share.
+    """
+    for name in config.imports:
+        try:
+            import_from_here(name)
+        except LookupError as error:
+            return [Problem("imports", str(error))]
+    problems = check_model(config.model) + check_data(config.data) + check_policy(config.augment)
+    problems += check_loss(config.loss) + check_distillation(config.distill)
+    problems += check_optimizer(config.optimizer) + check_schedule(config.schedule, config.train.epochs)
+    if world_size is not None:
+        problems += check_ranks(config, world_size, training)
+    return problems
+
+
+def check_ranks(config: Config, world_size: int, training: bool = True) -> list[Problem]:
+    """What is wrong with this many ranks: for the mode, and in training for the batch."""
+    mode = config.parallel.mode
+    if world_size > 1 and mode in ("none", "dp"):
+        purpose = {"none": "is for one device", "dp": "runs all GPUs from one process"}[mode]
+        return [Problem("parallel.mode", f"{mode!r} {purpose}, but {world_size} ranks were started; use 'ddp'")]
+    if not training:
+        return []
+    devices = world_size * (len(data_parallel_devices(config).all) if mode == "dp" else 1)
+    train = config.train
+    problem = batch_problem(train, devices, "GPUs" if mode == "dp" else "ranks")
+    if problem is not None:
+        return [problem]
+    at_once = (
+        train.global_batch_size
+        // world_size
+        // accumulation_for(train.global_batch_size, devices, train.micro_batch_size)
+    )
+    repeats = check_repeats(config.data.repeats_multiple, world_size)
+    return check_mixing(config.mix, at_once, train.global_batch_size) + ([] if repeats is None else [repeats])

@@ -1,0 +1,121 @@
+"""The model of a run: its weights, what the config changes about it, and whether it can take the images.
+
+Owns the order of these steps. Refuses a model that can't take the config's sizes or gives other outputs than one for
+each class. Called by `engine.build`, and in part by `engine.inference`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
+from imagenet_cls.data import sizes_px
+from imagenet_cls.engine.checkpoint import find_checkpoint
+from imagenet_cls.engine.resources import out_of_memory
+from imagenet_cls.errors import ConfigError
+from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
+from imagenet_cls.models.build import build_model, first_line, model_mean_std
+from imagenet_cls.models.freeze import freeze
+from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
+from imagenet_cls.models.weights import load_weights, read_weights
+from imagenet_cls.parallel.group import Group, on_main
+from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
+from imagenet_cls.seeding import hash_key, seed_generators
+
+T = TypeVar("T")
+
+
+def prepared_model(config: Config, num_classes: int, group: Group, messages: list[str]) -> nn.Module:
+    """The model on this rank's device, ready to be wrapped. A collective: every rank calls it.
+
+    messages: receives a sentence about the weights that it starts from, and one about what is frozen.
+    """
+    # Rank 0 reads weights from disk or network, and DDP hands them out when it wraps: the others need neither.
+    own = config.model if group.is_main else replace(config.model, pretrained=False, checkpoint=None)
+    model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, messages))
+    model = split_batch_norm(model, config.model, config.augment.splits)
+    if frozen := freeze(model, config.model, num_classes):
+        messages.append(frozen)
+    model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+    refuse_unfit_sizes(model, config, num_classes)
+    if config.distill.kind != "none":
+        enable_distillation_token(model)
+    if config.parallel.sync_bn:
+        model = synchronize_batch_norm(model, group)
+    if config.train.grad_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def chosen_teacher(config: Config, num_classes: int, group: Group, mean_std: MeanStd) -> Teacher | None:
+    """The teacher that the config names, if any. mean_std: what its images are normalised with. A collective."""
+    if config.distill.kind == "none":
+        return None
+
+    def read(path: Path) -> tuple[dict[str, Tensor], MeanStd | None]:
+        if not path.is_dir():
+            return read_weights(path), None
+        snapshot = find_checkpoint(path)[0]
+        pixels = snapshot.state["preprocessing"]
+        return snapshot.model, (pixels["mean"], pixels["std"])
+
+    sizes, form = sizes_px(config.augment), memory_format(config.train)
+    return build_teacher(config.distill.teacher, num_classes, group, read, mean_std, sizes, config.seed, form)
+
+
+def memory_format(train: TrainConfig) -> torch.memory_format:
+    return torch.channels_last if train.channels_last else torch.preserve_format
+
+
+def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: list[str]) -> nn.Module:
+    """The model on the CPU, with the weights that it starts from: drawn by key, published, or from a file."""
+    seed_generators(hash_key("init", seed))
+    built = build_model(model, num_classes)
+    if model.checkpoint is not None:
+        messages.append(load_weights(built, weights_in(Path(model.checkpoint)), num_classes))
+    return built
+
+
+def refuse_unfit_sizes(model: nn.Module, config: Config, num_classes: int) -> None:
+    """Raise ConfigError where the model can't take the config's images, or gives other outputs than one for each class.
+
+    One forward pass in evaluation mode for each size, of a single black image.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    training = [("augment.size_px", size_px) for size_px in sizes_px(config.augment)]
+    for key, size_px in (*training, ("eval.crop_px", config.eval.crop_px)):
+        try:
+            with torch.no_grad():
+                shape = tuple(model(torch.zeros(1, 3, size_px, size_px, device=device)).shape)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and out_of_memory(error) is not None:
+                raise
+            raise ConfigError([f"{key}: {config.model.name} can't take {size_px} px: {first_line(error)}"]) from error
+        if shape != (1, num_classes):
+            expected = (1, num_classes)
+            raise ConfigError([f"model.name: {config.model.name} gives {shape} for one image, not {expected}"])
+    model.train(was_training)
+
+
+def weights_in(path: Path) -> dict[str, Tensor]:
+    """The weights in a file, or in a checkpoint (or run folder) of ours, verified. Raises CheckpointError."""
+    return find_checkpoint(path)[0].model if path.is_dir() else read_weights(path)
+
+
+def on_main_first(group: Group, action: Callable[[], T]) -> T:
+    """Rank 0 does it (and may fail: a missing file, no network) before the others do, so that one error is shown."""
+    done: list[T] = []
+    on_main(group, lambda: done.append(action()))
+    return done[0] if done else action()
+
+
+def choose_mean_std(config: Config, model: nn.Module) -> tuple[list[float], list[float]]:
+    """The config's normalisation, else the model's own."""
+    own_mean, own_std = model_mean_std(model)
+    return list(config.data.mean or own_mean), list(config.data.std or own_std)
