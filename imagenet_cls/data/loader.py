@@ -7,8 +7,9 @@ are uint8 on the CPU (`device` takes them from there). Called by `engine`'s trai
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -223,6 +224,8 @@ def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
                 raise batch
             yield tuple(batch)  # pinning makes a list of it
     except (ConnectionError, EOFError) as error:  # the worker died while it handed over a batch
+        with suppress(RuntimeError):
+            time.sleep(1.0)  # torch's signal handler will raise as well, once, wherever we are then: let it be here
         raise _killed(f"{type(error).__name__}: {error}") from None
     except RuntimeError as error:
         raise worker_death(error) or error from None

@@ -192,14 +192,12 @@ loader = TrainLoader(source, transform, EpochSampler(40, 8, 0, 1, 0), 4, 0, num_
 epoch = loader.epoch(0)
 next(epoch)
 try:
-    try:
-        os.kill(int(Path(f"/proc/self/task/{os.getpid()}/children").read_text()), signal.SIGKILL)
-        list(epoch)
-    except ResourceError as error:
-        message = str(error)
-except RuntimeError as error:  # torch's signal handler was faster than the loader, or hardly slower
-    message = str(worker_death(error))
-print(message, flush=True)
+    os.kill(int(Path(f"/proc/self/task/{os.getpid()}/children").read_text()), signal.SIGKILL)
+    list(epoch)
+except ResourceError as error:
+    print(error, flush=True)
+except RuntimeError as error:  # torch's signal handler was faster than the loader
+    print(worker_death(error), flush=True)
 os._exit(7)
 """
 
