@@ -1,0 +1,294 @@
+"""Whole optimizer steps of three recipes, written out in plain tensors beside ours, in fp64.
+
+From bytes to weights: normalised pixels, mixing, loss, rate of the step, clipping inside the optimizer, weight decay.
+The networks are small; the settings are those of torchvision's ResNet-50, of ResNet-50 with RSB A2, and of DeiT-S.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import (
+    DistillConfig,
+    ErasingConfig,
+    LossConfig,
+    MixConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from imagenet_cls.data.device import Preprocess, TrainPreprocess
+from imagenet_cls.data.loader import TrainBatch
+from imagenet_cls.data.mixing import build_mixing
+from imagenet_cls.engine.sam import build_sam
+from imagenet_cls.engine.step import Updater
+from imagenet_cls.optim.build import build_optimizer
+from imagenet_cls.optim.distillation import build_criterion
+from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.losses import build_loss
+from imagenet_cls.optim.scaling import scaled_lr
+from imagenet_cls.optim.schedule import build_schedule
+from imagenet_cls.seeding import hash_key
+
+CLASSES, BATCH, SIDE, STEPS_PER_EPOCH, SEED = 10, 8, 16, 3, 5
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class Recipe:
+    """The sections of a config that decide about a step."""
+
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    train: TrainConfig
+    loss: LossConfig = field(default_factory=LossConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
+
+
+def torchvision_v1() -> Recipe:
+    config = load_config(Path(__file__).resolve().parents[2] / "configs" / "resnet50.yaml").config
+    return Recipe(config.optimizer, config.schedule, config.train, config.loss, config.mix)
+
+
+def rsb_a2() -> Recipe:
+    return Recipe(
+        OptimizerConfig(name="lamb", lr=5e-3, weight_decay=0.02, norm_weight_decay=0.0, bias_weight_decay=0.0),
+        ScheduleConfig(
+            warmup_epochs=5, warmup_start_lr=1e-4, warmup_prefix=False, by_epoch=True, kwargs={"min_lr": 1e-6}
+        ),
+        TrainConfig(epochs=300, global_batch_size=2048),
+        LossConfig(name="bce", kwargs={"target_threshold": 0.2}),
+        MixConfig(mixup_alpha=0.1, cutmix_alpha=1.0),
+    )
+
+
+def deit_s() -> Recipe:
+    spared = dict.fromkeys(("norm", "bias", "token", "scale"), 0.0)
+    return Recipe(
+        OptimizerConfig(
+            name="adamw",
+            lr=5e-4,
+            lr_base_batch=512,
+            weight_decay=0.05,
+            **{f"{kind}_weight_decay": decay for kind, decay in spared.items()},
+        ),
+        ScheduleConfig(
+            warmup_epochs=5, warmup_start_lr=1e-6, warmup_prefix=False, by_epoch=True, kwargs={"min_lr": 1e-5}
+        ),
+        TrainConfig(epochs=300, global_batch_size=1024),
+        LossConfig(label_smoothing=0.1),
+        MixConfig(mixup_alpha=0.8, cutmix_alpha=1.0),
+    )
+
+
+def roughened(model: nn.Module) -> nn.Module:
+    """In fp64, with no parameter at 0 or 1: biases and tokens that are near 0 would not show whether they decay."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * (0.5 if parameter.ndim == 1 else 0.2))
+    return model.double()
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    body = [nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, stride=2), nn.ReLU()]
+    return roughened(nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)))
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return roughened(VisionTransformer(SIDE, 8, embed_dim=12, depth=2, num_heads=2, num_classes=CLASSES))
+
+
+def batches(first_step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Two steps: the second one meets momenta."""
+    for step in (first_step, first_step + 1):
+        draws = torch.Generator().manual_seed(step)
+        images = torch.randint(0, 256, (BATCH, 3, SIDE, SIDE), generator=draws, dtype=torch.uint8)
+        yield step, images, torch.randint(0, CLASSES, (BATCH,), generator=draws)
+
+
+def ours(recipe: Recipe, model: nn.Module, first_step: int) -> Weights:
+    """The parts that `engine.build` makes, used as `engine.train` uses them."""
+    lr, _ = scaled_lr(recipe.optimizer, recipe.train.global_batch_size)
+    schedule = build_schedule(recipe.schedule, lr, STEPS_PER_EPOCH, recipe.train.epochs)
+    mixing = build_mixing(recipe.mix, CLASSES)
+    preprocess = Preprocess(MEAN, STD, torch.device("cpu"), recipe.train.channels_last)
+    prepare = TrainPreprocess(preprocess, ErasingConfig(), mixing, SEED, rank=0)
+    criterion = build_criterion(build_loss(recipe.loss, CLASSES), DistillConfig())
+    optimizer = build_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer))
+    sam = build_sam(recipe.train, model, optimizer)
+    updater = Updater(model, optimizer, recipe.train, torch.amp.GradScaler("cpu", enabled=False))
+    for step, images, targets in batches(first_step):
+        for point in sam.points(step, iter([TrainBatch(images, targets)])):
+            for micro, batch in enumerate(point):
+                pixels, mixed_targets = prepare(batch, step // STEPS_PER_EPOCH, step, micro)
+                pixels = pixels.double()
+                criterion(model(pixels), mixed_targets, pixels).backward()
+        updater.update(schedule(step), schedule.momentum(step))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+# What follows uses nothing of the package but the hash that a step's draws are made from.
+
+
+def written_out(
+    model: nn.Module,
+    first_step: int,
+    prepare: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    update: Callable[[Weights, Weights, dict[str, Weights], int], None],
+) -> Weights:
+    """update: changes weights, by name, from gradients and a memory of tensors by kind and name, in so many-th step."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    memory: dict[str, Weights] = {kind: {n: torch.zeros_like(w) for n, w in weights.items()} for kind in ("m", "v")}
+    for number, (step, images, targets) in enumerate(batches(first_step), start=1):
+        mean, std = (torch.tensor(x, dtype=torch.float64).view(1, 3, 1, 1) for x in (MEAN, STD))
+        pixels, probabilities = prepare((images.double() / 255 - mean) / std, targets, step)
+        value = loss(model(pixels), probabilities)
+        gradients = torch.autograd.grad(value, list(model.parameters()))
+        update(weights, dict(zip(weights, gradients, strict=True)), memory, number)
+    return weights
+
+
+def one_hot(targets: Tensor) -> Tensor:
+    return torch.eye(CLASSES, dtype=torch.float64)[targets]
+
+
+def mix(images: Tensor, targets: Tensor, step: int, mixup_alpha: float) -> tuple[Tensor, Tensor]:
+    """Mixup (Zhang et al. 2017) or cutmix with alpha 1 (Yun et al. 2019), of each image with its mirror in the batch.
+
+    The draws, in timm's order: whether to mix, which of both, its share, the rectangle's centre.
+    """
+    draws = np.random.RandomState(hash_key("mix", SEED, step, 0, 0) & 0xFFFFFFFF)
+    draws.rand()
+    cuts = draws.rand() < 0.5
+    share = draws.beta(1.0, 1.0) if cuts else draws.beta(mixup_alpha, mixup_alpha)
+    if cuts:
+        side = int(SIDE * math.sqrt(1 - share))
+        y, x = draws.randint(0, SIDE), draws.randint(0, SIDE)
+        top, left = max(y - side // 2, 0), max(x - side // 2, 0)
+        bottom, right = min(y + (side + 1) // 2, SIDE), min(x + (side + 1) // 2, SIDE)
+        mixed = images.clone()
+        mixed[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
+        share = 1 - (bottom - top) * (right - left) / SIDE**2
+    else:
+        mixed = share * images + (1 - share) * images.flip(0)
+    return mixed, share * one_hot(targets) + (1 - share) * one_hot(targets).flip(0)
+
+
+def cosine_rate(epoch: int, highest: float, start: float, lowest: float) -> float:
+    """timm's: a warm-up of 5 epochs over the beginning of a cosine of 300, by epoch."""
+    if epoch < 5:
+        return start + (highest - start) * epoch / 5
+    return lowest + (highest - lowest) * (1 + math.cos(math.pi * epoch / 300)) / 2
+
+
+def assert_close(found: Weights, expected: Weights, before: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+    moved = max(float((expected[name] - before[name]).abs().max()) for name in expected)
+    assert moved > 1e-4, moved  # else any two recipes would agree
+
+
+def snapshot(model: nn.Module) -> Weights:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("epoch", [0, 29, 30, 89])
+def test_torchvision_v1(epoch: int) -> None:
+    """SGD with momentum 0.9, cross-entropy, decay 1e-4 of every parameter, a tenth of the rate every 30 epochs."""
+    lr = 0.1 * 0.1 ** (epoch // 30)
+    model, reference = convolutions(), convolutions()
+    before = snapshot(model)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        log_p = logits - logits.exp().sum(1, keepdim=True).log()
+        return -(targets * log_p).sum(1).mean()
+
+    def update(weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+        for name, w in weights.items():
+            memory["m"][name] = 0.9 * memory["m"][name] + gradients[name] + 1e-4 * w
+            w.sub_(lr * memory["m"][name])
+
+    found = ours(torchvision_v1(), model, epoch * STEPS_PER_EPOCH)
+    expected = written_out(
+        reference, epoch * STEPS_PER_EPOCH, lambda images, targets, _: (images, one_hot(targets)), loss, update
+    )
+    assert_close(found, expected, before)
+
+
+@pytest.mark.parametrize("epoch", [1, 4, 5, 150])
+def test_rsb_a2(epoch: int) -> None:
+    """LAMB (You et al. 2020) on gradients of norm 1 at most, BCE with targets above 0.2 as 1, mixup 0.1 or cutmix."""
+    lr = cosine_rate(epoch, highest=5e-3, start=1e-4, lowest=1e-6)
+    model, reference = convolutions(), convolutions()
+    before = snapshot(model)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        p, hard = 1 / (1 + (-logits).exp()), (targets > 0.2).double()
+        return -(hard * p.log() + (1 - hard) * (1 - p).log()).mean()
+
+    def update(weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+        for name, w in weights.items():
+            g = gradients[name] / max(norm, 1.0)
+            memory["m"][name] = 0.9 * memory["m"][name] + 0.1 * g
+            memory["v"][name] = 0.999 * memory["v"][name] + 0.001 * g.square()
+            m, v = memory["m"][name] / (1 - 0.9**number), memory["v"][name] / (1 - 0.999**number)
+            direction = m / (v.sqrt() + 1e-6)
+            if w.ndim > 1:  # norms and biases have neither decay nor a trust ratio
+                direction = direction + 0.02 * w
+                direction = direction * w.norm() / direction.norm()
+            w.sub_(lr * direction)
+
+    found = ours(rsb_a2(), model, epoch * STEPS_PER_EPOCH)
+    expected = written_out(reference, epoch * STEPS_PER_EPOCH, partial(mix, mixup_alpha=0.1), loss, update)
+    assert_close(found, expected, before)
+
+
+@pytest.mark.parametrize("epoch", [1, 4, 5, 150])
+def test_deit_s(epoch: int) -> None:
+    """AdamW, 5e-4 for 512 images, smoothed and mixed targets, no decay on tokens and whatever has one dimension."""
+    lr = cosine_rate(epoch, highest=5e-4 * 1024 / 512, start=1e-6, lowest=1e-5)
+    model, reference = transformer(), transformer()
+    before = snapshot(model)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        log_p = logits - logits.exp().sum(1, keepdim=True).log()
+        return -((0.9 * targets + 0.1 / CLASSES) * log_p).sum(1).mean()
+
+    def update(weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+        for name, w in weights.items():
+            g = gradients[name]
+            memory["m"][name] = 0.9 * memory["m"][name] + 0.1 * g
+            memory["v"][name] = 0.999 * memory["v"][name] + 0.001 * g.square()
+            m, v = memory["m"][name] / (1 - 0.9**number), memory["v"][name] / (1 - 0.999**number)
+            if w.ndim > 1 and name not in ("cls_token", "pos_embed"):
+                w.mul_(1 - lr * 0.05)
+            w.sub_(lr * m / (v.sqrt() + 1e-8))
+
+    found = ours(deit_s(), model, epoch * STEPS_PER_EPOCH)
+    expected = written_out(reference, epoch * STEPS_PER_EPOCH, partial(mix, mixup_alpha=0.8), loss, update)
+    assert_close(found, expected, before)
+
+
+def test_the_draws_above_are_of_both_kinds() -> None:
+    """So that mixup and cutmix are both met in the steps that are compared."""
+    cuts = set()
+    for epoch in (1, 4, 5, 150):
+        for step in (epoch * STEPS_PER_EPOCH, epoch * STEPS_PER_EPOCH + 1):
+            draws = np.random.RandomState(hash_key("mix", SEED, step, 0, 0) & 0xFFFFFFFF)
+            cuts.add(draws.rand(2)[1] < 0.5)
+    assert cuts == {True, False}
