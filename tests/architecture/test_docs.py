@@ -10,6 +10,7 @@ import pytest
 from imagenet_cls import errors
 from imagenet_cls.cli import load_for_testing, load_for_training, predict_command, train_parser
 from imagenet_cls.cli import test_parser as evaluation_parser
+from imagenet_cls.compare.command import compare_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.printing import print_config_main
 from imagenet_cls.data.prepare import prepare_main
@@ -115,6 +116,7 @@ TOOLS = {
     "predict": lambda: predict_command(["--help"]),
     "print_config": lambda: print_config_main(["--help"]),
     "prepare_imagenet": lambda: prepare_main(["--help"]),
+    "compare_parallel": lambda: compare_command(["--help"]),
 }
 
 

@@ -19,7 +19,8 @@ ENGLISH, CHINESE = (ROOT / "docs" / name for name in ("parallel.md", "zh_CN/para
 LESSONS = ("test_lessons.py", "test_lessons_alone.py")
 each_page = pytest.mark.parametrize("page", [ENGLISH, CHINESE], ids=["en", "zh_CN"])
 
-COMMAND = re.compile(r"(?:tools|scripts)/\w+\.(?:py|sh) ")
+# What runs on ranks; other tools' commands are looked at by test_docs.py alone.
+COMMAND = re.compile(r"(?:tools/(?:train|test|check_dist)\.py|scripts/\w+\.sh) ")
 REFERENCE = re.compile(r"`(test_\w+\.py)::(test_\w+)`( †)?")
 
 
@@ -60,7 +61,7 @@ def _section(level: int, body: str) -> Section:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of every command that runs one of our entries, in blocks and in tables."""
+    """The words of every command that trains or evaluates, in blocks and in tables."""
     block_lines = "".join(re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S)).splitlines()
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
     return [shlex.split(line, comments=True) for line in [*block_lines, *inline] if COMMAND.search(line)]
