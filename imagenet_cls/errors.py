@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class UserError(Exception):
     """Base of all errors that a user can cause. `str(error)` is what the screen shows.
 
-    told_by_main: rank 0 raises the same error, so that the other ranks need not show it.
+    told_by_main: rank 0, or a rank before this one on its machine, raises the same error: this one need not show it.
     """
 
     exit_code = 2

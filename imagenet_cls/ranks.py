@@ -6,7 +6,6 @@ Called by `cli`; stands on the same level.
 
 import argparse
 import io
-import logging
 import os
 import re
 import sys
@@ -119,7 +118,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     from imagenet_cls.parallel.launch import die_with_launcher, write_error_file
 
     die_with_launcher()  # before torch is imported, which takes seconds
-    from imagenet_cls.parallel.group import leave, lost_a_peer
+    from imagenet_cls.parallel.group import leave, lost_a_peer, tell
 
     groups: list[Group] = []
     rank, launched, code, together = 0, False, 0, False
@@ -148,19 +147,24 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     except SystemExit as usage:
         code = usage.code if isinstance(usage.code, int) else 1
     except BaseException as error:
-        crash = lost_peer(error, rank) if lost_a_peer(error) else None
-        logging.getLogger("imagenet_cls").error("rank %d failed", rank, exc_info=error)
+        crash = lost_peer(error, rank, groups) if lost_a_peer(error) else None
         text = str(crash) if crash else "".join(traceback.format_exception(error))
         code = crash.exit_code if crash else 1
-        write_error_file(text, code)
-        if not launched:
-            print(text, file=sys.stderr, flush=True)
+        tell(text, code, launched, crash is not None and crash.told_by_main)
     leave(groups[0] if groups else None, code, together)
 
 
-def lost_peer(error: BaseException, rank: int) -> ResourceError:
-    """What a rank says that lost another one; after it gave the launcher time to end it unheard."""
-    time.sleep(_PATIENCE_SEC)
+def lost_peer(error: BaseException, rank: int, groups: "Sequence[Group]") -> ResourceError:
+    """What a rank says that lost another one; after it gave the launcher time to end it unheard.
+
+    The heartbeat knows who is gone, unless it is a rank that still lives and is late.
+    """
+    if groups and groups[0].heartbeat is not None:
+        named = groups[0].heartbeat.explain(_PATIENCE_SEC)
+        if named is not None:
+            return named
+    else:
+        time.sleep(_PATIENCE_SEC)
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return ResourceError(
         f"rank {rank} lost contact with another rank: {reason}\n"

@@ -1,17 +1,21 @@
 """The ranks of a run as one group: how they meet, what they share, how they end.
 
 Owns torch.distributed's process groups: the main one (nccl or gloo) for gradients, and a gloo side group on the CPU
-for control: stop requests, rank 0's verdicts, state. Refuses to know what is computed. Called by `engine` and `cli`.
+for control: stop requests, rank 0's verdicts, state. Starts the heartbeat that tells who is gone. Refuses to know what
+is computed. Called by `engine` and `cli`.
 """
 
 import contextlib
+import logging
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,14 +23,20 @@ import torch
 import torch.distributed as dist
 
 from imagenet_cls.errors import ResourceError, UsageError, UserError
-from imagenet_cls.parallel.place import Place, choose_interface, complete_master_address
+from imagenet_cls.parallel.heartbeat import Heartbeat
+from imagenet_cls.parallel.launch import write_error_file
+from imagenet_cls.parallel.place import Place, address_towards, choose_interface, complete_master_address
 
 T = TypeVar("T")
+
+# nccl's own watchdog aborts a process whose collective is late, and names nobody: the control group and the heartbeat,
+# which end a rank in order, shall be first.
+_NCCL_EXTRA = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
 class Group:
-    """One rank's view of all ranks. `control` is None where there is one rank only and nothing to talk to.
+    """One rank's view of all ranks. `control` and `heartbeat` are None where there is one rank only.
 
     meeting_file: where the ranks met in a file, that file.
     """
@@ -35,6 +45,7 @@ class Group:
     device: torch.device
     control: Any = None
     meeting_file: Path | None = None
+    heartbeat: Heartbeat | None = None
 
     @property
     def rank(self) -> int:
@@ -119,33 +130,30 @@ def start_group(
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return Group(place, device)
     complete_master_address(os.environ, place)
-    address = init_method
-    if init_method == "env://":
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise UsageError(
-                f"rank {place.rank} of {place.world_size} can't find the others: {' and '.join(missing)} not set.\n"
-                "Set both to the first machine's address and a free port of it, or start with scripts/dist_train.sh."
-            )
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = meeting_address(init_method, place)
     several_machines = place.local_world_size < place.world_size
-    if not init_method.startswith("file:"):
-        choose_interface(os.environ, re.sub(r"^tcp://", "", address).rpartition(":")[0].strip("[]"), several_machines)
-    elif not several_machines:
-        choose_interface(os.environ, "127.0.0.1", several_machines)
+    by_file = init_method.startswith("file:")
+    master = re.sub(r"^tcp://", "", address).rpartition(":")[0].strip("[]")
+    if by_file:  # which of several machines has rank 0 is not known
+        master = socket.gethostname() if several_machines else "127.0.0.1"
+    if not (by_file and several_machines):
+        choose_interface(os.environ, master, several_machines)
     timeout = timedelta(seconds=timeout_sec)
-    meeting_file = Path(init_method.removeprefix("file://")) if init_method.startswith("file:") else None
+    meeting_file = Path(init_method.removeprefix("file://")) if by_file else None
     if meeting_file is not None and place.is_main:
         refuse_old_file(meeting_file, timeout_sec)
+    heartbeat = Heartbeat(place.rank, address_towards(master), timeout_sec)
+    members: list[Any] = [None] * place.world_size
     try:
         dist.init_process_group(
-            backend, init_method=init_method, rank=place.rank, world_size=place.world_size, timeout=timeout,
+            backend, init_method=init_method, rank=place.rank, world_size=place.world_size,
+            timeout=timeout + (_NCCL_EXTRA if backend == "nccl" else timedelta()),
             device_id=device if backend == "nccl" else None,
         )  # fmt: skip
         # A group of its own also where gloo carries the gradients: two collectives in flight on one group must be
         # issued in the same order on every rank, and a stop request may come between any two.
         control: Any = dist.new_group(backend="gloo", timeout=timeout)
-        dist.barrier(group=control)
+        dist.all_gather_object(members, heartbeat.me, group=control)
     except (dist.DistError, RuntimeError, ValueError) as error:
         taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
         reason = "that port is taken by another program" if taken else str(error).strip().splitlines()[0][:200]
@@ -154,7 +162,21 @@ def start_group(
             f"{reason}\n"
             "Check that every rank was started, that all name the same address and port, and that the port is free."
         ) from error
-    return Group(place, device, control, meeting_file)
+    heartbeat.start(members, partial(give_up, place.launched))
+    return Group(place, device, control, meeting_file, heartbeat)
+
+
+def meeting_address(init_method: str, place: Place) -> str:
+    """Where the ranks meet: what the environment says, or `init_method` itself. Raises UsageError."""
+    if init_method != "env://":
+        return init_method
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"rank {place.rank} of {place.world_size} can't find the others: {' and '.join(missing)} not set.\n"
+            "Set both to the first machine's address and a free port of it, or start with scripts/dist_train.sh."
+        )
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def refuse_old_file(path: Path, timeout_sec: float) -> None:
@@ -200,6 +222,29 @@ def told_by_main(error: UserError, group: Group) -> UserError:
     return error
 
 
+def tell(text: str, code: int, launched: bool, told_by_another: bool = False) -> None:
+    """A rank's last words: into its log, and to our launching process, which shows those of the first, or the screen.
+
+    told_by_another: another rank of this machine says the same; a foreign launcher may end it once this one has gone.
+    """
+    log = logging.getLogger("imagenet_cls")
+    if log.hasHandlers():  # without any, Python would print it
+        log.error("this rank ends with exit code %d: %s", code, text)
+    write_error_file(text, code)
+    if launched:
+        return
+    if told_by_another:
+        time.sleep(1.0)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def give_up(launched: bool, reason: ResourceError) -> None:
+    """End this process for a rank that is gone, whatever the main thread waits for. Never returns."""
+    tell(str(reason), reason.exit_code, launched, reason.told_by_main)
+    leave(None, reason.exit_code, together=False)
+
+
 def leave(group: Group | None, code: int, together: bool) -> None:
     """End this rank's process with an exit code. Never returns.
 
@@ -209,12 +254,17 @@ def leave(group: Group | None, code: int, together: bool) -> None:
     A rank that falls off the end of its script while gloo's threads still run aborts with exit code 134 now and then.
     So take the groups down, flush, and skip the interpreter's own clean-up.
     """
+    heartbeat = None if group is None else group.heartbeat
     if group is not None and group.control is not None and together:
+        if heartbeat is not None:
+            heartbeat.stop_judging()
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=group.control)
             dist.destroy_process_group()
         if group.meeting_file is not None and group.is_main:
             group.meeting_file.unlink(missing_ok=True)
+    if heartbeat is not None:
+        heartbeat.close(failed=not together)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

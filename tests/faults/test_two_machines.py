@@ -1,0 +1,164 @@
+"""Two machines: network namespaces, each with an address and a host name of its own, joined by one cable.
+
+The host names resolve nowhere, so the ranks meet only where the right interface is found.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from bed import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
+
+STEPS = 22
+TIMEOUT_SEC = 10.0
+IP = shutil.which("ip") or "/usr/sbin/ip"
+NAMED = ["host tests-a (10.9.1.2; rank 0)", "host tests-b (10.9.1.3; rank 1)"]
+
+
+def ip(*words: str) -> None:
+    subprocess.run([IP, *words], check=True, capture_output=True, text=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    namespace: str
+    host: str
+    address: str
+
+    def plug(self, state: str) -> None:
+        """The cable's end at this machine: `down` or `up`."""
+        ip("-n", self.namespace, "link", "set", "cable", state)
+
+    def start(self, command: list[str], **env: str) -> subprocess.Popen[str]:
+        named = f'echo {self.host} > /proc/sys/kernel/hostname; exec "$@"'
+        words = [IP, "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh", *command]
+        return subprocess.Popen(
+            words, env=environment(**env), cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def clear(self) -> None:
+        """End every process that runs on this machine."""
+        found = subprocess.run([IP, "netns", "pids", self.namespace], check=True, capture_output=True, text=True)
+        for pid in map(int, found.stdout.split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Machine]]:
+    two = [Machine(f"tests-{os.getpid()}-{name}", f"tests-{name}", f"10.9.1.{n}") for n, name in ((2, "a"), (3, "b"))]
+    try:
+        try:
+            for machine in two:
+                ip("netns", "add", machine.namespace)
+            names = [machine.namespace for machine in two]
+            ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
+            for machine in two:
+                ip("-n", machine.namespace, "address", "add", f"{machine.address}/24", "dev", "cable")
+                ip("-n", machine.namespace, "link", "set", "lo", "up")
+                machine.plug("up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"needs network namespaces (root, iproute2): {getattr(error, 'stderr', '') or error}")
+        yield two
+    finally:
+        for machine in two:
+            with suppress(OSError, subprocess.CalledProcessError):
+                machine.clear()
+                ip("netns", "delete", machine.namespace)
+
+
+@contextmanager
+def started(
+    machines: list[Machine], digits: Path, folders: list[Path], *more: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """`dist_train.sh` on both machines, one rank on each, each with a run folder of its own."""
+    processes = []
+    try:
+        for number, (machine, folder) in enumerate(zip(machines, folders, strict=True)):
+            config, *rest = arguments(
+                digits, folder, "noisy", model__kwargs__pause_sec=0.1, ema__decay=0.9, checkpoint__every_steps=4,
+                parallel__timeout_sec=TIMEOUT_SEC,
+            )  # fmt: skip
+            env = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": machines[0].address, "MASTER_PORT": "29500"}
+            processes.append(machine.start(["bash", DIST_TRAIN, config, "1", *rest, *more], **env))
+        yield processes
+    finally:
+        for machine in machines:
+            machine.clear()
+        for process in processes:
+            process.communicate()
+
+
+def ends(processes: list[subprocess.Popen[str]], within_sec: float) -> list[tuple[int, str, str]]:
+    """(exit code, output, errors) of each process. Those that have not ended by then are killed."""
+    watchdog = threading.Timer(within_sec, lambda: [process.kill() for process in processes])
+    watchdog.start()
+    try:
+        found = [process.communicate() for process in processes]
+    finally:
+        watchdog.cancel()
+    return [(process.returncode, *texts) for process, texts in zip(processes, found, strict=True)]
+
+
+def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
+    wait_for(
+        lambda: steps_done(folder) >= step or any(process.poll() is not None for process in processes), f"step {step}"
+    )
+    assert all(process.poll() is None for process in processes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(machines: list[Machine], digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("undisturbed")
+    folders = [root / "a", root / "b"]
+    with started(machines, digits, folders) as processes:
+        for code, _, errors in ends(processes, 120):
+            assert code == 0, errors
+    return folders
+
+
+def test_they_train_together_and_only_the_first_one_saves(undisturbed: list[Path]) -> None:
+    assert len(losses(undisturbed[0])) == STEPS
+    assert (undisturbed[0] / "checkpoints" / f"step-{STEPS:07d}").is_dir()
+    assert [path.name for path in undisturbed[1].iterdir()] == ["logs"]
+
+
+def test_a_cut_cable_ends_both_by_name_and_the_run_goes_on(
+    undisturbed: list[Path], machines: list[Machine], digits: Path, tmp_path: Path
+) -> None:
+    """What goes on goes on even while the cable is out for less than the timeout."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with started(machines, digits, folders) as processes:
+        wait_for_step(folders[0], 6, processes)
+        machines[0].plug("down")
+        cut_at = time.monotonic()
+        try:
+            told = ends(processes, TIMEOUT_SEC + 10)
+        finally:
+            machines[0].plug("up")
+        print(f"both ended {time.monotonic() - cut_at:.1f} s after the cut", *told, sep="\n")
+    for (code, _, errors), other in zip(told, reversed(NAMED), strict=True):
+        assert code == 5, errors
+        assert f"lost contact with {other}: nothing heard for " in errors
+        assert "--resume" in errors and len(errors.splitlines()) <= 3
+    assert steps_done(folders[0]) < STEPS
+
+    with started(machines, digits, folders, "--resume") as processes:
+        wait_for_step(folders[0], 12, processes)
+        machines[1].plug("down")
+        time.sleep(TIMEOUT_SEC / 4)
+        machines[1].plug("up")
+        for code, _, errors in ends(processes, 120):
+            assert (code, errors) == (0, "")
+    assert re.search(r"resumed from .* at step [48]\b", (folders[0] / "metrics.jsonl").read_text())
+    assert losses(folders[0]) == losses(undisturbed[0])
+    assert state_digest(folders[0]) == state_digest(undisturbed[0])
