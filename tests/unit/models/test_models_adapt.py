@@ -1,0 +1,192 @@
+"""Split BatchNorm is BatchNorm for each split; activations computed anew change nothing but the memory."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from imagenet_cls.config.schema import ModelConfig
+from imagenet_cls.errors import ConfigError
+from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
+from imagenet_cls.models.check import check_model
+from imagenet_cls.models.weights import load_weights
+
+SPLIT = ModelConfig(split_bn=True)
+
+
+def images_of(step: int, count: int = 6) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+
+
+def with_history(model: nn.Module) -> nn.Module:
+    """BatchNorm that has seen something, so that its statistics tell a copy from a fresh layer."""
+    with torch.no_grad():
+        for step in range(3):
+            model.train()(images_of(step) * 2 + 1)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------ split BatchNorm
+
+
+def test_each_split_has_a_batch_norm_of_its_own() -> None:
+    """Against three BatchNorm layers by hand: outputs and statistics; evaluation is the first one's."""
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(3)
+    layer(torch.randn(8, 3, 4, 4) * 2 + 1)
+    own = [copy.deepcopy(layer) for _ in range(3)]
+    split = split_batch_norm(nn.Sequential(layer), SPLIT, 3)
+    images = torch.randn(6, 3, 4, 4)
+    expected = torch.cat([norm(part) for norm, part in zip(own, images.split(2), strict=True)])
+    torch.testing.assert_close(split.train()(images), expected, rtol=0, atol=0)
+    state = split.state_dict()
+    for prefix, norm in zip(("0.", "0.aux_bn.0.", "0.aux_bn.1."), own, strict=True):
+        assert all(torch.equal(state[prefix + name], value) for name, value in norm.state_dict().items())
+    assert torch.equal(split.eval()(images), own[0].eval()(images))
+
+
+def test_a_model_with_splits_and_back() -> None:
+    """timm's model keeps its function in evaluation; its weights load into a plain one, which leaves the others out."""
+    torch.manual_seed(0)
+    plain = with_history(timm.create_model("test_efficientnet", num_classes=5))  # BatchNorm with activation
+    expected = plain.eval()(images_of(9))
+    split = split_batch_norm(copy.deepcopy(plain), SPLIT, 3)
+    assert split_batch_norm(plain, ModelConfig(), 3) is plain
+    torch.testing.assert_close(split.eval()(images_of(9)), expected, rtol=0, atol=0)
+    split.train()(images_of(8))
+    state = split.state_dict()
+    assert any(".aux_bn.1." in name for name in state)
+    again = timm.create_model("test_efficientnet", num_classes=5)
+    assert load_weights(again, state, 5) == f"loaded {len(plain.state_dict())} tensors"
+    torch.testing.assert_close(again.eval()(images_of(9)), split.eval()(images_of(9)), rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------- gradient checkpoints
+
+
+def trained(model: nn.Module, autocast: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of four steps with accumulation, and the state at the end. Dropout draws by key, as in the loop."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    losses = []
+    for step in range(4):
+        for micro in range(2):
+            torch.manual_seed(10 * step + micro)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model.train()(images_of(10 * step + micro)).square().mean() / 2
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What a forward pass keeps for backward, parameters aside."""
+    parameters = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.train()(images_of(0))
+    assert output.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "test_convnext", "test_vit"])
+def test_same_losses_and_the_same_state_with_less_kept(name: str, autocast: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        size = {"img_size": 32} if "vit" in name else {}
+        return timm.create_model(name, num_classes=5, drop_rate=0.2, drop_path_rate=0.2, **size)
+
+    plain, checkpointed = make(), make()
+    checkpoint_activations(checkpointed)
+    assert saved_bytes(checkpointed) < 0.8 * saved_bytes(plain)
+    losses, state = trained(make(), autocast)
+    again = make()
+    checkpoint_activations(again)
+    assert trained(again, autocast)[0] == losses and len(set(losses)) == len(losses)
+    for key, value in again.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+class Own(nn.Module):
+    """A model of one's own with the method that timm's have."""
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum))
+        self.head = nn.Linear(4, 5)
+        self.grad_checkpointing = False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = checkpoint(self.body, images, use_reentrant=False) if self.grad_checkpointing else self.body(images)
+        return self.head(features.mean((2, 3)))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_counts_images_once(momentum: float | None) -> None:
+    """Bare torch counts them twice."""
+
+    def statistics(prepare: Callable[[nn.Module], object]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Own(momentum)
+        prepare(model)
+        trained(model)
+        return {name: value for name, value in model.body[1].state_dict().items() if name not in ("weight", "bias")}
+
+    plain = statistics(lambda model: None)
+    ours = statistics(checkpoint_activations)
+    bare = statistics(lambda model: model.set_grad_checkpointing())
+    assert all(torch.equal(ours[name], plain[name]) for name in plain) and plain["num_batches_tracked"] == 8
+    assert bare["num_batches_tracked"] == 16
+    assert momentum is None or not torch.equal(bare["running_mean"], plain["running_mean"])
+
+
+def test_statistics_are_put_back_where_recomputing_ends_early() -> None:
+    """torch ends it by an exception, here within BatchNorm, the last layer that backward needs anything of."""
+    model = Own()
+    checkpoint_activations(model)
+    buffers = [id(buffer) for buffer in model.buffers()]
+    for step in range(2):
+        model.train()(images_of(step)).square().mean().backward()
+        assert [id(buffer) for buffer in model.buffers()] == buffers
+
+
+def test_a_compiled_model_too() -> None:
+    """The compiler recomputes by itself, and counts once."""
+    torch.manual_seed(0)
+    model = Own()
+    reference = copy.deepcopy(model)
+    checkpoint_activations(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    losses, state = trained(model)
+    expected, expected_state = trained(reference)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert all(torch.allclose(state[key], expected_state[key], rtol=1e-5, atol=1e-6) for key in state)
+
+
+@pytest.mark.parametrize("name", ["torchvision:resnet18", "vgg11", "hrnet_w18_small"])
+def test_models_that_cannot_are_told(name: str) -> None:
+    assert check_model(ModelConfig(name=name)) == []
+    (problem,) = check_model(ModelConfig(name=name), grad_checkpointing=True)
+    assert problem.key == "train.grad_checkpointing" and "train.micro_batch_size" in problem.message
+
+
+def test_own_models_that_cannot_are_told_when_they_are_built() -> None:
+    with pytest.raises(ConfigError, match=r"train\.grad_checkpointing: Sequential can't compute activations anew"):
+        checkpoint_activations(nn.Sequential(nn.Linear(3, 3)))
+    assert check_model(ModelConfig(name="resnet18"), grad_checkpointing=True) == []
