@@ -58,7 +58,7 @@ def check_mixing(mix: MixConfig, loader_batch: int, global_batch: int | None = N
     """Whether micro-batches can be mixed.
 
     loader_batch: images of a rank at once, that is, of a micro-batch. global_batch: of a whole step, to name the
-    nearest ones that would do; None leaves them out.
+    nearest ones of as many micro-batches; None leaves them out.
     """
     if not mixes(mix) or loader_batch % 2 == 0:
         return []
@@ -66,6 +66,6 @@ def check_mixing(mix: MixConfig, loader_batch: int, global_batch: int | None = N
     if global_batch is not None:
         micro_batches = global_batch // loader_batch
         nearest = [size * micro_batches for size in (loader_batch - 1, loader_batch + 1) if size > 0]
-        remedy = f"nearest that do: {' or '.join(map(str, nearest))}, or {remedy}"
+        remedy = f"with as many of them, {' or '.join(map(str, nearest))} would do; or {remedy}"
     makes = f"makes micro-batches of {loader_batch}, and mix joins images in pairs: it needs an even number; {remedy}"
     return [Problem("train.global_batch_size", makes)]

@@ -105,9 +105,10 @@ class FocalLoss(nn.Module):
 class JensenShannonLoss(nn.Module):
     """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all views of an image.
 
-    Hendrycks et al., "AugMix", 2020, section 3. All images' first views come first, then all second ones, and so on.
-    The numbers are timm's JsdCrossEntropy, whose clamp of the mean (from the authors' script) is kept; but the views'
-    logarithms are taken of logits: timm takes them of probabilities, and where one is 0 its gradients are NaN.
+    Hendrycks et al., "AugMix", 2020, section 3. All images' first views come first, then all second ones, and so on;
+    targets are those of the first views, (images,), or the same repeated for the others. The numbers are timm's
+    JsdCrossEntropy, whose clamp of the mean (from the authors' script) is kept; but the views' logarithms are taken of
+    logits: timm takes them of probabilities, and where one is 0 its gradients are NaN.
     """
 
     def __init__(self, setting: Setting, alpha: float):

@@ -63,5 +63,5 @@ def test_micro_batches_of_an_odd_number_are_refused() -> None:
     assert problem.key == "train.global_batch_size"
     assert "micro-batches of 7" in problem.message and "24 or 32" in problem.message
     assert "train.micro_batch_size" in problem.message
-    assert "nearest that do: 4, or" in check_mixing(on, 1, global_batch=2)[0].message
+    assert "with as many of them, 4 would do" in check_mixing(on, 1, global_batch=2)[0].message
     assert check_mixing(MixConfig(cutmix_minmax=[0.2, 0.8]), 7) != []
