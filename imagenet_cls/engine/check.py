@@ -28,7 +28,8 @@ def check(config: Config, world_size: int | None, training: bool = True) -> list
             import_from_here(name)
         except LookupError as error:
             return [Problem("imports", str(error))]
-    problems = check_model(config.model) + check_data(config.data) + check_policy(config.augment)
+    problems = check_model(config.model, training and config.train.grad_checkpointing)
+    problems += check_data(config.data) + check_policy(config.augment)
     problems += check_loss(config.loss) + check_distillation(config.distill)
     problems += check_optimizer(config.optimizer) + check_schedule(config.schedule, config.train.epochs)
     if world_size is not None:

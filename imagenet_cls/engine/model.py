@@ -19,7 +19,8 @@ from imagenet_cls.engine.resources import out_of_memory
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
 from imagenet_cls.models.build import build_model, first_line, model_mean_std
-from imagenet_cls.models.freeze import freeze
+from imagenet_cls.models.freeze import freeze, set_training
+from imagenet_cls.models.resize import size_remedy
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weights import load_weights, read_weights
 from imagenet_cls.parallel.group import Group, on_main
@@ -48,6 +49,7 @@ def prepared_model(config: Config, num_classes: int, group: Group, messages: lis
         model = synchronize_batch_norm(model, group)
     if config.train.grad_checkpointing:
         checkpoint_activations(model)
+    set_training(model, config.model)  # the modes tell what else is built which BatchNorm layers stand still
     return model
 
 
@@ -96,7 +98,8 @@ def refuse_unfit_sizes(model: nn.Module, config: Config, num_classes: int) -> No
         except (AssertionError, RuntimeError, ValueError) as error:
             if isinstance(error, RuntimeError) and out_of_memory(error) is not None:
                 raise
-            raise ConfigError([f"{key}: {config.model.name} can't take {size_px} px: {first_line(error)}"]) from error
+            text = f"{config.model.name} can't take {size_px} px: {first_line(error)}{size_remedy(model, size_px)}"
+            raise ConfigError([f"{key}: {text}"]) from error
         if shape != (1, num_classes):
             expected = (1, num_classes)
             raise ConfigError([f"model.name: {config.model.name} gives {shape} for one image, not {expected}"])
