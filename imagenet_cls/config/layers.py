@@ -18,7 +18,7 @@ import yaml
 from imagenet_cls.config import keys, reader
 from imagenet_cls.config.origin import Origin, format_line, show, shown_path
 from imagenet_cls.config.reader import UnreadableError
-from imagenet_cls.config.schema import COMPONENT_DEFAULTS
+from imagenet_cls.config.schema import COMPONENT_DEFAULTS, KWARGS_OF
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import did_you_mean
 
@@ -269,6 +269,8 @@ def merge(layers: Iterable[Layer]) -> Merged:
     for layer in layers:
         for section in keys.components():
             _reset_if_renamed(merged, layer, section)
+        for name, kwargs in KWARGS_OF.items():
+            _forget_kwargs_if_renamed(merged, layer, tuple(name.split(".")), tuple(kwargs.split(".")))
         for path, entry in layer.entries.items():
             _put(merged.entries, path, entry)
         merged.sections.update(layer.sections)
@@ -286,6 +288,14 @@ def _reset_if_renamed(merged: Merged, layer: Layer, section: str) -> None:
     kept = {other: entry for other, entry in merged.entries.items() if other[0] != section}
     merged.entries = {**kept, **_component_entries(section, new.value)}
     merged.resets[section] = (str(before), str(new.value))
+
+
+def _forget_kwargs_if_renamed(merged: Merged, layer: Layer, name: keys.KeyPath, kwargs: keys.KeyPath) -> None:
+    new = layer.entries.get(name)
+    if new is not None and new.value != merged.entries[name].value:
+        for path in [path for path in merged.entries if path[: len(kwargs)] == kwargs]:
+            del merged.entries[path]
+        merged.entries[kwargs] = Entry(keys.default_of(kwargs), DEFAULT)
 
 
 def _put(entries: dict[keys.KeyPath, Entry], path: keys.KeyPath, entry: Entry) -> None:

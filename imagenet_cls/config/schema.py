@@ -146,7 +146,8 @@ class AugmentConfig:
     # torchvision's: `torchvision:rand_augment`, `torchvision:trivial_augment_wide`, `torchvision:auto_augment`,
     # `torchvision:aug_mix`. Or `my_module:my_factory`. null: none.
     policy: str | None = None
-    # Further arguments of torchvision's policy or an own one, such as `{num_ops: 2, magnitude: 9}`.
+    # Further arguments of torchvision's policy or an own one, such as `{num_ops: 2, magnitude: 9}`. A layer that changes
+    # the policy starts them anew.
     policy_kwargs: Kwargs = field(default_factory=dict)
     # Random changes of brightness, contrast, saturation and hue.
     color_jitter: ColorJitterConfig = field(default_factory=ColorJitterConfig)
@@ -442,6 +443,12 @@ class Config:
     # `auto` (a GPU where there is one, else the CPU), `cpu`, `cuda`, or `cuda:1` for a certain one.
     device: str = "auto"
 
+
+# Arguments of what a name names: a layer that writes another name forgets them, where the section as a whole stays.
+KWARGS_OF: dict[str, str] = {
+    "augment.policy": "augment.policy_kwargs",
+    "distill.teacher.name": "distill.teacher.kwargs",
+}
 
 # What a component's section falls back to when its name is changed, where that differs from the defaults above.
 COMPONENT_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {

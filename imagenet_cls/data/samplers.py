@@ -83,8 +83,18 @@ class EpochSampler(DistributedSampler[SampleKey]):
 
 
 def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> int:
-    """Samples of an epoch, repeated ones included: as many as there are images, cut to a multiple where asked for."""
-    return num_images if repeats_multiple is None else num_images // repeats_multiple * repeats_multiple
+    """Samples of an epoch, repeated ones included: as many as there are images, cut to a multiple where asked for.
+
+    Raises DataError where nothing is left.
+    """
+    if repeats_multiple is None:
+        return num_images
+    if num_images < repeats_multiple:
+        raise DataError(
+            f"{num_images} training images, cut to a multiple of {repeats_multiple}, leave none\n"
+            "set data.repeats_multiple to null"
+        )
+    return num_images // repeats_multiple * repeats_multiple
 
 
 def check_repeats(repeats_multiple: int | None, world_size: int) -> Problem | None:

@@ -100,6 +100,23 @@ def test_naming_the_same_component_again_keeps_what_bases_say() -> None:
     assert (config.optimizer.lr, config.optimizer.kwargs) == (0.1, {"momentum": 0.9, "nesterov": True})
 
 
+def test_another_policy_or_teacher_forgets_the_arguments_of_the_one_before() -> None:
+    write(
+        "base.yaml",
+        LR
+        + "augment: {size_px: 96, policy: torchvision:rand_augment, policy_kwargs: {magnitude: 7, fill: [1, 2, 3]}}\n"
+        + "distill: {teacher: {name: my:teacher, kwargs: {depth: 3}}, kind: soft}\n",
+    )
+    kept = load("_base_: base.yaml\naugment: {policy: torchvision:rand_augment, policy_kwargs: {num_ops: 1}}\n").config
+    assert kept.augment.policy_kwargs == {"magnitude": 7, "fill": [1, 2, 3], "num_ops": 1}
+    assert kept.distill.teacher.kwargs == {"depth": 3}
+    none = load("_base_: base.yaml\n", "augment.policy=null", "distill.teacher.name=my:other").config
+    assert (none.augment.policy_kwargs, none.augment.size_px) == ({}, 96)
+    assert (none.distill.teacher.kwargs, none.distill.kind) == ({}, "soft")
+    other = load("_base_: base.yaml\naugment: {policy: torchvision:aug_mix, policy_kwargs: {severity: 2}}\n").config
+    assert other.augment.policy_kwargs == {"severity": 2}
+
+
 def test_changing_the_data_resets_its_root() -> None:
     assert load(LR + "data: {root: /elsewhere}\n", "data.name=digits", "data.val=v").config.data.root == "data/imagenet"
 
