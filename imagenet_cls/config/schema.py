@@ -146,8 +146,8 @@ class AugmentConfig:
     # torchvision's: `torchvision:rand_augment`, `torchvision:trivial_augment_wide`, `torchvision:auto_augment`,
     # `torchvision:aug_mix`. Or `my_module:my_factory`. null: none.
     policy: str | None = None
-    # Further arguments of torchvision's policy or an own one, such as `{num_ops: 2, magnitude: 9}`. A layer that changes
-    # the policy starts them anew.
+    # Further arguments of torchvision's policy or an own one, such as `{num_ops: 2, magnitude: 9}`. A layer that
+    # changes the policy starts them anew.
     policy_kwargs: Kwargs = field(default_factory=dict)
     # Random changes of brightness, contrast, saturation and hue.
     color_jitter: ColorJitterConfig = field(default_factory=ColorJitterConfig)
@@ -368,8 +368,8 @@ class ParallelConfig:
     mode: Literal["auto", "none", "ddp", "dp"] = "auto"
     # Transport between ranks. auto: nccl on GPUs, gloo on CPUs. mpi: for a torch that was built with MPI, under mpirun.
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    # For mode dp: the GPUs that take part, numbered as CUDA_VISIBLE_DEVICES orders them; the first one holds the
-    # parameters. null: all that are visible.
+    # The GPUs that take part, numbered as CUDA_VISIBLE_DEVICES orders them. Under dp the first one holds the parameters;
+    # of several ranks each takes the one at its local rank's place. null: all that are visible, in order.
     device_ids: list[int] | None = None
     # For mode dp: the GPU where the logits are joined and the loss is computed. null: the first of device_ids.
     output_device: int | None = None
