@@ -172,8 +172,8 @@ def test_half_precision_and_outputs_beyond_all_sense(name: str, dtype: torch.dty
     """Computed in float32, and finite where a class has all the probability, or none."""
     loss, targets = EVERY_LOSS[name]
     close(loss(LOGITS.to(dtype), targets), loss(LOGITS.to(dtype).float(), targets))
-    for scale in (0.0, 1e3, 1e4):
-        extreme = (LOGITS.sign() * scale).to(dtype)
+    for scale in (0.0, 1e3, 5e3):
+        extreme = (LOGITS * scale).to(dtype)
         assert loss(extreme, targets).dtype == torch.float32
         assert loss(extreme, targets).isfinite()
         assert gradient(loss, extreme, targets).isfinite().all()
@@ -181,7 +181,7 @@ def test_half_precision_and_outputs_beyond_all_sense(name: str, dtype: torch.dty
 
 def test_jensen_shannon_and_distillation_of_outputs_beyond_all_sense() -> None:
     for dtype in (torch.float16, torch.bfloat16):
-        extreme = (LOGITS.sign() * 1e4).to(dtype)
+        extreme = (LOGITS * 5e3).to(dtype)
         assert gradient(loss_of("jsd", splits=3), extreme, HARD).isfinite().all()
         for kind in ("soft", "hard"):
             loss = distillation_loss(DistillConfig(kind, 0.5, 0.5), loss_of("cross_entropy"))
