@@ -1,12 +1,12 @@
-"""Pictures: the curves of a run as PNG files, and a batch of images with their labels.
+"""Pictures: the curves of a run, past or to come, as PNG files, and a batch of images with their labels.
 
 Owns how they look. Draws with matplotlib's objects and its Agg canvas, never with pyplot, whose figures and back end
 are global and may want a display. Imports matplotlib inside the functions, since it takes half a second. Called by
-`reporter` at the end of a run, and by `tensorboard`.
+`reporter` at the end of a run, by `tensorboard`, and by `schedule_plot`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,30 @@ def plot_run(metrics: Sequence[Record], folder: Path) -> list[Path]:
             _plot(folder / "top1.png", "top-1 on validation images (%)", lambda axes: _draw_top1(axes, evaluations))
         )
     return paths
+
+
+def plot_course(path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]) -> None:
+    """Draw what a run will go through: a panel for each quantity, one above the other, over the epochs.
+
+    panels: values at `epochs`, by the label of their axis; at least one. An existing file is replaced. Raises OSError
+    where the file system refuses.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1 + 2.2 * len(panels)), dpi=120, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes_of_panels = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, values) in zip(axes_of_panels, panels.items(), strict=True):
+        axes.plot(epochs, values)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if min(values) == max(values):  # else matplotlib zooms in on nothing
+            axes.set_ylim(0, 1.25 * max(values) or 1.0)
+    axes_of_panels[0].set_title(title, parse_math=False)
+    axes_of_panels[-1].set_xlabel("epoch")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.print_png(str(path))
 
 
 def draw_batch(images: np.ndarray, labels: Sequence[str], columns: int = 8) -> np.ndarray:

@@ -2,7 +2,7 @@
 
     tools -> cli -> ranks -> engine -> {data, models, optim, report} -> {config, parallel, seeding} -> lookup -> errors
 
-`compare` stands beside `cli`.
+`compare` and `schedule_plot` stand beside `cli`.
 
 A module may import its own part and the parts right of it. Parts in braces don't know each other. `config` never
 reaches torch.
@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "imagenet_cls"
 LEVELS = [
     {"tools"},
-    {"cli", "compare"},
+    {"cli", "compare", "schedule_plot"},
     {"ranks"},
     {"engine"},
     {"data", "models", "optim", "report"},

@@ -14,6 +14,7 @@ from imagenet_cls.compare.command import compare_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.printing import print_config_main
 from imagenet_cls.data.prepare import prepare_main
+from imagenet_cls.schedule_plot import plot_schedule_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -117,6 +118,7 @@ TOOLS = {
     "print_config": lambda: print_config_main(["--help"]),
     "prepare_imagenet": lambda: prepare_main(["--help"]),
     "compare_parallel": lambda: compare_command(["--help"]),
+    "plot_schedule": lambda: plot_schedule_command(["--help"]),
 }
 
 

@@ -1,0 +1,140 @@
+"""`tools/plot_schedule.py`: how learning rate, momentum and training resolution will go, before anything is trained.
+
+Owns the command, and what it prints; the drawing is `report.plots`. Needs no data: the number of images is told.
+Refuses a config that `tools/train.py` would refuse. Stands on the level of `cli`.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import Config
+from imagenet_cls.errors import UsageError
+from imagenet_cls.ranks import check_names, positive
+
+if TYPE_CHECKING:
+    from imagenet_cls.engine.plan import Plan
+
+IMAGENET_IMAGES = 1_281_167
+# Of a longer run, evenly spaced steps are looked at.
+_MOST_STEPS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run will go through, one value for each of `steps`. momentum: None for an optimizer that has none."""
+
+    plan: "Plan"
+    scaling: str | None
+    steps: Sequence[int]
+    lr: Sequence[float]
+    momentum: Sequence[float] | None
+    size_px: Sequence[int]
+
+
+def plot_schedule_command(argv: Sequence[str]) -> None:
+    """The tool. Raises UserError: what a config does not allow, too few images, a file that can't be written."""
+    parser = argparse.ArgumentParser(
+        prog="plot_schedule.py",
+        usage="plot_schedule.py CONFIG [key=value ...] [--out FILE.png] [--images N]",
+        description="Draw learning rate, momentum and training resolution over a run, before any training.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=0.2")
+    parser.add_argument("--out", metavar="FILE.png", help="default: work_dirs/<config name>_schedule.png")
+    parser.add_argument(
+        "--images",
+        type=positive,
+        default=IMAGENET_IMAGES,
+        metavar="N",
+        help="in the training set (ImageNet's: 1281167)",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    arguments = parser.parse_intermixed_args(argv)
+    loaded = load_config(arguments.config, arguments.overrides)
+    path = Path(arguments.out or f"work_dirs/{loaded.name}_schedule.png")
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"--out {path}: the drawing is a PNG file.\nName it *.png.")
+    check_names(loaded, None)
+    from imagenet_cls.report.plots import plot_course
+
+    course = foresee(loaded.config, arguments.images)
+    epochs = [step / course.plan.steps_per_epoch for step in course.steps]
+    panels = {"learning rate": course.lr, "momentum": course.momentum, "resolution (px)": course.size_px}
+    try:
+        plot_course(path, loaded.name, epochs, {label: values for label, values in panels.items() if values})
+    except OSError as error:
+        raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
+    for line in summary(course, arguments.images):
+        print(line)
+    if loaded.config.schedule.name == "plateau":
+        print("schedule plateau: drawn as if each evaluation were better than the ones before")
+    print(f"wrote {path}")
+
+
+def foresee(config: Config, num_images: int) -> Course:
+    """The course of a run on so many training images. Raises DataError where they do not fill one batch."""
+    from imagenet_cls.data import samples_per_epoch
+    from imagenet_cls.data.resolution import size_px_at
+    from imagenet_cls.engine.plan import plan_run
+    from imagenet_cls.optim.scaling import scaled_lr
+    from imagenet_cls.optim.schedule import build_schedule
+
+    plan = plan_run(config.train, samples_per_epoch(num_images, config.data.repeats_multiple), world_size=1)
+    lr, scaling = scaled_lr(config.optimizer, config.train.global_batch_size)
+    schedule = build_schedule(config.schedule, lr, plan.steps_per_epoch, plan.epochs)
+    steps = range(0, plan.total_steps, math.ceil(plan.total_steps / _MOST_STEPS))
+    own_momentum = optimizer_momentum(config)
+    momenta = [schedule.momentum(step) for step in steps]
+    moved = [own_momentum if momentum is None else momentum for momentum in momenta]
+    sides_px = [size_px_at(config.augment, epoch) for epoch in range(plan.epochs)]
+    return Course(
+        plan=plan,
+        scaling=scaling,
+        steps=steps,
+        lr=[schedule(step) for step in steps],
+        momentum=None if own_momentum is None else [value for value in moved if value is not None],
+        size_px=[sides_px[step // plan.steps_per_epoch] for step in steps],
+    )
+
+
+def optimizer_momentum(config: Config) -> float | None:
+    """The momentum (Adam's first beta) that the config's optimizer begins with; None where it has no such thing."""
+    from torch import nn
+
+    from imagenet_cls.optim.build import build_optimizer
+    from imagenet_cls.optim.groups import parameter_groups
+
+    plain = replace(config.optimizer, layer_decay=None, lr_scales={})  # those need the real model
+    group = build_optimizer(plain, parameter_groups(nn.Linear(1, 1), plain)).param_groups[0]
+    momentum = group["momentum"] if "momentum" in group else group.get("betas", [None])[0]
+    return None if momentum is None else float(momentum)
+
+
+def summary(course: Course, num_images: int) -> list[str]:
+    """A short table: where each value starts and ends, and between which values it moves."""
+    plan = course.plan
+    epochs = plan.total_steps / plan.steps_per_epoch
+    lines = [
+        f"{plan.total_steps:,} steps: {epochs:g} epochs of {plan.steps_per_epoch:,}, "
+        f"{plan.global_batch:,} of {num_images:,} images in each"
+    ]
+    if course.scaling is not None:
+        lines.append(course.scaling)
+    columns = ("start", "lowest", "highest", "end")
+    lines.append(" " * 16 + "".join(f"{column:>12}" for column in columns))
+    for label, values in (
+        ("learning rate", course.lr),
+        ("momentum", course.momentum),
+        ("resolution (px)", course.size_px),
+    ):
+        if values is None:
+            lines.append(f"{label:<16}{'none':>12}")
+            continue
+        ends = (values[0], min(values), max(values), values[-1])
+        lines.append(f"{label:<16}" + "".join(f"{value:>12.4g}" for value in ends))
+    return lines

@@ -1,0 +1,12 @@
+"""Draw learning rate, momentum and training resolution over a run, before any training. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.ranks import main
+from imagenet_cls.schedule_plot import plot_schedule_command
+
+if __name__ == "__main__":
+    sys.exit(main(plot_schedule_command))
