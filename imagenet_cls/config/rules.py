@@ -194,18 +194,18 @@ def _devices(config: Config) -> Iterator[Problem]:
 
 def _data_parallel(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
-    if parallel.mode != "dp":
-        for key, value in (("device_ids", parallel.device_ids), ("output_device", parallel.output_device)):
-            if value is not None:
-                yield Problem(
-                    f"parallel.{key}", f"{show(value)} is for parallel.mode dp; ranks take the visible GPUs in order"
-                )
-        return
     ids = parallel.device_ids
     if ids is not None and (not ids or min(ids) < 0 or len(set(ids)) < len(ids)):
         yield Problem("parallel.device_ids", f"{show(ids)} is not a list of different GPUs, numbered from 0")
-    if ":" in config.device:
-        yield Problem("device", f"{show(config.device)} is one GPU; with parallel.mode dp name parallel.device_ids")
+    if ":" in config.device and (ids is not None or parallel.mode == "dp"):
+        yield Problem(
+            "device", f"{show(config.device)} is one GPU; name it in parallel.device_ids, or all of them there"
+        )
+    if parallel.mode != "dp":
+        if parallel.output_device is not None:
+            text = f"{parallel.output_device} is for parallel.mode dp; a rank's outputs are on its own GPU"
+            yield Problem("parallel.output_device", text)
+        return
     if config.train.compile:
         yield Problem("train.compile", "can't be used with parallel.mode dp, which copies the model in every step")
     if parallel.sync_bn:

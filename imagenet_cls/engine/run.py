@@ -55,7 +55,7 @@ def meet(loaded: Loaded, place: Place, groups: list[Group], training: bool) -> G
     """
     logging.captureWarnings(True)  # into the log where there will be one; a library's warnings help no user
     parallel = loaded.config.parallel
-    device = choose_device(loaded.config.device, place)
+    device = choose_device(loaded.config.device, place, None if parallel.mode == "dp" else parallel.device_ids)
     if parallel.mode == "dp" and device.type == "cuda" and place.world_size == 1:
         device = data_parallel_devices(loaded.config).all[0]
     group = start_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)

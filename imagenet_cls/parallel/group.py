@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -60,8 +60,8 @@ class Group:
         return self.place.is_main
 
 
-def choose_device(device: str, place: Place) -> torch.device:
-    """The device of this rank: `auto` and `cuda` give each rank of a machine the GPU with its local rank's number.
+def choose_device(device: str, place: Place, device_ids: Sequence[int] | None = None) -> torch.device:
+    """The device of this rank: `auto` and `cuda` give each rank of a machine a GPU of its own, see `gpu_index`.
 
     Raises UsageError for a GPU that is not there, or one certain GPU for several ranks.
     """
@@ -72,11 +72,24 @@ def choose_device(device: str, place: Place) -> torch.device:
         raise UsageError(
             f"device={device}, but torch {torch.__version__} sees no GPU here.\nUse device=cpu or device=auto."
         )
+    return torch.device("cuda", gpu_index(device, place, gpus, device_ids))
+
+
+def gpu_index(device: str, place: Place, gpus: int, device_ids: Sequence[int] | None = None) -> int:
+    """Which of the `gpus` that are visible a rank takes: the one with its local rank's number, or that place of
+    `device_ids`. Raises UsageError where there is none for it.
+    """
     if place.world_size > 1 and ":" in device:
         raise UsageError(
             f"device={device} with {place.world_size} ranks: each rank needs its own GPU.\nUse device=cuda."
         )
-    index = int(device.partition(":")[2] or place.local_rank)
+    if device_ids is not None and place.local_rank >= len(device_ids):
+        raise UsageError(
+            f"rank {place.rank} has no GPU: parallel.device_ids names {len(device_ids)}, its local rank is "
+            f"{place.local_rank}.\n"
+            "Start as many ranks on this machine as it names, or name more."
+        )
+    index = int(device.partition(":")[2] or (device_ids or range(gpus + place.local_rank + 1))[place.local_rank])
     if place.launcher in ("slurm", "mpi") and gpus == 1 and place.local_world_size > 1:
         index = 0  # each task was given a GPU of its own and sees no other (--gpus-per-task)
     if index >= gpus:
@@ -86,7 +99,7 @@ def choose_device(device: str, place: Place) -> torch.device:
             + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
             + f".\nStart at most {gpus} ranks on this machine, or use device=cpu."
         )
-    return torch.device("cuda", index)
+    return index
 
 
 def refuse_backend(backend: str, launcher: str) -> None:

@@ -44,6 +44,7 @@ def config_of(device: str = "auto", batch: int = 256, compiled: bool = False, **
         {"mode": "dp", "device": "cuda"},
         {"mode": "dp", "device": "cpu"},
         {"mode": "ddp", "sync_bn": True, "compiled": True, "device": "cuda:1"},
+        {"mode": "ddp", "device_ids": [1, 0]},
     ],
 )
 def test_what_fits_together(good: dict[str, Any]) -> None:
@@ -60,7 +61,8 @@ def test_what_fits_together(good: dict[str, Any]) -> None:
         ({"mode": "dp", "sync_bn": True}, "parallel.sync_bn"),
         ({"mode": "dp", "compiled": True}, "train.compile"),
         ({"mode": "dp", "device": "cuda:1"}, "device"),
-        ({"mode": "ddp", "device_ids": [0, 1]}, "parallel.device_ids"),
+        ({"mode": "ddp", "device_ids": [1, 1]}, "parallel.device_ids"),
+        ({"mode": "auto", "device_ids": [1, 0], "device": "cuda:1"}, "device"),
         ({"output_device": 0}, "parallel.output_device"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
+from imagenet_cls.parallel.group import Group, choose_device, gpu_index, on_main, start_group
 from imagenet_cls.parallel.place import Place
 from imagenet_cls.parallel.reduce import all_mean, all_sum, gather_to_main, hand_out
 from imagenet_cls.parallel.stop import StopRequest
@@ -50,6 +50,16 @@ def test_devices_that_are_not_there() -> None:
     else:
         with pytest.raises(UsageError, match="wants GPU 99"):
             choose_device("cuda:99", Place())
+
+
+def test_which_gpu_a_rank_takes() -> None:
+    ranks = [Place(4 + local, local, 8, 4) for local in range(4)]
+    assert [gpu_index("cuda", place, 4) for place in ranks] == [0, 1, 2, 3]
+    assert [gpu_index("auto", place, 8, [6, 2, 0, 7]) for place in ranks] == [6, 2, 0, 7]
+    assert gpu_index("cuda:3", Place(), 4) == 3 and gpu_index("auto", Place(), 4, [2]) == 2
+    for place, gpus, ids in ((ranks[3], 3, None), (ranks[3], 8, [0, 1]), (ranks[0], 2, [5, 6, 7, 4])):
+        with pytest.raises(UsageError, match=f"rank {place.rank}"):
+            gpu_index("cuda", place, gpus, ids)
 
 
 def test_a_step_that_was_skipped_leaves_no_trace_in_running_statistics() -> None:
