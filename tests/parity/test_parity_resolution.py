@@ -1,0 +1,182 @@
+"""Images of another size than a model was trained at: position embeddings as timm, torchvision and the formula have
+them, mirrored images, and convolutional networks that need nothing."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+import torchvision
+from bed import arguments, evaluations, newest, train_here
+from PIL import Image
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.transforms.v2 import functional as reference
+
+from imagenet_cls.config.load import load_config
+from imagenet_cls.data import open_datasets
+from imagenet_cls.engine.evaluate import evaluate, outputs_of
+from imagenet_cls.models.resize import resize_model
+from imagenet_cls.models.weights import load_weights
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.place import Place
+
+CPU = torch.device("cpu")
+# A model, what makes it small, and what it is built with at another size.
+RESIZED = {
+    "vit_tiny_patch16_224": ({"depth": 2, "img_size": 64}, {"img_size": 96}),
+    "deit_tiny_distilled_patch16_224": ({"depth": 2, "img_size": 64}, {"img_size": 96}),
+    "vit_small_patch16_18x2_224": ({"depth": 2, "img_size": 96}, {"img_size": 64}),
+    "swin_tiny_patch4_window7_224": ({"depths": (1, 2), "embed_dim": 24, "num_heads": (2, 4), "img_size": 56}, {}),
+    "eva02_tiny_patch14_224": ({"depth": 1, "img_size": 56}, {"img_size": 84}),
+    "test_maxvit": ({"img_size": 64}, {"img_size": 96}),
+}
+SWIN_AT = {"img_size": 96, "window_size": 12}
+
+
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """A model at one size, and another one of the same kind at another."""
+    small, other = RESIZED[name]
+    torch.manual_seed(0)
+    make = partial(timm.create_model, name, num_classes=5)
+    trained = make(**small)
+    with torch.no_grad():  # tables start as zeros or nearly so, and averages of those prove nothing
+        for parameter in trained.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return trained.eval(), make(**{**small, **(other or SWIN_AT)}).eval()
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_weights_into_a_model_of_another_size_as_timms_own_loading(name: str, tmp_path: Path) -> None:
+    """Against timm.create_model, told to take the file for its pretrained weights: all tensors, and so the outputs."""
+    trained, ours = pair(name)
+    safetensors.torch.save_file(trained.state_dict(), tmp_path / "model.safetensors")
+    small, other = RESIZED[name]
+    size = small["img_size"]
+    overlay = {"file": str(tmp_path / "model.safetensors"), "num_classes": 5, "input_size": (3, size, size)}
+    kwargs = {**small, **(other or SWIN_AT)}
+    theirs = timm.create_model(name, pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay, **kwargs).eval()
+    sentence = load_weights(ours, trained.state_dict(), 5)
+    assert "position embeddings resized to this model's grid (" in sentence
+    for key, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[key], value, rtol=0, atol=1e-6, msg=key)
+    px = kwargs["img_size"]
+    with torch.no_grad():
+        images = torch.randn(2, 3, px, px)
+        torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-6)
+
+
+def test_the_formula() -> None:
+    """The class token as it is; the grid by antialiased bicubic interpolation, as an image."""
+    trained, ours = pair("vit_tiny_patch16_224")
+    load_weights(ours, trained.state_dict(), 5)
+    tokens, grid = trained.pos_embed[:, :1], trained.pos_embed[:, 1:].reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
+    grid = functional.interpolate(grid, size=(6, 6), mode="bicubic", antialias=True)
+    expected = torch.cat([tokens, grid.flatten(2).transpose(1, 2)], dim=1)
+    torch.testing.assert_close(ours.pos_embed, expected, rtol=0, atol=1e-6)
+
+
+def test_torchvisions_vit() -> None:
+    """Against torchvision's formula written out: bicubic with aligned corners, no antialiasing."""
+    make = partial(
+        torchvision.models.VisionTransformer, patch_size=16, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=16
+    )
+    torch.manual_seed(0)
+    trained, ours = make(image_size=64, num_classes=5), make(image_size=96, num_classes=5)
+    sentence = load_weights(ours, trained.state_dict(), 5)
+    assert "(encoder.pos_embedding (1, 17, 16) to (1, 37, 16))" in sentence
+    embedding = trained.encoder.pos_embedding
+    grid = embedding[:, 1:].permute(0, 2, 1).reshape(1, 16, 4, 4)
+    grid = functional.interpolate(grid, size=6, mode="bicubic", align_corners=True)
+    expected = torch.cat([embedding[:, :1], grid.reshape(1, 16, 36).permute(0, 2, 1)], dim=1)
+    torch.testing.assert_close(ours.encoder.pos_embedding, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_a_finished_model_at_another_size(name: str) -> None:
+    """As in an evaluation of a checkpoint: the same as loading its weights into a model of that size."""
+    trained, built = pair(name)
+    load_weights(built, trained.state_dict(), 5)
+    small, other = RESIZED[name]
+    size_px = (other or SWIN_AT)["img_size"]
+    assert resize_model(trained, small["img_size"]) is None
+    sentence = resize_model(trained, size_px)
+    assert sentence is not None and f"{size_px} px" in sentence
+    with torch.no_grad():
+        images = torch.randn(2, 3, size_px, size_px)
+        torch.testing.assert_close(trained(images), built(images), rtol=0, atol=1e-6)
+
+
+def test_a_dynamic_vit_is_a_fixed_one_with_resampled_embeddings() -> None:
+    """model.kwargs.dynamic_img_size: one set of weights for every size."""
+    trained, fixed = pair("vit_tiny_patch16_224")
+    dynamic = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=5, depth=2, img_size=64, dynamic_img_size=True
+    ).eval()
+    assert load_weights(dynamic, trained.state_dict(), 5) == f"loaded {len(trained.state_dict())} tensors"
+    assert resize_model(dynamic, 96) is None
+    load_weights(fixed, trained.state_dict(), 5)
+    with torch.no_grad():
+        fixed.pos_embed.copy_(resample_abs_pos_embed(trained.pos_embed, [6, 6]))
+        images = torch.randn(2, 3, 96, 96)
+        torch.testing.assert_close(dynamic(images), fixed(images), rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ mirrored images
+
+
+def test_mirrored_images_are_the_mean_of_two_passes() -> None:
+    """Each image once in the counts; logits, not probabilities, are averaged; in bf16 the mean is taken in fp32."""
+    torch.manual_seed(0)
+    models = {kind: timm.create_model("test_resnet", num_classes=5).eval() for kind in ("raw", "ema")}
+    source = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (10, 3, 32, 32), generator=source, dtype=torch.uint8)
+    targets = torch.randint(0, 5, (10,), generator=source)
+    batches = list(zip(images.split(4), targets.split(4), torch.arange(10).split(4), strict=True))
+
+    def preprocess(batch: Tensor) -> Tensor:
+        return (batch.float() / 255 - 0.45) / 0.22
+
+    def logits(dtype: torch.dtype | None, mirror: bool, kind: str) -> Tensor:
+        shown = [(batch.flip(3) if mirror else batch, targets, indices) for batch, targets, indices in batches]
+        return torch.cat([out[kind] for out, _, _ in outputs_of(models, shown, preprocess, CPU, dtype)])
+
+    for dtype in (None, torch.bfloat16):
+        flipped = list(outputs_of(models, batches, preprocess, CPU, dtype, flip=True))
+        for kind in models:
+            expected = (logits(dtype, False, kind) + logits(dtype, True, kind)) / 2
+            ours = torch.cat([out[kind] for out, _, _ in flipped])
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+            assert not torch.allclose(ours, logits(dtype, False, kind), rtol=0, atol=1e-6)
+    results = evaluate(iter(flipped), list(models), Group(Place(), CPU))
+    assert [result["images"] for result in results.values()] == [10, 10]
+
+
+# --------------------------------------------------------------------------------------------------------------- FixRes
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_trained_small_evaluated_large(digits: Path, tmp_path: Path, flip: bool) -> None:
+    """FixRes (Touvron et al. 2019): 16 px in training, 24 px in evaluation. The run's figures are a plain loop's."""
+    run = tmp_path / "run"
+    settings = {"model.name": "test_resnet", "train.epochs": 1, "eval.crop_px": 24, "eval.resize_px": 30}
+    train_here(arguments(digits, run, **settings, eval__flip_tta=str(flip).lower()))
+    record = evaluations(run)[-1]
+
+    model = timm.create_model("test_resnet", num_classes=10).eval()
+    model.load_state_dict(safetensors.torch.load_file(newest(run) / "model.safetensors"))
+    held_out = open_datasets(load_config(run / "config.yaml").config.data, ("val",)).val
+    files = [digits / "train" / held_out.name(index) for index in range(len(held_out))]
+    images = torch.stack([reference.pil_to_tensor(Image.open(path).convert("RGB")) for path in files])
+    images = reference.center_crop(reference.resize(images, [30], antialias=True), [24])
+    pixels = reference.normalize(images / 255, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    targets = torch.tensor([int(path.parent.name) for path in files])
+    with torch.no_grad():
+        logits = (model(pixels) + model(pixels.flip(3))) / 2 if flip else model(pixels)
+    right = logits.argmax(1).eq(targets).double().mean().item()
+    assert record["images"] == 359 == len(files)
+    assert record["top1_pct"] == pytest.approx(100 * right)
+    assert record["loss"] == pytest.approx(functional.cross_entropy(logits, targets).item(), rel=1e-5)
