@@ -9,6 +9,7 @@ checkpoints).
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,9 @@ def _build(merged: Merged, findings: Findings) -> tuple[Config, dict[str, Origin
         if fault:
             findings.add(entry.origin, ".".join(path), fault)
     values = nested({path: entry for path, entry in entries.items() if path not in keys.leaves()})
-    for section in keys.components():
-        _assign(typed, (section, "kwargs"), dict[str, Any], values.get(section, {}).get("kwargs", {}))
+    for path, hint in keys.leaves().items():
+        if keys.is_kwargs(hint):
+            _assign(typed, path, hint, reduce(lambda inner, name: inner.get(name, {}), path, values))
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
     return config, origins

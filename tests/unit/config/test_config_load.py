@@ -117,6 +117,13 @@ def test_another_policy_or_teacher_forgets_the_arguments_of_the_one_before() -> 
     assert other.augment.policy_kwargs == {"severity": 2}
 
 
+def test_patterns_of_names_keep_their_dots_and_their_order() -> None:
+    write("base.yaml", 'optimizer: {lr: 0.1, lr_scales: {"head.*": 10, "*.bias": 2, "*": 1}}\n')
+    config = load("_base_: base.yaml\n", 'optimizer.lr_scales={"*.bias": 3}').config
+    assert list(config.optimizer.lr_scales.items()) == [("head.*", 10), ("*.bias", 3), ("*", 1)]
+    assert load("_base_: base.yaml\n", "optimizer.name=adamw", "optimizer.lr=1").config.optimizer.lr_scales == {}
+
+
 def test_changing_the_data_resets_its_root() -> None:
     assert load(LR + "data: {root: /elsewhere}\n", "data.name=digits", "data.val=v").config.data.root == "data/imagenet"
 
