@@ -134,7 +134,7 @@ def build(config: Config, group: Group) -> Parts:
 
     model = prepared_model(config, num_classes, group, messages)
     mean, std = choose_mean_std(config, model)
-    teacher = chosen_teacher(config, num_classes, group, (mean, std))
+    teacher = chosen_teacher(config, num_classes, data.classes, group, (mean, std))
     wrapped = spread(wrap(model, group, config.parallel.mode), devices)
     ema = build_ema(model, config.ema, train.global_batch_size)
     if train.compile:

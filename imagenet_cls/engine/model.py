@@ -4,7 +4,7 @@ Owns the order of these steps. Refuses a model that can't take the config's size
 each class. Called by `engine.build`, and in part by `engine.inference`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -53,8 +53,13 @@ def prepared_model(config: Config, num_classes: int, group: Group, messages: lis
     return model
 
 
-def chosen_teacher(config: Config, num_classes: int, group: Group, mean_std: MeanStd) -> Teacher | None:
-    """The teacher that the config names, if any. mean_std: what its images are normalised with. A collective."""
+def chosen_teacher(
+    config: Config, num_classes: int, classes: Sequence[str], group: Group, mean_std: MeanStd
+) -> Teacher | None:
+    """The teacher that the config names, if any. mean_std: what its images are normalised with. A collective.
+
+    classes: of the data. Raises ConfigError for a teacher of ours that was trained on others, or in another order.
+    """
     if config.distill.kind == "none":
         return None
 
@@ -62,6 +67,11 @@ def chosen_teacher(config: Config, num_classes: int, group: Group, mean_std: Mea
         if not path.is_dir():
             return read_weights(path), None
         snapshot = find_checkpoint(path)[0]
+        known = snapshot.state["classes"]
+        if len(known) == len(classes) and list(known) != list(classes):
+            first = next(i for i, (one, other) in enumerate(zip(known, classes, strict=True)) if one != other)
+            text = f"its class {first} is {known[first]!r}, that of the data {classes[first]!r}"
+            raise ConfigError([f"distill.teacher.checkpoint: {path}: {text}; take a teacher of the same classes"])
         pixels = snapshot.state["preprocessing"]
         return snapshot.model, (pixels["mean"], pixels["std"])
 

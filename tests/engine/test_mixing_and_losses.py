@@ -1,5 +1,6 @@
 """Runs with mixing, every loss and a teacher: they learn, repeat to the bit, and go on as if never stopped."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,14 @@ def test_a_teacher_of_other_classes(digits: Path, tmp_path: Path, capsys: pytest
     assert main(train_command, arguments(digits, tmp_path / "run", **changes)) == 2
     expected = "distill.teacher: bed:plain was trained for 7 classes, but the model that learns has 10"
     assert expected in capsys.readouterr().err
+
+
+def test_a_teacher_that_learned_other_classes_of_the_same_number(
+    digits: Path, tmp_path: Path, teacher: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed = tmp_path / "renamed"
+    shutil.copytree(digits, renamed)
+    (renamed / "train" / "7").rename(renamed / "train" / "seven")
+    words = arguments(renamed, tmp_path / "run", "plain", **distilled(teacher, "soft"))
+    assert main(train_command, words) == 2
+    assert "its class 7 is '7', that of the data '8'; take a teacher of the same classes" in capsys.readouterr().err
