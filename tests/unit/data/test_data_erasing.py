@@ -1,0 +1,101 @@
+"""Random erasing: colours by the sample's key alone, in place, and boxes that stay within the image."""
+
+import pytest
+import torch
+
+from imagenet_cls.config.schema import ErasingConfig
+from imagenet_cls.data.erasing import draw_boxes, erase
+from imagenet_cls.seeding import seed_generators
+
+MODES = ("const", "rand", "pixel")
+
+
+def boxes_for(keys: list[int], erasing: ErasingConfig, size_px: int) -> torch.Tensor:
+    boxes = []
+    for key in keys:
+        seed_generators(key)
+        boxes.append(draw_boxes(erasing, size_px))
+    return torch.stack(boxes)
+
+
+def test_boxes_lie_within_the_image_and_share_the_area() -> None:
+    erasing = ErasingConfig(prob=1.0, max_count=3, scale=[0.1, 0.4], ratio=[0.5, 2.0])
+    boxes = boxes_for(list(range(400)), erasing, 40)
+    assert boxes.dtype == torch.int32 and boxes.shape == (400, 3, 4)
+    top, left, height, width = boxes.unbind(-1)
+    assert (top >= 0).all() and (left >= 0).all() and (top + height <= 40).all() and (left + width <= 40).all()
+    used = (height > 0).sum(1)
+    assert set(used.tolist()) == {1, 2, 3}
+    for count in (1, 2, 3):
+        area = (height * width)[used == count][:, :count].double() / 1600
+        assert (area > 0.8 * 0.1 / count).all() and (area < 1.2 * 0.4 / count).all()  # whole pixels
+        assert not boxes[used == count][:, count:].any()
+
+
+def test_probability_0_and_1() -> None:
+    assert not boxes_for(list(range(50)), ErasingConfig(prob=0.0), 32).any()
+    assert boxes_for(list(range(50)), ErasingConfig(prob=1.0), 32).any(-1).all()
+
+
+def test_no_box_where_none_fits() -> None:
+    assert not boxes_for([1, 2], ErasingConfig(prob=1.0, scale=[1.0, 1.0], ratio=[1.0, 1.0]), 16).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_exactly_the_boxes_are_filled_in_place(mode: str, channels_last: bool) -> None:
+    keys = list(range(8))
+    erasing = ErasingConfig(prob=0.7, mode=mode, max_count=2)  # type: ignore[arg-type]
+    boxes = boxes_for(keys, erasing, 24)
+    images = torch.full((8, 3, 24, 24), 7.0)
+    images = images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    assert erase(images, boxes, torch.tensor(keys), erasing.mode) is images
+    inside = torch.zeros(8, 24, 24, dtype=torch.bool)
+    for i, rows in enumerate(boxes.tolist()):
+        for top, left, height, width in rows:
+            inside[i, top : top + height, left : left + width] = True
+    assert torch.equal((images != 7).all(1), inside) and torch.equal((images != 7).any(1), inside)
+    assert 0 < inside.any((1, 2)).sum() < 8
+    for image, where, rows in zip(images, inside, boxes, strict=True):
+        fill, colours = image[:, where], len(set(image[0][where].tolist()))
+        if mode == "const":
+            assert not fill.any()
+        elif where.any():
+            assert not torch.equal(fill[0], fill[1])
+            assert colours <= int(rows.any(-1).sum()) if mode == "rand" else colours == fill.shape[1]
+
+
+@pytest.mark.parametrize("mode", ["rand", "pixel"])
+def test_colours_come_from_the_key_wherever_the_sample_lies(mode: str) -> None:
+    keys = [11, 12, 13, 14]
+    boxes = boxes_for(keys, ErasingConfig(prob=1.0), 32)
+    whole = erase(torch.zeros(4, 3, 32, 32), boxes, torch.tensor(keys), mode)  # type: ignore[arg-type]
+    again = erase(torch.ones(4, 3, 32, 32), boxes[[2, 0, 1, 3]], torch.tensor(keys)[[2, 0, 1, 3]], mode)  # type: ignore[arg-type]
+    for place, row in enumerate([2, 0, 1, 3]):
+        filled = whole[row] != 0
+        assert torch.equal(again[place][filled], whole[row][filled])
+    same_boxes = erase(torch.zeros(2, 3, 32, 32), boxes[[0, 0]], torch.tensor([11, 12]), mode)  # type: ignore[arg-type]
+    assert not torch.equal(*same_boxes)
+
+
+def test_colours_are_standard_normal() -> None:
+    boxes = torch.tensor([[[0, 0, 60, 60]]], dtype=torch.int32).expand(300, 1, 4)
+    keys = torch.arange(300)
+    pixels = erase(torch.zeros(300, 3, 64, 64), boxes, keys, "pixel")[:, :, :60, :60]
+    colours = erase(torch.zeros(300, 3, 64, 64), boxes, keys, "rand")[:, :, 0, 0]
+    for draws, error in ((pixels, 0.005), (colours, 0.15)):
+        assert abs(float(draws.mean())) < error and abs(float(draws.std()) - 1) < error
+    assert abs(torch.corrcoef(torch.stack([colours[:-1].flatten(), colours[1:].flatten()]))[0, 1]) < 0.15
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_the_same_boxes_are_filled(mode: str) -> None:
+    keys = list(range(16))
+    boxes = boxes_for(keys, ErasingConfig(prob=0.5, max_count=2), 32)
+    there, again = (
+        erase(torch.full((16, 3, 32, 32), 7.0, device="cuda"), boxes, torch.tensor(keys), mode)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    here = erase(torch.full((16, 3, 32, 32), 7.0), boxes, torch.tensor(keys), mode)  # type: ignore[arg-type]
+    assert torch.equal(there, again) and torch.equal((there != 7).cpu(), here != 7)
