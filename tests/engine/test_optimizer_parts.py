@@ -1,0 +1,188 @@
+"""Groups, clipping, SAM and scaled rates in real runs: each key does in a run what its part does by itself."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bed import TRAIN, arguments, losses, newest, run, state_digest, train_here
+from safetensors.torch import load_file
+from torch import Tensor
+
+from imagenet_cls.cli import train_command
+from imagenet_cls.ranks import main
+
+# One update by the gradient alone, at rate 1.
+FIRST_STEP = {
+    "train__max_steps": 1,
+    "optimizer__lr": 1,
+    "optimizer__weight_decay": 0,
+    "optimizer__kwargs": "{momentum: 0}",
+    "schedule__name": "constant",
+    "schedule__warmup_epochs": 0,
+}
+
+
+def trained(root: Path, folder: Path, **changes: Any) -> Path:
+    train_here(arguments(root, folder, **({"train__max_steps": 4} | changes)))
+    return folder
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(newest(folder) / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def start(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The weights that every run here starts from."""
+    return weights(trained(digits, tmp_path_factory.mktemp("start") / "run", **FIRST_STEP | {"optimizer__lr": 0}))
+
+
+@pytest.fixture(scope="module")
+def plain(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(digits, tmp_path_factory.mktemp("plain") / "run")
+
+
+def moves(folder: Path, start: dict[str, Tensor]) -> dict[str, float]:
+    """How far each tensor has moved, as the largest change of an element."""
+    return {name: float((value - start[name]).abs().max()) for name, value in weights(folder).items()}
+
+
+def test_decays_of_kinds_and_factors_of_names_reach_the_optimizer(digits: Path, tmp_path: Path) -> None:
+    changes = {"weight_decay": 0.1, "norm_weight_decay": 0.2, "bias_weight_decay": 0.3}
+    folder = trained(
+        *(digits, tmp_path / "run"),
+        model="noisy",
+        optimizer__lr_scales='{"10.*": 0.5}',
+        optimizer__lr=0.04,
+        schedule__name="constant",
+        **{f"optimizer__{key}": value for key, value in changes.items()},
+    )
+    groups = json.loads((newest(folder) / "optimizer.json").read_text())["groups"]
+    found = {
+        tuple(group["members"]): (group["values"]["weight_decay"], group["values"]["lr_scale"]) for group in groups
+    }
+    assert found == {
+        ("1.weight", "4.weight"): (0.1, 1.0),
+        ("2.weight", "2.bias", "5.weight", "5.bias"): (0.2, 1.0),
+        ("10.weight",): (0.1, 0.5),
+        ("10.bias",): (0.3, 0.5),
+    }
+    rates = {group["values"]["lr_scale"]: group["values"]["lr"] for group in groups}
+    assert rates[0.5] == pytest.approx(rates[1.0] / 2)
+
+
+def test_a_factor_of_0_keeps_the_weights(digits: Path, tmp_path: Path, start: dict[str, Tensor]) -> None:
+    moved = moves(trained(digits, tmp_path / "run", optimizer__lr_scales='{"5.*": 1, "*": 0}'), start)
+    assert {name for name, distance in moved.items() if distance > 0} == {"5.weight", "5.bias"}
+
+
+def test_layer_decay_slows_the_layers_down(digits: Path, tmp_path: Path) -> None:
+    """A model of timm's: its first update, without momentum, is the gradient times each layer's rate."""
+    kwargs = "{channels: [8, 8, 8, 8], zero_init_last: false}"
+    common = {"model__name": "resnet18", "model__kwargs": kwargs, **FIRST_STEP}
+    start = weights(trained(digits, tmp_path / "start", **common | {"optimizer__lr": 0}))
+    whole = moves(trained(digits, tmp_path / "whole", **common), start)
+    decayed = moves(trained(digits, tmp_path / "decayed", **common, optimizer__layer_decay=0.5), start)
+    for name, layers_behind in {"fc.weight": 0, "layer4.1.conv1.weight": 1, "conv1.weight": 9}.items():
+        assert decayed[name] / whole[name] == pytest.approx(0.5**layers_behind, rel=1e-3), name
+
+
+def test_each_way_of_clipping(digits: Path, tmp_path: Path, start: dict[str, Tensor]) -> None:
+    """In the first update, without momentum: the longest, the largest, and the head that is spared."""
+    by_norm = weights(trained(digits, tmp_path / "norm", **FIRST_STEP, train__clip_norm=1e-3))
+    change = torch.cat([(by_norm[name] - start[name]).flatten() for name in start])
+    assert change.norm().item() == pytest.approx(1e-3, rel=1e-2)
+    by_value = moves(trained(digits, tmp_path / "value", **FIRST_STEP, train__clip_value=1e-3), start)
+    assert max(by_value.values()) == pytest.approx(1e-3, rel=1e-2)
+    free = moves(trained(digits, tmp_path / "free", **FIRST_STEP), start)
+    by_unit = moves(trained(digits, tmp_path / "agc", **FIRST_STEP, train__clip_agc=1e-3), start)
+    assert by_unit["5.weight"] == pytest.approx(free["5.weight"]) and by_unit["5.bias"] == pytest.approx(free["5.bias"])
+    assert by_unit["0.weight"] < 0.1 * free["0.weight"]
+
+
+def test_sam_reports_the_loss_at_the_weights_and_learns_differently(digits: Path, tmp_path: Path, plain: Path) -> None:
+    sharp = losses(trained(digits, tmp_path / "sam", train__sam_rho=0.5))
+    assert sharp[0] == losses(plain)[0]
+    assert all(math.isfinite(loss) for loss in sharp)
+    assert max(abs(a - b) for a, b in zip(sharp[1:], losses(plain)[1:], strict=True)) > 1e-3
+    # Only in step 0, and step 0 alone: the second step is then that of a run with SAM, the third one differs.
+    seldom = losses(trained(digits, tmp_path / "seldom", train__sam_rho=0.5, train__sam_every_steps=100))
+    assert seldom[:2] == sharp[:2] and seldom[2] != sharp[2]
+
+
+def test_sam_with_micro_batches_repeats_that_with_whole_ones(digits: Path, tmp_path: Path) -> None:
+    whole = trained(digits, tmp_path / "whole", train__sam_rho=0.2)
+    parts = trained(digits, tmp_path / "parts", train__sam_rho=0.2, train__micro_batch_size=32)
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_sam_draws_the_same_twice_and_leaves_statistics_of_one_pass(digits: Path, tmp_path: Path) -> None:
+    """With dropout, BatchNorm, mixing and erasing, a distance too small for float32 repeats the run without, bit for
+    bit: the second gradient is the first one."""
+    random = {"mix__mixup_alpha": 0.8, "augment__erasing__prob": 0.5, "augment__erasing__mode": "pixel"}
+    without = trained(digits, tmp_path / "without", model="noisy", **random)
+    within = trained(digits, tmp_path / "within", model="noisy", train__sam_rho=1e-12, **random)
+    assert state_digest(within) == state_digest(without)
+    assert losses(within) == losses(without)
+
+
+def test_sam_in_two_parts_ends_in_the_same_bits(digits: Path, tmp_path: Path) -> None:
+    """The stop falls between two of its steps."""
+    sam = {"model": "noisy", "train__sam_rho": 0.1, "train__sam_every_steps": 3}
+    whole = trained(digits, tmp_path / "whole", train__max_steps=8, **sam)
+    trained(digits, tmp_path / "parts", train__max_steps=5, **sam)
+    train_here([*arguments(digits, tmp_path / "parts", train__max_steps=8, **sam), "--resume"])
+    assert losses(tmp_path / "parts") == losses(whole)
+    assert weights(tmp_path / "parts").keys() == weights(whole).keys()
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(tmp_path / "parts")[name], value), name
+
+
+def test_two_ranks_repeat_one_with_sam_clipping_and_factors(digits: Path, tmp_path: Path) -> None:
+    parts = {"train__sam_rho": 0.2, "train__clip_agc": 0.05, "optimizer__lr_scales": '{"5.*": 2}'}
+    parts |= {"optimizer__norm_weight_decay": 0, "train__micro_batch_size": 32}
+    alone = trained(digits, tmp_path / "one", **parts)
+    words = arguments(digits, tmp_path / "two", train__max_steps=4, **parts)
+    done = run([sys.executable, TRAIN, *words, "--gpus", "2"])
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(alone), rel=1e-4)
+
+
+def test_the_rate_for_another_batch(
+    digits: Path, tmp_path: Path, plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.015 for 64 images is 0.03 for 128; the banner tells."""
+    folder = trained(digits, tmp_path / "run", optimizer__lr=0.015, optimizer__lr_base_batch=64)
+    assert losses(folder) == losses(plain)
+    assert "lr 0.015 for 64 images, scaled linearly x 2 to 0.03 for 128" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"optimizer__lr_scales": '{"5.*": -1}'}, "optimizer.lr_scales: '5.*' has -1, which is not a number"),
+        ({"optimizer__lr_scales": '{"5.*": ten}'}, "optimizer.lr_scales: '5.*' has 'ten', which is not a number"),
+        ({"optimizer__lr_scales": '{"7.*": 10}'}, "optimizer.lr_scales: '7.*' fits no parameter"),
+        ({"optimizer__layer_decay": 0.5}, "optimizer.layer_decay: Sequential doesn't tell what its layers are"),
+        ({"optimizer__layer_decay": 1.5}, "optimizer.layer_decay: 1.5 is out of range: more than 0 and at most 1"),
+        ({"optimizer__norm_weight_decay": -0.1}, "optimizer.norm_weight_decay: -0.1 is out of range: at least 0"),
+        ({"train__clip_norm": 1, "train__clip_agc": 0.1}, "keep one way of clipping"),
+        ({"train__clip_value": 0}, "train.clip_value: 0"),
+        ({"train__sam_rho": 0.1, "train__precision": "fp16"}, "train.sam_rho: needs gradients without a loss scale"),
+        ({"train__sam_rho": -1}, "train.sam_rho: -1"),
+        ({"optimizer__lr_base_batch": 0}, "optimizer.lr_base_batch: 0 is out of range"),
+        ({"optimizer__lr_scaling": "cubic"}, "optimizer.lr_scaling"),
+    ],
+    ids=str,
+)
+def test_bad_values(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], told: str
+) -> None:
+    assert main(train_command, arguments(digits, tmp_path / "run", **changes)) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.splitlines()) <= 3 and "Traceback" not in error
