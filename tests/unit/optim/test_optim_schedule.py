@@ -195,7 +195,9 @@ def own_number(base_lr, total_steps, steps_per_epoch):
 
 def test_own_factories() -> None:
     close(rates(f"{__name__}:own_halving", times=2), [BASE * 0.5 ** (2 * step / TOTAL) for step in range(TOTAL)])
-    assert rates(f"{__name__}:own_halving", warmup_epochs=1, factor=0.5, times=2)[0] == BASE * 0.5
+    factors = [min(1, 0.5 + 0.5 * step / PER_EPOCH) for step in range(TOTAL)]  # counted from the run's start, like this
+    multiplied = [factor * BASE * 0.5 ** (2 * step / TOTAL) for step, factor in enumerate(factors)]
+    close(rates(f"{__name__}:own_halving", warmup_epochs=1, factor=0.5, times=2), multiplied)
     with pytest.raises(UserError, match="returned float"):
         rates(f"{__name__}:own_number")
     assert check_schedule(ScheduleConfig(name=f"{__name__}:own_halving", kwargs={"times": 2}), 100) == []
