@@ -413,7 +413,10 @@ class ExpectConfig:
     source: str | None = None
     # Top-1 of a run of this project, in per cent. null: not run.
     ours_top1_pct: float | None = None
-    # Hardware, seed, date and duration of that run, or what is uncertain about the settings.
+    # On what the source trained, and for how long.
+    hardware: str | None = None
+    # Of a run of this project: hardware, seed, date and duration. Of the settings: `deviates:` and what could not be
+    # expressed, `uncertain:` and what the source does not say for sure.
     note: str | None = None
 
 
