@@ -210,6 +210,7 @@ def test_a_teacher_that_learned_other_classes_of_the_same_number(
     renamed = tmp_path / "renamed"
     shutil.copytree(digits, renamed)
     (renamed / "train" / "7").rename(renamed / "train" / "seven")
-    words = arguments(renamed, tmp_path / "run", "plain", data__name="folder", **distilled(teacher, "soft"))
+    folder = {"data__name": "folder", "data__val": "null", "data__val_fraction": 0.2}
+    words = arguments(renamed, tmp_path / "run", "plain", **folder, **distilled(teacher, "soft"))
     assert main(train_command, words) == 2
     assert "its class 7 is '7', that of the data '8'; take a teacher of the same classes" in capsys.readouterr().err
