@@ -73,11 +73,11 @@ class Schedule:
         """The curve, or the straight line that leads to it."""
         if now >= self.warmup:
             return self.curve(self._since_start(now), self.span, **more)
-        settings, passed = self.settings, now / self.warmup
+        settings = self.settings
         goal = self.curve(self._since_start(now), self.span, **more) if settings.warmup_prefix else self.span.base_lr
         if settings.warmup_start_lr is not None:
-            return settings.warmup_start_lr + (goal - settings.warmup_start_lr) * passed
-        return (settings.warmup_start_factor + (1 - settings.warmup_start_factor) * passed) * goal
+            return settings.warmup_start_lr + (goal - settings.warmup_start_lr) * now / self.warmup
+        return (settings.warmup_start_factor + (1 - settings.warmup_start_factor) * now / self.warmup) * goal
 
 
 def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int) -> Schedule:
