@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
+from imagenet_cls.data.samplers import EpochSampler, check_repeats, samples_per_epoch, shard_for_eval
 from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
@@ -57,6 +57,48 @@ def test_starts_at_any_step_and_epochs_differ() -> None:
 def test_fewer_images_than_a_batch_is_an_error() -> None:
     with pytest.raises(DataError, match=r"10 training images .* 16\nset train.global_batch_size to at most 10"):
         EpochSampler(10, 16, 0, 1, seed=0)
+
+
+@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 1), (2, 1), (2, 2), (3, 1), (6, 2)])
+def test_repeats_come_one_after_the_other_each_its_own_view(world_size: int, micro_batches: int) -> None:
+    num_images, batch, repeats = 103, 12, 5
+    order = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
+    samples = [(3, index, view) for index in order for view in range(repeats)][: num_images // batch * batch]
+    assert len(set(samples)) == 96 and len({index for _, index, _ in samples}) == 20
+    ranks = []
+    for rank in range(world_size):
+        sampler = EpochSampler(num_images, batch, rank, world_size, seed=7, repeats=repeats)
+        sampler.set_epoch(3)
+        ranks.append(list(sampler))
+        assert ranks[-1] == samples[rank::world_size] and len(ranks[-1]) == len(sampler)
+        for start in (1, 5, 8):
+            sampler.set_epoch(3, start)
+            assert list(sampler) == ranks[-1][start * batch // world_size :]
+    size = batch // micro_batches
+    for m in range(8 * micro_batches):
+        part = slice(m * size // world_size, (m + 1) * size // world_size)
+        assert sorted(key for rank in ranks for key in rank[part]) == sorted(samples[m * size : (m + 1) * size])
+
+
+def test_an_epoch_is_cut_to_a_multiple() -> None:
+    assert (samples_per_epoch(1_281_167), samples_per_epoch(1_281_167, 256)) == (1_281_167, 1_281_024)
+    assert EpochSampler(1000, 100, 0, 2, seed=0, repeats=3).steps_per_epoch == 10
+    assert EpochSampler(1000, 100, 0, 2, seed=0, repeats=3, repeats_multiple=256).steps_per_epoch == 7
+    with pytest.raises(
+        DataError, match=r"100 training images, cut to a multiple of 256, leave none\n.*multiple to null"
+    ):
+        EpochSampler(100, 10, 0, 1, seed=0, repeats=3, repeats_multiple=256)
+    with pytest.raises(
+        DataError, match=r"700 training .* cut to 512 samples, .* batch of 600\n.*repeats_multiple, now 256"
+    ):
+        EpochSampler(700, 600, 0, 1, seed=0, repeats=3, repeats_multiple=256)
+
+
+def test_a_multiple_that_does_not_divide_among_ranks_is_a_problem() -> None:
+    assert check_repeats(None, 3) is None and check_repeats(256, 8) is None
+    problem = check_repeats(256, 3)
+    assert problem is not None and problem.key == "data.repeats_multiple"
+    assert problem.message.startswith("256 samples do not divide among 3 ranks") and "258" in problem.message
 
 
 def test_an_epoch_of_imagenet_is_ready_at_once() -> None:

@@ -7,10 +7,12 @@ from PIL import Image
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
-from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, EvalConfig
+from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, ErasingConfig, EvalConfig, ProgressiveConfig
 from imagenet_cls.data.decode import rgb_tensor
 from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.erasing import draw_boxes
 from imagenet_cls.data.transforms import eval_transform, train_transform
+from imagenet_cls.seeding import seed_generators
 
 MODES = {
     "nearest": InterpolationMode.NEAREST_EXACT,
@@ -84,6 +86,101 @@ def test_nothing_is_drawn_for_what_cannot_happen(photographs: list[Image.Image])
     torch.manual_seed(3)
     transform(image)
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_resampling_is_drawn_for_each_image(photographs: list[Image.Image]) -> None:
+    image = rgb_tensor(photographs[0])
+    crops = {mode: v2.RandomResizedCrop(48, interpolation=MODES[mode]) for mode in ("bilinear", "bicubic")}
+    transform, drawn = train_transform(AugmentConfig(size_px=48, interpolation="random", hflip_prob=0.0)), []
+    for seed in range(30):
+        torch.manual_seed(seed)
+        result = transform(image)
+        expected = {}
+        for mode, crop in crops.items():
+            torch.manual_seed(seed)
+            expected[mode] = crop(image)
+        (mode,) = (mode for mode, pixels in expected.items() if torch.equal(result, pixels))
+        drawn.append(mode)
+    assert 8 <= drawn.count("bicubic") <= 22
+
+
+def test_jitter_and_grey_have_probabilities(photographs: list[Image.Image]) -> None:
+    jitter = ColorJitterConfig(prob=0.3, brightness=0.5, hue=0.2)
+    transform = train_transform(AugmentConfig(size_px=32, color_jitter=jitter, grayscale_prob=0.4))
+    reference = v2.Compose(
+        [
+            v2.RandomResizedCrop(32),
+            v2.RandomHorizontalFlip(0.5),
+            v2.RandomApply([v2.ColorJitter(brightness=0.5, hue=0.2)], p=0.3),
+            v2.RandomGrayscale(0.4),
+        ]
+    )
+    image, grey = rgb_tensor(photographs[1]), 0
+    for seed in range(60):
+        torch.manual_seed(seed)
+        expected = reference(image)
+        torch.manual_seed(seed)
+        result = transform(image)
+        assert torch.equal(result, expected)
+        grey += int(torch.equal(result[0], result[1]))
+    assert 12 <= grey <= 36
+
+
+def test_the_policy_comes_between_flips_and_colour(photographs: list[Image.Image]) -> None:
+    augment = AugmentConfig(size_px=32, policy="torchvision:trivial_augment_wide", grayscale_prob=1.0)
+    transform = train_transform(augment)
+    policy = v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)
+    first = v2.Compose([v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(0.5)])
+    image = rgb_tensor(photographs[0])
+    for seed in range(20):
+        torch.manual_seed(seed)
+        expected = v2.functional.rgb_to_grayscale(
+            v2.functional.pil_to_tensor(policy(v2.functional.to_pil_image(first(image)))), num_output_channels=3
+        )
+        torch.manual_seed(seed)
+        result = transform(image)
+        assert_form(result, 32)
+        assert torch.equal(result, expected)
+
+
+def test_the_side_follows_the_epoch(photographs: list[Image.Image]) -> None:
+    augment = AugmentConfig(
+        size_px=96, policy="rand-m9-mstd0.5", progressive=ProgressiveConfig([1.0, 3.0], [32, 96], multiple_px=16)
+    )
+    transform, image = train_transform(augment), rgb_tensor(photographs[0])
+    assert [transform(image, epoch).shape[-1] for epoch in range(5)] == [32, 32, 64, 96, 96]
+    # timm's shifts in pixels are at most 0.45 of the side
+    shifts = [policy.policy.ops[0].hparams["translate_const"] for policy in transform.policies.values()]  # type: ignore[union-attr]
+    assert list(transform.policies) == [32, 64, 96] and shifts == [14, 28, 43]
+
+
+def test_views_share_crop_and_flips_and_the_first_is_clean(photographs: list[Image.Image]) -> None:
+    augment = AugmentConfig(
+        size_px=32, policy="torchvision:rand_augment", splits=3, erasing=ErasingConfig(prob=1.0, max_count=2)
+    )
+    transform = train_transform(augment)
+    clean = train_transform(AugmentConfig(size_px=32))
+    image, changed = rgb_tensor(photographs[0]), 0
+    for key in range(0, 30, 3):
+        keys = [key, key + 1, key + 2]
+        seed_generators(key)
+        first, second, third = transform.views(image, 0, keys)
+        seed_generators(key)
+        base = clean(image)
+        assert torch.equal(first.image, base) and first.boxes is not None and not first.boxes.any()
+        for view, own_key in ((second, key + 1), (third, key + 2)):
+            seed_generators(own_key)
+            assert torch.equal(view.image, transform.colour(base))
+            assert (
+                view.boxes is not None and torch.equal(view.boxes, draw_boxes(augment.erasing, 32)) and view.boxes.any()
+            )
+            changed += int(not torch.equal(view.image, base))
+    assert changed >= 15
+    single = train_transform(AugmentConfig(size_px=32, erasing=ErasingConfig(prob=1.0)))
+    seed_generators(5)
+    (view,) = single.views(image, 0, [5])
+    assert view.boxes is not None and view.boxes.any()
+    assert clean.views(image, 0, [5])[0].boxes is None
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))

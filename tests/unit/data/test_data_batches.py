@@ -1,0 +1,143 @@
+"""Batches with everything that `augment` has: policies, erasing, repeats, splits, sides that grow; on any workers."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, ErasingConfig, ProgressiveConfig
+from imagenet_cls.data.erasing import draw_boxes
+from imagenet_cls.data.index import index_folder
+from imagenet_cls.data.loader import TrainBatch, TrainLoader
+from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.data.sources import FolderSource
+from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource
+from imagenet_cls.data.transforms import train_transform
+from imagenet_cls.seeding import hash_key, seed_generators
+
+
+def same(one: Sequence[TrainBatch], other: Sequence[TrainBatch]) -> bool:
+    """Whether these are the same batches: images, targets, boxes and keys."""
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def spots(share: float = 0.2):
+    """A policy of the test's own that draws from all three default generators."""
+
+    def policy(image: torch.Tensor) -> torch.Tensor:
+        where = torch.rand(image.shape[1:]) < share * random.random()
+        return torch.where(where, torch.tensor(np.random.randint(256), dtype=torch.uint8), image)
+
+    return policy
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("rand-m9-mstd0.5-inc1", "original-mstd0.5", "v0", "augmix-m3-w3", "3a", "test_data_batches:spots"),
+        *("torchvision:rand_augment", "torchvision:trivial_augment_wide"),
+        *("torchvision:auto_augment", "torchvision:aug_mix"),
+    ],
+)
+def test_every_policy_gives_the_same_bits_for_any_number_of_workers(image_folder: Path, policy: str) -> None:
+    augment = AugmentConfig(
+        size_px=24,
+        policy=policy,
+        interpolation="random",
+        color_jitter=ColorJitterConfig(prob=0.5, hue=0.1),
+        grayscale_prob=0.1,
+        erasing=ErasingConfig(prob=0.5, mode="pixel", max_count=2),
+    )
+    source = FolderSource(index_folder(image_folder / "train"))
+
+    def epoch(num_workers: int) -> list[TrainBatch]:
+        sampler = EpochSampler(len(source), 8, 0, 1, seed=5, repeats=2)
+        loader = TrainLoader(source, train_transform(augment), sampler, 4, 5, num_workers)
+        batches = list(loader.epoch(1))
+        loader.close()
+        return batches
+
+    alone = epoch(0)
+    assert same(alone, epoch(2)) and same(alone, epoch(5)) and len(alone) == 10
+    images, boxes = torch.cat([batch.images for batch in alone]), torch.cat([batch.boxes for batch in alone])
+    keys = torch.cat([batch.keys for batch in alone])
+    assert keys.dtype == torch.int64 and len(set(keys.tolist())) == 40
+    assert boxes.dtype == torch.int32 and boxes.shape == (40, 2, 4) and 8 <= boxes.any(-1).any(-1).sum() <= 32
+    assert not any(torch.equal(one, other) for one, other in zip(images[::2], images[1::2], strict=True)), "repeats"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_splits_are_view_major_and_only_later_ones_are_changed(image_folder: Path, num_workers: int) -> None:
+    augment = AugmentConfig(size_px=24, policy="rand-m9", erasing=ErasingConfig(prob=1.0, mode="rand"), splits=3)
+    source = FolderSource(index_folder(image_folder / "train"))
+    transform = train_transform(augment)
+    loader = TrainLoader(source, transform, EpochSampler(40, 8, 0, 1, 5, repeats=2), 4, 5, num_workers)
+    order = EpochSampler(40, 8, 0, 1, 5, repeats=2)
+    order.set_epoch(1)
+    samples = list(order)
+    for number, batch in enumerate(loader.epoch(1)):
+        assert batch.images.shape == (12, 3, 24, 24) and batch.targets.shape == (4,)
+        assert batch.boxes is not None and batch.keys is not None
+        views, boxes, keys = batch.images.split(4), batch.boxes.split(4), batch.keys.split(4)
+        for place, (epoch, index, view) in enumerate(samples[number * 4 : number * 4 + 4]):
+            expected = [hash_key("sample", 5, epoch, index, view * 3 + split) for split in range(3)]
+            assert [int(split_keys[place]) for split_keys in keys] == expected
+            image, target = source.load(index)
+            seed_generators(expected[0])
+            base = transform.crop_and_flip(image, epoch)
+            assert torch.equal(views[0][place], base) and int(batch.targets[place]) == target
+            for split in (1, 2):
+                seed_generators(expected[split])
+                assert torch.equal(views[split][place], transform.colour(base))
+                assert torch.equal(boxes[split][place], draw_boxes(augment.erasing, 24))
+        assert not boxes[0].any() and boxes[1].any() and boxes[2].any()
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_sides_grow_between_epochs_with_the_same_workers(image_folder: Path, num_workers: int) -> None:
+    augment = AugmentConfig(
+        size_px=32, policy="3a", progressive=ProgressiveConfig([0.0, 2.0], [16, 32], 8), erasing=ErasingConfig(prob=0.9)
+    )
+    source = FolderSource(index_folder(image_folder / "train"))
+
+    def loader(workers: int) -> TrainLoader:
+        return TrainLoader(source, train_transform(augment), EpochSampler(40, 8, 0, 1, 5), 4, 5, workers)
+
+    ours, alone = loader(num_workers), loader(0)
+    for epoch, side in enumerate((16, 24, 32, 32)):
+        batches = list(ours.epoch(epoch, start_step=epoch))
+        assert {batch.images.shape[2:] for batch in batches} == {(side, side)}
+        assert max(int(batch.boxes[..., :2].add(batch.boxes[..., 2:]).max()) for batch in batches) <= side  # type: ignore[index]
+        assert same(batches, list(alone.epoch(epoch, start_step=epoch)))
+    ours.close()
+
+
+def test_synthetic_batches_have_sides_views_and_boxes() -> None:
+    augment = AugmentConfig(
+        size_px=32, progressive=ProgressiveConfig([0.0, 1.0], [16, 32], 16), splits=2, erasing=ErasingConfig(prob=0.5)
+    )
+    source, device = SyntheticSource("train", 64, 10), torch.device("cpu")
+
+    def loader() -> SyntheticLoader:
+        return SyntheticLoader(source, EpochSampler(64, 16, 0, 1, 1), 8, augment, 1, device)
+
+    seed_generators(3)
+    expected = random.random()
+    seed_generators(3)
+    ours = loader()
+    for epoch, side in enumerate((16, 32, 32)):
+        batches = list(ours.epoch(epoch))
+        assert len(batches) == 8 and same(batches, list(loader().epoch(epoch)))
+        for images, targets, boxes, keys in batches:
+            assert images.shape == (16, 3, side, side) and targets.shape == (8,)
+            assert boxes is not None and boxes.shape == (16, 1, 4) and not boxes[:8].any() and boxes[8:].any()
+            assert keys is not None and len(set(keys.tolist())) == 16
+    assert random.random() == expected
+    ours.close()
+    assert not ours.pool and len(list(ours.epoch(0, 2))) == 4
