@@ -1,6 +1,7 @@
 """What the docs name is there: paths, links, options, config keys, modules, exit codes; and the checks notice."""
 
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from imagenet_cls.data.prepare import prepare_main
 from imagenet_cls.schedule_plot import plot_schedule_command
 
 ROOT = Path(__file__).resolve().parents[2]
+average_parser = runpy.run_path(str(ROOT / "tools" / "average_checkpoints.py"))["parser"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()]
 # Named in the docs, but belonging to other programs or to the reader.
@@ -117,6 +119,7 @@ TOOLS = {
     "predict": lambda: predict_command(["--help"]),
     "print_config": lambda: print_config_main(["--help"]),
     "prepare_imagenet": lambda: prepare_main(["--help"]),
+    "average_checkpoints": lambda: average_parser().parse_args(["--help"]),
     "compare_parallel": lambda: compare_command(["--help"]),
     "plot_schedule": lambda: plot_schedule_command(["--help"]),
 }

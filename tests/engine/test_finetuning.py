@@ -1,0 +1,258 @@
+"""Fine-tuning: docs/finetuning.md as it stands there, on small models; and that what was learned is carried over."""
+
+import json
+import re
+import runpy
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from bed import REPOSITORY, arguments, evaluations, losses, newest, train_here
+from safetensors.torch import load_file, save_file
+
+from imagenet_cls.cli import predict_command, train_command
+from imagenet_cls.cli import test_command as evaluate_command
+from imagenet_cls.ranks import main
+from imagenet_cls.report.log import close_log
+
+PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
+COMMANDS = re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)
+FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
+AVERAGE = runpy.run_path(str(REPOSITORY / "tools" / "average_checkpoints.py"))["average_command"]
+TOOLS = {
+    "train": train_command,
+    "test": evaluate_command,
+    "predict": predict_command,
+    "average_checkpoints": AVERAGE,
+}
+# Small ones in place of what the page names. The test's weights play the part of the published ones.
+SMALL = {"vit_small_patch16_224": "test_vit", "176": "24", "224": "32", "288": "48"}
+CONFIG = "configs/finetune/own_dataset.yaml"
+
+
+@pytest.fixture(autouse=True)
+def log_closed() -> Iterator[None]:
+    yield
+    close_log()
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def here(command: Callable, *words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(command, [str(word) for word in words])
+        close_log()
+        return code, *capsys.readouterr()
+
+    return here
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
+    """The page's words, with small models and images, and two epochs."""
+    if tool in ("predict", "average_checkpoints"):
+        return words
+    small = [re.sub("|".join(SMALL), lambda match: SMALL[match[0]], word) for word in words]
+    sizes = [f"{key}=32" for key in ("augment.size_px", "eval.crop_px") if not any(key in word for word in words)]
+    added = [*sizes, "data.num_workers=0", "eval.crop_pct=1.0"]
+    if tool == "train":
+        own = any(word.startswith("my_") for word in words)
+        kind = "vit" if any("vit" in word for word in words) else "resnet"
+        if not own and not any("model.name" in word for word in words):
+            added.append("model.name=test_resnet")
+        if not own and not any("model.checkpoint" in word for word in words):
+            added += ["model.pretrained=false", f"model.checkpoint={weights / kind}.safetensors"]
+        if own:
+            added += ["model.pretrained=false", "--dry-run"]
+        added += ["train.max_steps=8", "log.tensorboard=false"]  # two epochs
+    return small + added
+
+
+def test_every_command_of_the_page_in_its_order(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    for number in (1, 2):
+        (tmp_path / "photos" / str(number)).parent.mkdir(exist_ok=True)
+        (tmp_path / "photos" / str(number)).symlink_to(digits / "train" / str(number))
+    (tmp_path / "new_photos").mkdir()
+    image = next((digits / "train" / "2").glob("*.jpg"))
+    (tmp_path / "new_photos" / "a.jpg").write_bytes(image.read_bytes())
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    for kind in ("resnet", "vit"):
+        torch.manual_seed(0)
+        save_file(timm.create_model(f"test_{kind}", num_classes=1000).state_dict(), tmp_path / f"{kind}.safetensors")
+    (tmp_path / "start.safetensors").symlink_to("resnet.safetensors")
+
+    said = {}
+    for tool, line in COMMANDS:
+        words = shrunk(tool, shlex.split(line), tmp_path)
+        code, out, err = call(TOOLS[tool], *words)
+        assert (code, err) == (0, ""), (words, err)
+        said[f"{tool} {line}"] = out
+    assert len(said) == len(COMMANDS) >= 18 and FILES
+
+    def told(part: str) -> str:
+        (found,) = (out for line, out in said.items() if part in line)
+        return found
+
+    assert "no run folder was written" in told("--dry-run")
+    assert "it had 1000 outputs, the model has 2" in told("start.safetensors")
+    head = 2 * timm.create_model("test_resnet").fc.in_features + 2
+    assert f"{head:,} of " in told("model.head_only") and "initialised anew" in told("model.head_only")
+    assert "initialised anew" not in told("model.checkpoint=work_dirs/head")
+    assert "BatchNorm layers keep their running statistics" in told("model.freeze=")
+    assert "BatchNorm layers keep their running statistics" in told("model.freeze_bn")
+    assert "position embeddings resized" in told("model.kwargs.img_size=288")
+    assert "new_photos/a.jpg: " in told("predict")
+    assert "an average of 2 checkpoints" in told("work_dirs/kept_average data.root")
+    config = json.loads((newest(Path("work_dirs/own_dataset")) / "state.json").read_text())["config"]
+    assert config["optimizer"]["layer_decay"] == 0.8 and config["data"]["root"] == "photos"
+
+
+# ------------------------------------------------------------------------------------------------------------- transfer
+
+
+def half(digits: Path, folder: Path, classes: str) -> Path:
+    folder.mkdir()
+    for name in classes:
+        (folder / name).symlink_to(digits / "train" / name)
+    return folder
+
+
+def tuned(name: str, root: Path, folder: Path, **changes: object) -> Path:
+    settings = {
+        "data.root": root,
+        "data.num_workers": 0,
+        "log.tensorboard": "false",
+        "model.name": "test_resnet",
+        "model.pretrained": "false",
+        "augment.size_px": 32,
+        "augment.scale": "[0.7,1.0]",
+        "augment.hflip_prob": 0,
+        "eval.crop_px": 32,
+        "eval.crop_pct": 1.0,
+        "ema.decay": "null",
+        "train.epochs": 3,
+    } | {key.replace("__", "."): value for key, value in changes.items()}
+    words = [str(REPOSITORY / CONFIG), *(f"{key}={value}" for key, value in settings.items())]
+    train_here([*words, "--work-dir", str(folder / name)])
+    close_log()
+    return folder / name
+
+
+def best(run: Path) -> float:
+    return max(record["top1_pct"] for record in evaluations(run))
+
+
+def test_what_was_learned_on_five_digits_helps_with_the_other_five(digits: Path, tmp_path: Path) -> None:
+    """Head only, then all; against the same without the first five."""
+    first, second = half(digits, tmp_path / "a", "01234"), half(digits, tmp_path / "b", "56789")
+    start = tuned("start", first, tmp_path, optimizer__lr=5e-3, optimizer__layer_decay="null")
+    head = tuned("head", second, tmp_path, model__checkpoint=start, model__head_only="true", optimizer__lr=1e-2)
+    everything = tuned("all", second, tmp_path, model__checkpoint=head, optimizer__lr=2e-3)
+    random_head = tuned("random", second, tmp_path, model__head_only="true", optimizer__lr=1e-2)
+    scratch = tuned("scratch", second, tmp_path, optimizer__lr=2e-3)
+    assert best(head) > best(random_head) + 20
+    assert best(everything) > best(head) and best(everything) > best(scratch) + 15 and best(everything) > 90
+
+    before, after = (load_file(newest(run) / "model.safetensors") for run in (start, head))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"fc.weight", "fc.bias"}  # not even a statistic of BatchNorm
+
+
+# ----------------------------------------------------------------------------------------------------- keys of the runs
+
+
+def test_same_losses_and_statistics_with_recomputed_activations(digits: Path, tmp_path: Path) -> None:
+    """Through a whole run, with accumulation and dropout: each loss, and each bit at the end."""
+    words = {"model.name": "test_resnet", "model.kwargs.drop_rate": 0.2, "train.micro_batch_size": 64}
+    runs = []
+    for switch in ("false", "true"):
+        runs.append(tmp_path / switch)
+        train_here(arguments(digits, runs[-1], **words, train__grad_checkpointing=switch, train__max_steps=6))
+        close_log()
+    assert losses(runs[0]) == losses(runs[1])
+    plain, recomputed = (load_file(newest(run) / "model.safetensors") for run in runs)
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    assert plain["bn1.num_batches_tracked"] == 12
+
+
+def test_a_frozen_run_resumes_in_the_same_bits(digits: Path, tmp_path: Path) -> None:
+    words = {"model.name": "test_resnet", "model.freeze": "[conv1.*,bn1.*,layer1.*]", "ema.decay": 0.9}
+    train_here(arguments(digits, tmp_path / "whole", **words))
+    for steps in (5, 22):
+        train_here([*arguments(digits, tmp_path / "halves", **words, train__max_steps=steps), "--resume"])
+        close_log()
+    for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
+        whole, halves = (load_file(newest(tmp_path / run) / name) for run in ("whole", "halves"))
+        assert whole.keys() == halves.keys() and all(torch.equal(whole[key], halves[key]) for key in whole), name
+    assert not any(key.startswith("layer1.") for key in load_file(newest(tmp_path / "whole") / "optimizer.safetensors"))
+
+
+def test_split_batch_norm_trains_saves_and_evaluates(digits: Path, tmp_path: Path, call: Callable) -> None:
+    """A BatchNorm for each view of AugMix; a plain model takes the weights; test.py repeats the run's figures."""
+    run = tmp_path / "run"
+    words = {"model.name": "test_resnet", "loss.name": "jsd", "augment.splits": 3, "model.split_bn": "true"}
+    train_here(arguments(digits, run, **words, augment__policy="augmix-m3-w3", train__max_steps=3))
+    weights = load_file(newest(run) / "model.safetensors")
+    views = [weights[f"bn1.{part}running_mean"] for part in ("", "aux_bn.0.", "aux_bn.1.")]
+    assert not torch.equal(views[0], views[1]) and not torch.equal(views[1], views[2])
+    code, out, err = call(evaluate_command, *arguments(digits, run)[:-2], run)
+    assert (code, err) == (0, "") and f"top-1 {evaluations(run)[-1]['top1_pct']:.3f} %" in out
+    train_here(
+        arguments(
+            digits, tmp_path / "plain", **{"model.name": "test_resnet", "model.checkpoint": run}, train__max_steps=1
+        )
+    )
+
+
+def test_a_checkpoint_at_another_size(digits: Path, tmp_path: Path, call: Callable) -> None:
+    """A fixed-size ViT is resized, which is said; one that can't be is an error that names the key."""
+    tiny = {"model.kwargs.depth": 1, "model.kwargs.img_size": 32, "augment.size_px": 32, "train.max_steps": 1}
+    vit = {"model.name": "vit_tiny_patch16_224", **tiny, "eval.crop_px": 32}
+    train_here(arguments(digits, tmp_path / "vit", **vit, ema__decay=0.5))
+    words = arguments(digits, tmp_path / "vit", **{"eval.crop_px": 64})[:-2]
+    code, out, err = call(evaluate_command, *words, tmp_path / "vit")
+    assert (code, err) == (0, "") and "resized for 64 px" in out and out.count("over 359 images") == 2
+    train_here(arguments(digits, tmp_path / "plain", train__max_steps=1))
+    code, _, err = call(evaluate_command, *words, tmp_path / "plain")
+    assert code == 2 and err.startswith("eval.crop_px: bed:plain can't take 64 px") and len(err.splitlines()) == 1
+    code, _, err = call(train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64}))
+    assert code == 2 and "eval.crop_px" in err and "model.kwargs.dynamic_img_size to true" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"model.freeze": "[layr1.*]"}, ["model.freeze", "did you mean 'layer1.*'"]),
+        ({"model.freeze": "['*']"}, ["model.freeze", "no parameter"]),
+        ({"model.freeze": "[conv1.*]", "model.head_only": "true"}, ["model.freeze", "keep one"]),
+        ({"model.name": "test_vit", "model.freeze_bn": "true"}, ["model.freeze_bn", "has no BatchNorm"]),
+        ({"model.name": "torchvision:resnet18", "train.grad_checkpointing": "true"}, ["train.grad_checkpointing"]),
+        ({"model.name": "bed:plain", "train.grad_checkpointing": "true"}, ["train.grad_checkpointing", "Sequential"]),
+        ({"model.name": "bed:plain", "model.freeze": "[zebra]"}, ["model.freeze", "its parts: 0.*"]),
+        ({"model.split_bn": "true"}, ["model.split_bn", "augment.splits is 1"]),
+        (
+            {"model.split_bn": "true", "augment.splits": 3, "loss.name": "jsd", "parallel.sync_bn": "true"},
+            ["model.split_bn", "parallel.sync_bn"],
+        ),
+        (
+            {"model.split_bn": "true", "augment.splits": 3, "loss.name": "jsd", "model.freeze_bn": "true"},
+            ["model.split_bn", "model.freeze_bn"],
+        ),
+    ],
+)  # fmt: skip
+def test_bad_values(digits: Path, tmp_path: Path, call: Callable, changes: dict, texts: list[str]) -> None:
+    code, out, err = call(
+        train_command, *arguments(digits, tmp_path / "run", **{"model.name": "test_resnet", **changes})
+    )
+    assert code == 2 and out == "" and len(err.splitlines()) == 1, err
+    assert all(text in err for text in texts), err
