@@ -62,10 +62,13 @@ def test_who_vanished_is_named_alike_by_all_others_and_told_once(hearts: Hearts)
     assert [reason.told_by_main for reason in reasons if reason] == [False, True]
 
 
-def test_nobody_is_named_while_all_are_heard(hearts: Hearts) -> None:
+def test_nobody_is_named_while_all_are_heard_nor_who_then_ends_for_want_of_another(hearts: Hearts) -> None:
     given_up: list[ResourceError] = []
-    a, *_ = hearts(3, given_up)
+    a, b, _ = hearts(3, given_up)
     assert a.explain(patience_sec=TIMEOUT_SEC * 1.5) is None and not given_up
+    a.close(failed=True)
+    time.sleep(0.3)
+    assert b.loss() is None
 
 
 def test_the_first_to_fail_is_the_cause_not_those_that_fall_with_it(hearts: Hearts) -> None:
