@@ -19,6 +19,7 @@ from imagenet_cls.data.samplers import EpochSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import TrainTransform, Transform, View
 from imagenet_cls.errors import DataError, ResourceError
+from imagenet_cls.parallel.launch import signal_when_parent_dies
 from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
 
 # Workers that are forked share the index's memory and begin at once; others import torch anew, seconds each, and need
@@ -209,7 +210,12 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _init_worker(worker_id: int) -> None:
-    """Leave stopping to the main process, which may need batches until it has saved: launchers signal whole groups."""
+    """Leave stopping to the main process, which may need batches until it has saved: launchers signal whole groups.
+
+    But end with it, however it ends: as its fork, a worker holds its sockets, and the other ranks would wait for a rank
+    that is gone.
+    """
+    signal_when_parent_dies(signal.SIGKILL)
     for name in ("SIGTERM", "SIGINT", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -28,10 +28,10 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Where several machines meet, unless the user names another port: torch's own default.
 DEFAULT_PORT = 29500
 
-# How long a rank that was asked to stop may take to save before it is killed, and how long the other ranks may take to
-# end by themselves once one has failed.
+# How long a rank that was asked to stop may take to save before it is killed; and once one has failed, how long the
+# others may take to end by themselves, and then, by SIGTERM, again.
 _PATIENCE_WITH_STOP_SEC = 300
-_PATIENCE_AFTER_FAILURE_SEC = 4.0
+_PATIENCE_AFTER_FAILURE_SEC = 3.0
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -108,14 +108,21 @@ def die_with_launcher() -> None:
     called first in a rank, from its main thread; does nothing elsewhere. Linux only: other systems keep such ranks.
     """
     launcher = os.environ.get(LAUNCHED_VARIABLE)
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if launcher is None or prctl is None:
+    if launcher is None or not signal_when_parent_dies(signal.SIGTERM):
         return
-    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     try:
         os.kill(int(launcher), 0)
     except ProcessLookupError:  # it was gone before the kernel knew of our wish
         os._exit(128 + signal.SIGTERM)
+
+
+def signal_when_parent_dies(number: signal.Signals) -> bool:
+    """Ask the kernel for a signal once this process's parent is gone: the thread of it, that is, that started us.
+
+    Returns whether it can (Linux).
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    return prctl is not None and prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0
 
 
 def write_error_file(message: str, exit_code: int) -> None:
@@ -248,30 +255,36 @@ def _torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.api import PContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_PATIENCE_WITH_STOP_SEC))
+    # What the other ranks are granted once one has failed. There is no option for it, only this default, of 30 s: too
+    # long for ranks that wait for one that is gone.
+    PContext.close.__defaults__ = (None, int(2 * _PATIENCE_AFTER_FAILURE_SEC))
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; torchrun would listen to it all the same
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     meeting = _meeting_words(ranks)
     words = [f"--nproc-per-node={ranks.gpus}", f"--nnodes={ranks.nodes}", f"--max-restarts={ranks.max_restarts}"]
-    try:
-        torchrun.run(torchrun.parse_args([*words, *meeting, script, *argv]))
-    except ChildFailedError as failure:
-        rank, first = failure.get_first_failure()
-        error_file = Path(first.error_file) if first.error_file else None
-        _report(rank, first.exitcode, error_file)
-        return _exit_code(first.exitcode)
-    except SignalException as stopped:
-        return 128 + int(stopped.sigval)
-    except (OSError, DistError, RendezvousError) as error:
-        raise ResourceError(
-            f"could not start {ranks.gpus} ranks ({' '.join(meeting)}): {str(error).strip().splitlines()[0][:200]}\n"
-            "Check the address, the port and the limits, and that every machine was started."
-        ) from error
+    # Where ranks leave their messages. A folder of torchrun's own would stay behind.
+    with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as folder:
+        try:
+            torchrun.run(torchrun.parse_args([*words, *meeting, f"--log-dir={folder}", script, *argv]))
+        except ChildFailedError as failure:
+            rank, first = failure.get_first_failure()
+            _report(rank, first.exitcode, Path(first.error_file) if first.error_file else None)
+            return _exit_code(first.exitcode)
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+        except (OSError, DistError, RendezvousError) as error:
+            reason = str(error).strip().splitlines()[0][:200]
+            raise ResourceError(
+                f"could not start {ranks.gpus} ranks ({' '.join(meeting)}): {reason}\n"
+                "Check the address, the port and the limits, and that every machine was started."
+            ) from error
     return 0
 
 

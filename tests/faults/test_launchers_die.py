@@ -1,11 +1,14 @@
-"""What ends a run from outside: Ctrl-C once and twice, a launcher that is killed, a rank that dies. Nobody stays."""
+"""What ends a run from outside: Ctrl-C once and twice, SIGTERM, a launcher that is killed, a rank that dies. And what
+does not: a terminal that closes, under nohup. Nobody stays.
+"""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +19,6 @@ from bed import (
     TRAIN,
     arguments,
     environment,
-    is_alive,
     ranks_of,
     steps_done,
     wait_for,
@@ -26,10 +28,15 @@ LAUNCHERS = ["alone", "spawn", "dist_train.sh"]
 STARTING = LAUNCHERS[1:]
 
 
+# What all processes of a run carry in their environment, data workers and torch's helpers included.
+MARK = "TESTS_MARK"
+
+
 def command_for(launcher: str, digits: Path, folder: Path, pause_sec: float) -> list[str]:
     config, *rest = arguments(
-        digits, folder, "noisy", model__kwargs__pause_sec=pause_sec, train__epochs=9, checkpoint__every_epochs="null"
-    )
+        digits, folder, "noisy", model__kwargs__pause_sec=pause_sec, train__epochs=9, checkpoint__every_epochs="null",
+        data__num_workers=1,
+    )  # fmt: skip
     return {
         "alone": [sys.executable, TRAIN, config, *rest],
         "spawn": [sys.executable, TRAIN, config, *rest, "--gpus", "2"],
@@ -39,13 +46,13 @@ def command_for(launcher: str, digits: Path, folder: Path, pause_sec: float) -> 
 
 @contextmanager
 def started(
-    launcher: str, digits: Path, folder: Path, pause_sec: float = 0.05
+    launcher: str, digits: Path, folder: Path, pause_sec: float = 0.05, prefix: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
     """(launching process, in a process group of its own; process ids by rank) once the first step is done."""
-    command = command_for(launcher, digits, folder, pause_sec)
+    command = [*prefix, *command_for(launcher, digits, folder, pause_sec)]
     with subprocess.Popen(
-        command, env=environment(), cwd=REPOSITORY, text=True, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        command, env=environment(**{MARK: str(folder)}), cwd=REPOSITORY, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         pids: dict[int, int] = {}
         try:
@@ -55,13 +62,23 @@ def started(
             assert len(pids) == (1 if launcher == "alone" else 2)
             yield process, pids
         finally:
-            for pid in (process.pid, *pids.values()):
-                if is_alive(pid):
+            for pid in processes_of(folder):
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def assert_all_gone(pids: dict[int, int], within_sec: float) -> None:
-    wait_for(lambda: not any(map(is_alive, pids.values())), "the ranks to end", within_sec)
+def processes_of(folder: Path) -> list[int]:
+    """Every process of the run in this folder, whoever started it. A zombie has no environment and is none."""
+    mark, found = f"{MARK}={folder}".encode(), []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+    return found
+
+
+def assert_all_gone(folder: Path, within_sec: float) -> None:
+    wait_for(lambda: not processes_of(folder), "the run's processes to end", within_sec)
 
 
 def assert_saved(folder: Path) -> None:
@@ -74,12 +91,12 @@ def assert_saved(folder: Path) -> None:
 def test_ctrl_c_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
     """A terminal sends it to the launcher's whole process group."""
     folder = tmp_path / "run"
-    with started(launcher, digits, folder) as (process, pids):
+    with started(launcher, digits, folder) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "stopped by SIGINT" in errors and len(errors.splitlines()) <= 3, errors
-    assert_all_gone(pids, 5)
+    assert_all_gone(folder, 5)
     assert_saved(folder)
 
 
@@ -87,7 +104,7 @@ def test_ctrl_c_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
 def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str) -> None:
     """A step takes 3.5 s here: the first Ctrl-C waits for its end, the second does not."""
     folder = tmp_path / "run"
-    with started(launcher, digits, folder, pause_sec=3.5) as (process, pids):
+    with started(launcher, digits, folder, pause_sec=3.5) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.7)
         assert process.poll() is None, "it is waiting for the step's end"
@@ -95,7 +112,7 @@ def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str)
         _, errors = process.communicate(timeout=4)
     assert process.returncode == 130, errors
     assert len(errors.splitlines()) <= 3, errors
-    assert_all_gone(pids, 5)
+    assert_all_gone(folder, 5)
     assert not list((folder / "checkpoints").glob("step-*"))
 
 
@@ -103,17 +120,49 @@ def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str)
 def test_no_rank_outlives_a_launcher_that_was_killed(digits: Path, tmp_path: Path, launcher: str) -> None:
     """And what they had done is saved."""
     folder = tmp_path / "run"
-    with started(launcher, digits, folder) as (process, pids):
+    with started(launcher, digits, folder) as (process, _):
         process.kill()
-        assert_all_gone(pids, 15)
+        assert_all_gone(folder, 15)
     assert_saved(folder)
 
 
-def test_a_rank_that_dies_takes_the_others_with_it(digits: Path, tmp_path: Path) -> None:
-    """Spawned ranks; those of dist_train.sh: test_kill_and_resume.py."""
-    with started("spawn", digits, tmp_path / "run") as (process, pids):
+@pytest.mark.parametrize(
+    ("launcher", "stuck"),
+    [
+        ("spawn", False),
+        pytest.param("dist_train.sh", False, marks=pytest.mark.long),  # and test_kill_and_resume.py
+        pytest.param("spawn", True, marks=pytest.mark.long),
+        ("dist_train.sh", True),
+    ],
+)
+def test_a_rank_that_dies_takes_the_others_with_it(digits: Path, tmp_path: Path, launcher: str, stuck: bool) -> None:
+    """And one message names it. stuck: the other rank can't react, as one that waits for nccl."""
+    folder = tmp_path / "run"
+    with started(launcher, digits, folder) as (process, pids):
+        assert len(processes_of(folder)) >= 5, "a launcher, and two ranks with a data worker each"
+        if stuck:
+            os.kill(pids[0], signal.SIGSTOP)
+        died_at = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=15)
-        assert_all_gone(pids, 1)
+        _, errors = process.communicate(timeout=10)
+        assert_all_gone(folder, died_at + 10 - time.monotonic())
+        print(f"all gone after {time.monotonic() - died_at:.1f} s")
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL" in errors and len(errors.splitlines()) <= 3, errors
+
+
+@pytest.mark.parametrize("launcher", STARTING)
+def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
+    """A terminal that closes sends SIGHUP to the launcher's whole process group."""
+    folder = tmp_path / "run"
+    with started(launcher, digits, folder, prefix=["nohup"]) as (process, _):
+        os.killpg(process.pid, signal.SIGHUP)
+        done = steps_done(folder)
+        wait_for(lambda: steps_done(folder) >= done + 5 or process.poll() is not None, "five more steps")
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+        assert_all_gone(folder, 5)
+    assert process.returncode == 143, errors
+    assert "stopped by SIGTERM" in errors and len(errors.splitlines()) <= 3, errors
+    assert_saved(folder)

@@ -1,0 +1,86 @@
+"""Fifty runs of two ranks in a row end without an abort: gloo's threads do not survive the end of the interpreter.
+
+This file is also the program that the test starts: it imports torch once and forks the ranks of one run after the
+other. Each is a whole run, to its end in `parallel.group.leave`. A rank that goes through the end of the interpreter
+instead aborts now and then, so here it says so each time; bare forks, unlike those of multiprocessing, would get there.
+"""
+
+import atexit
+import gc
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from bed import REPOSITORY, TRAIN, arguments, losses, run
+
+RUNS, STEPS = 50, 3
+
+
+def words_for(images: Path, folder: Path) -> list[str]:
+    """Both kinds of collectives in a step, of gradients and of BatchNorm's statistics, and an evaluation behind it."""
+    parts = {"data__name": "folder", "data__val": "val", "data__val_fraction": "null"}
+    return arguments(images, folder, "noisy", train__max_steps=STEPS, train__global_batch_size=4, device="cpu", **parts)
+
+
+@pytest.fixture
+def images(digits: Path, tmp_path: Path) -> Path:
+    """Few of the digits, two of each class in either part, so that a run is over in a moment."""
+    for folder in sorted((digits / "train").iterdir()):
+        for number, image in enumerate(sorted(folder.glob("*.jpg"))[:4]):
+            copy = tmp_path / "images" / ("train", "val")[number % 2] / folder.name / image.name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.symlink_to(image)
+    return tmp_path / "images"
+
+
+def test_fifty_runs_end_without_an_abort(images: Path, tmp_path: Path) -> None:
+    paths = f"{REPOSITORY / 'tests'}:{REPOSITORY}"
+    done = run([sys.executable, __file__, str(images), str(tmp_path)], timeout_sec=120, PYTHONPATH=paths)
+    assert done.stdout.split() == ["0,0"] * RUNS, done.stderr
+    assert done.stderr == ""
+    assert all(len(losses(tmp_path / str(number))) == STEPS for number in range(RUNS))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["spawn", "pytorch"])
+def test_fifty_launched_runs_end_without_an_abort(images: Path, tmp_path: Path, launcher: str) -> None:
+    codes = []
+    for number in range(RUNS):
+        words = [*words_for(images, tmp_path / str(number)), "--launcher", launcher, "--gpus", "2"]
+        done = run([sys.executable, TRAIN, *words])
+        codes.append((done.returncode, done.stderr))
+    assert codes == [(0, "")] * RUNS
+
+
+def main(images: Path, folder: Path) -> None:
+    # Once, in the parent, what takes longer than all the rest of a run: imports, reading the config, drawing curves.
+    import imagenet_cls.engine.run
+    import imagenet_cls.parallel.launch  # noqa: F401
+    from imagenet_cls.cli import load_for_training, refuse_taken_folder, train_here, train_parser
+    from imagenet_cls.ranks import RankCommand, run_rank
+    from imagenet_cls.report import reporter
+
+    words = [*words_for(images, folder)[:-2], f"parallel.init_method=file://{folder / 'store'}"]
+    loaded = load_for_training(train_parser().parse_intermixed_args([*words, "parallel.timeout_sec=30"]))
+    command = RankCommand("train.py", train_parser, lambda _: loaded, refuse_taken_folder, train_here)
+    reporter.plot_run = lambda *_: []
+    gc.freeze()  # else each fork's collector would copy the pages of all modules
+    for number in range(RUNS):
+        pids = [os.fork()]
+        if pids[0]:
+            pids.append(os.fork())
+        if not pids[-1]:
+            rank = str(len(pids) - 1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            atexit.register(os.write, 2, b"a rank goes through the end of the interpreter\n")
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            run_rank(command, ["--work-dir", str(folder / str(number))])
+            return  # it never comes here, but one that did would end as any script does
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(*codes, sep=",", flush=True)
+    gc.unfreeze()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
