@@ -39,7 +39,8 @@ def checkpoint_activations(model: nn.Module) -> None:
         raise ConfigError([f"{problem.key}: {problem.message}"])
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
-            layer.__class__ = _counting_once(type(layer))  # in place: names, buffers and checkpoints stay
+            # In place: names, buffers and checkpoints stay. (mypy takes the hash of a class for that of its objects.)
+            layer.__class__ = _counting_once(type(layer))  # type: ignore[arg-type]
 
 
 def checkpointing_problem(model: nn.Module) -> Problem | None:

@@ -120,6 +120,18 @@ def test_same_losses_and_the_same_state_with_less_kept(name: str, autocast: bool
         assert torch.equal(value, state[key]), key
 
 
+def test_split_batch_norm_is_computed_anew_too() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return split_batch_norm(timm.create_model("test_efficientnet", num_classes=5), SPLIT, 3)
+
+    losses, state = trained(make())
+    again = make()
+    checkpoint_activations(again)
+    assert trained(again)[0] == losses
+    assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+
+
 class Own(nn.Module):
     """A model of one's own with the method that timm's have."""
 
