@@ -52,7 +52,7 @@ def small_model() -> list[str]:
 
 def test_every_block_of_the_page_is_a_file_that_a_test_runs() -> None:
     assert PAGE.count("```python\n") + PAGE.count("```yaml\n") == len(FILES)
-    parts = ("model", "data", "optimizer", "loss", "schedule")
+    parts = ("model", "data", "policy", "optimizer", "loss", "schedule")
     assert sorted(FILES) == sorted([*(f"my_{part}.{end}" for part in parts for end in ("py", "yaml")), "my_loop.py"])
 
 
@@ -77,6 +77,13 @@ def test_own_data(beside_the_page: Path) -> None:
     assert state(run)["classes"] == ["disc", "square"]
     assert state(run)["plan"]["steps_per_epoch"] == 1024 // 64
     assert {record["images"] for record in evaluations(run)} == {100}
+
+
+def test_own_augmentation(beside_the_page: Path) -> None:
+    plain = losses(train("configs/demo.yaml", *small_model()))
+    striped = losses(train("my_policy.yaml", *small_model()))
+    never = losses(train("my_policy.yaml", *small_model(), "augment.policy_kwargs.prob=0", "--overwrite"))
+    assert plain == never and plain != striped
 
 
 def test_own_optimizer(beside_the_page: Path) -> None:
