@@ -123,9 +123,9 @@ def plan_ways(configs: Sequence[str], settings: Mapping[str, str], ranks: int) -
             "old scripts: no launcher, but slower", why_no_dp(loaded, ranks)),
         Way("DDP by spawn", ddp, spawn, share, "all GPUs of a machine, without a launcher"),
         Way("DDP by torchrun", ddp, torchrun, share, "one machine or many; can restart"),
-        Way(f"DDP, {turns} in turn", ddp | {"train.micro_batch_size": str(half)}, torchrun, half,
+        Way(f"DDP, {turns} in turn", ddp | {"train.micro_batch_size": str(half)}, spawn, half,
             "a batch that the GPUs can't hold"),
-        Way("DDP with SyncBN", ddp | {"parallel.sync_bn": "true"}, torchrun, share * ranks,
+        Way("DDP with SyncBN", ddp | {"parallel.sync_bn": "true"}, spawn, share * ranks,
             "BatchNorm with few images on each GPU"),
     ]  # fmt: skip
     for way in ways:
