@@ -7,7 +7,7 @@ Refuses a config that `tools/train.py` would refuse. Stands on the level of `cli
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,7 @@ def foresee(config: Config, num_images: int) -> Course:
     from imagenet_cls.data import samples_per_epoch
     from imagenet_cls.data.resolution import size_px_at
     from imagenet_cls.engine.plan import plan_run
+    from imagenet_cls.optim.build import own_momentum
     from imagenet_cls.optim.scaling import scaled_lr
     from imagenet_cls.optim.schedule import build_schedule
 
@@ -88,31 +89,18 @@ def foresee(config: Config, num_images: int) -> Course:
     lr, scaling = scaled_lr(config.optimizer, config.train.global_batch_size)
     schedule = build_schedule(config.schedule, lr, plan.steps_per_epoch, plan.epochs)
     steps = range(0, plan.total_steps, math.ceil(plan.total_steps / _MOST_STEPS))
-    own_momentum = optimizer_momentum(config)
+    own = own_momentum(config.optimizer)
     momenta = [schedule.momentum(step) for step in steps]
-    moved = [own_momentum if momentum is None else momentum for momentum in momenta]
+    moved = [own if momentum is None else momentum for momentum in momenta]
     sides_px = [size_px_at(config.augment, epoch) for epoch in range(plan.epochs)]
     return Course(
         plan=plan,
         scaling=scaling,
         steps=steps,
         lr=[schedule(step) for step in steps],
-        momentum=None if own_momentum is None else [value for value in moved if value is not None],
+        momentum=None if own is None else [value for value in moved if value is not None],
         size_px=[sides_px[step // plan.steps_per_epoch] for step in steps],
     )
-
-
-def optimizer_momentum(config: Config) -> float | None:
-    """The momentum (Adam's first beta) that the config's optimizer begins with; None where it has no such thing."""
-    from torch import nn
-
-    from imagenet_cls.optim.build import build_optimizer
-    from imagenet_cls.optim.groups import parameter_groups
-
-    plain = replace(config.optimizer, layer_decay=None, lr_scales={})  # those need the real model
-    group = build_optimizer(plain, parameter_groups(nn.Linear(1, 1), plain)).param_groups[0]
-    momentum = group["momentum"] if "momentum" in group else group.get("betas", [None])[0]
-    return None if momentum is None else float(momentum)
 
 
 def summary(course: Course, num_images: int) -> list[str]:

@@ -368,8 +368,8 @@ class ParallelConfig:
     mode: Literal["auto", "none", "ddp", "dp"] = "auto"
     # Transport between ranks. auto: nccl on GPUs, gloo on CPUs. mpi: for a torch that was built with MPI, under mpirun.
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    # The GPUs that take part, numbered as CUDA_VISIBLE_DEVICES orders them. Under dp the first one holds the parameters;
-    # of several ranks each takes the one at its local rank's place. null: all that are visible, in order.
+    # The GPUs that take part, numbered as CUDA_VISIBLE_DEVICES orders them. Under dp the first one holds the
+    # parameters; of several ranks each takes the one at its local rank's place. null: all that are visible, in order.
     device_ids: list[int] | None = None
     # For mode dp: the GPU where the logits are joined and the loss is computed. null: the first of device_ids.
     output_device: int | None = None

@@ -13,7 +13,7 @@ from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.check import check_model
 from imagenet_cls.models.teacher import check_distillation
-from imagenet_cls.optim.build import check_optimizer
+from imagenet_cls.optim.build import check_optimizer, own_momentum
 from imagenet_cls.optim.losses import check_loss
 from imagenet_cls.optim.schedule import check_schedule
 
@@ -32,9 +32,21 @@ def check(config: Config, world_size: int | None, training: bool = True) -> list
     problems += check_data(config.data) + check_policy(config.augment)
     problems += check_loss(config.loss) + check_distillation(config.distill)
     problems += check_optimizer(config.optimizer) + check_schedule(config.schedule, config.train.epochs)
+    problems += check_momentum(config)
     if world_size is not None:
         problems += check_ranks(config, world_size, training)
     return problems
+
+
+def check_momentum(config: Config) -> list[Problem]:
+    """A schedule of the momentum needs an optimizer that has one: the optimizer itself is asked."""
+    names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
+    if config.schedule.name != "one_cycle" or not names or check_optimizer(config.optimizer):
+        return []
+    if own_momentum(config.optimizer) is not None:
+        return []
+    text = f"{config.optimizer.name!r} has no momentum to move; leave it out, or choose another optimizer"
+    return [Problem(f"schedule.kwargs.{names[0]}", text)]
 
 
 def check_ranks(config: Config, world_size: int, training: bool = True) -> list[Problem]:

@@ -14,6 +14,9 @@ from imagenet_cls.errors import CheckpointError
 
 _SEPARATOR = "//"
 
+# Of a group of parameters: what the config says, also where it was allowed to change since.
+_OF_THE_CONFIG = ("weight_decay", "lr_scale")
+
 
 @dataclass
 class Progress:
@@ -88,6 +91,8 @@ def give_optimizer(
         )
     for index, group in enumerate(optimizer.param_groups):
         for key, value in numbers["groups"][index]["values"].items():
+            if key in _OF_THE_CONFIG:
+                continue
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     held = state_holder(optimizer).state
     held.clear()

@@ -135,5 +135,6 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
             progress.best[kind] = {"top1_pct": result["top1_pct"], "step": progress.step}
             improved = True
     progress.evaluated_step = progress.step
-    progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
+    if progress.step % (p.plan.steps_per_epoch * p.config.eval.every_epochs) == 0:  # not where max_steps cut the run
+        progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
     return improved

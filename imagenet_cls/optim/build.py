@@ -128,15 +128,29 @@ def _check_lr_scales(factors: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("optimizer.lr_scales", f"{pattern!r} has {factor!r}, which is not a number of at least 0")
 
 
+def own_momentum(optimizer: OptimizerConfig) -> float | None:
+    """The momentum (Adam's first beta) that the optimizer begins with; None where it has no such thing.
+
+    Expects a section that `check_optimizer` finds no problem in.
+    """
+    group = build_optimizer(optimizer, _groups_of(nn.Linear(1, 1), optimizer)).param_groups[0]
+    momentum = group["momentum"] if "momentum" in group else group.get("betas", [None])[0]
+    return None if momentum is None else float(momentum)
+
+
+def _groups_of(layer: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
+    """Groups of a layer that stands for a model; rates by layer and by name need the real one."""
+    return parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={}))
+
+
 def _trial(optimizer: OptimizerConfig) -> list[Problem]:
     layer = nn.Linear(2, 3)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(0.5)
             parameter.grad = torch.full_like(parameter, 0.25)
-    groups = parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={}))  # those need the real model
     try:
-        built = build_optimizer(optimizer, groups)
+        built = build_optimizer(optimizer, _groups_of(layer, optimizer))
         problems = _check_state(optimizer.name, built.state_dict())
         if not problems:
             built.step()

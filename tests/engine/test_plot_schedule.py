@@ -11,8 +11,9 @@ from PIL import Image
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.plan import plan_run
+from imagenet_cls.optim.build import own_momentum
 from imagenet_cls.ranks import main
-from imagenet_cls.schedule_plot import foresee, optimizer_momentum, plot_schedule_command
+from imagenet_cls.schedule_plot import foresee, plot_schedule_command
 
 CONFIG = """
 model: {name: resnet18}
@@ -84,7 +85,7 @@ def test_a_momentum_that_moves(config: Path) -> None:
 def test_momentum_of_an_optimizer(config: Path, name: str, kwargs: dict, expected: float | None) -> None:
     words = [f"optimizer.name={name}", "optimizer.lr=0.1", "optimizer.lr_scales={'head.*': 10}"]
     words += [f"optimizer.kwargs.{key}={value}" for key, value in kwargs.items()]
-    assert optimizer_momentum(load_config(config, words).config) == expected
+    assert own_momentum(load_config(config, words).config.optimizer) == expected
 
 
 def test_without_momentum_there_is_no_panel_for_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,9 @@ import torch
 from bed import arguments, evaluations, losses, newest, train_here
 from torch.optim import lr_scheduler
 
+from imagenet_cls.cli import train_command
+from imagenet_cls.ranks import main
+
 PER_EPOCH = 11
 
 
@@ -74,3 +77,22 @@ def test_torchvisions_rates_by_epoch(digits: Path, tmp_path: Path) -> None:
     train_here(arguments(digits, tmp_path / "run", **settings, schedule__by_epoch="true", train__epochs=3))
     by_epoch = [0.03 * 0.01, 0.03, 0.03 / 2]
     assert rates(tmp_path / "run") == pytest.approx([rate for rate in by_epoch for _ in range(PER_EPOCH)])
+
+
+def test_plateau_does_not_regard_the_evaluation_where_max_steps_cut_the_run(digits: Path, tmp_path: Path) -> None:
+    """Cut at the end of an epoch that is not due: evaluated all the same, and forgotten by the schedule."""
+    plateau = {"schedule.name": "plateau", "schedule.warmup_epochs": 0, "eval.every_epochs": 2, "train.epochs": 5}
+    plateau |= {"schedule.kwargs.patience": 0, "schedule.kwargs.threshold": 9}
+    train_here(arguments(digits, tmp_path / "whole", **plateau))
+    train_here(arguments(digits, tmp_path / "parts", **plateau, train__max_steps=3 * PER_EPOCH))
+    train_here([*arguments(digits, tmp_path / "parts", **plateau), "--resume"])
+    assert rates(tmp_path / "parts") == rates(tmp_path / "whole") and len(set(rates(tmp_path / "whole"))) == 2
+
+
+def test_a_cycle_of_momentum_needs_an_optimizer_that_has_one(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"optimizer.name": "timm:adagrad", "schedule.name": "one_cycle", "schedule.warmup_epochs": 0}
+    words |= {"schedule.kwargs.min_momentum": 0.8, "schedule.kwargs.max_momentum": 0.95}
+    assert main(train_command, arguments(digits, tmp_path / "run", **words)) == 2
+    assert "schedule.kwargs.min_momentum: 'timm:adagrad' has no momentum to move" in capsys.readouterr().err

@@ -143,3 +143,13 @@ def test_every_optimizer_that_is_let_in_can_be_taken_apart() -> None:
 def test_progress_survives_json() -> None:
     progress = Progress(7, 5, {"raw": {"top1_pct": 12.5, "step": 5}}, {"raw": {"top1_pct": 12.5}})
     assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress
+
+
+def test_a_weight_decay_that_was_changed_since_holds() -> None:
+    model = nn.Linear(2, 3)
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1, "lr_scale": 1.0}]
+    tensors, numbers = take_optimizer(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    changed = torch.optim.SGD([{**groups[0], "weight_decay": 0.7, "lr_scale": 0.5}], lr=0.1, momentum=0.5)
+    give_optimizer(model, changed, tensors, numbers)
+    (group,) = changed.param_groups
+    assert (group["weight_decay"], group["lr_scale"], group["momentum"]) == (0.7, 0.5, 0.9)
