@@ -1,28 +1,67 @@
-"""Every config that is shipped loads, says what it claims, and is built on shared bases."""
+"""Every config that is shipped loads, passes all checks, says what it claims, and is built on shared bases."""
 
 import re
 from pathlib import Path
 
 import pytest
+from golden import CONFIGS, loaded
 
+from imagenet_cls.config import recipes
 from imagenet_cls.config.load import load_config
+from imagenet_cls.engine.check import check
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RUNNABLE = sorted(path for path in CONFIGS.rglob("*.yaml") if "_base_" not in path.relative_to(CONFIGS).parts)
 BASES = sorted((CONFIGS / "_base_").rglob("*.yaml"))
+RECIPES = [path for path in RUNNABLE if loaded(path).expect.source is not None]
 
 
-@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_a_config_loads_and_opens_with_a_comment_that_tells_how_to_run_it(path: Path) -> None:
-    config = load_config(path).config
-    head = re.match(r"(#.*\n)+", path.read_text())
-    assert head, "no comment at the top"
-    assert f"configs/{path.relative_to(CONFIGS)}" in head.group(), "no command at the top"
-    claim = config.expect.claimed_top1_pct
-    if claim is not None:
-        assert config.expect.source
-        assert f"{claim:.3f}".rstrip("0") in head.group()
-        assert config.expect.note
+def name(path: Path) -> str:
+    return path.relative_to(CONFIGS).as_posix()
+
+
+def head(path: Path) -> str:
+    """The comment that a config opens with."""
+    found = re.match(r"(#.*\n)+", path.read_text())
+    assert found, "no comment at the top"
+    return found.group()
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=name)
+def test_a_config_passes_all_checks_and_opens_with_a_comment_that_tells_how_to_run_it(path: Path) -> None:
+    assert check(loaded(path), world_size=8) == []  # and stage 1, or it would not have loaded
+    assert f"configs/{name(path)}" in head(path), "no command at the top"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_a_recipe_says_where_it_is_from_what_it_claims_and_what_is_uncertain(path: Path) -> None:
+    comment, expect = head(path), loaded(path).expect
+    assert len(path.read_text().splitlines()) < 30
+    for word in ("Paper: ", "Source: ", "Claimed: ", "Uncertain: "):
+        assert f"\n# {word}" in comment, word
+    assert f"\n#   bash scripts/dist_train.sh configs/{name(path)} " in comment
+    assert expect.hardware
+    claimed = re.search(r"# Claimed: (.*(\n#  .*)?)", comment)
+    assert claimed and re.search(r"hours|minutes|days", claimed[1]), "for how long did the source train?"
+    if expect.claimed_top1_pct is None:
+        assert "claimed are" in (expect.note or "")
+    else:
+        assert f"{expect.claimed_top1_pct:g}" in claimed[1]
+    assert ("Not run here" in comment) == (expect.ours_top1_pct is None)
+    if "uncertain:" in (expect.note or ""):
+        assert "# Uncertain: nothing." not in comment
+
+
+@pytest.mark.parametrize("recipe", ["rsb_a1", "rsb_a2", "rsb_a3", "tv_v2"])
+def test_a_recipe_that_rests_on_memory_says_so(recipe: str) -> None:
+    note = loaded(CONFIGS / "resnet" / f"resnet50_{recipe}.yaml").expect.note
+    assert note is not None and "uncertain:" in note
+
+
+def test_there_are_recipes_of_every_family_and_names_are_unique() -> None:
+    """The name of a config names its run folder."""
+    assert len(RECIPES) >= 55
+    assert len({path.stem for path in RUNNABLE}) == len(RUNNABLE)
+    assert {path.parent.name for path in RECIPES} == {"configs", *recipes.FAMILIES}
 
 
 def test_every_base_is_used() -> None:
@@ -30,10 +69,19 @@ def test_every_base_is_used() -> None:
     assert {path.resolve() for path in BASES} <= used
 
 
-@pytest.mark.parametrize(("name", "top1_pct"), [("resnet18", 69.758), ("resnet50", 76.130)])
-def test_the_torchvision_recipe(name: str, top1_pct: float) -> None:
-    config = load_config(CONFIGS / f"{name}.yaml").config
-    assert config.model.name == f"{name}.tv_in1k"
+def test_the_page_of_recipes_is_that_of_the_configs() -> None:
+    page = (CONFIGS.parent / "docs" / "recipes.md").read_text()
+    assert page == recipes.page(), "python -m imagenet_cls.config.recipes > docs/recipes.md"
+    for path in RECIPES:
+        row = re.search(rf"^\| \[`{path.stem}`\].*$", page, re.M)
+        assert row and row[0].count("|") == 10
+        assert " |  | not run | " in row[0], "nothing was run on ImageNet"
+
+
+@pytest.mark.parametrize(("stem", "top1_pct"), [("resnet18", 69.758), ("resnet50", 76.130)])
+def test_the_torchvision_recipe(stem: str, top1_pct: float) -> None:
+    config = loaded(CONFIGS / f"{stem}.yaml")
+    assert config.model.name == f"{stem}.tv_in1k"
     assert (config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay) == ("sgd", 0.1, 1e-4)
     assert config.optimizer.kwargs == {"momentum": 0.9}
     kinds = ("norm", "bias", "token", "scale")
@@ -50,19 +98,3 @@ def test_the_torchvision_recipe(name: str, top1_pct: float) -> None:
         "train",
         "val",
     )
-
-
-def test_the_claims_are_those_of_the_published_weights() -> None:
-    """Against torchvision's own metadata and timm's entry of the weights that the model's tag names."""
-    from timm.models import get_pretrained_cfg
-    from torchvision import models
-
-    for name in ("ResNet18", "ResNet50"):
-        config = load_config(CONFIGS / f"{name.lower()}.yaml").config
-        weights = getattr(models, f"{name}_Weights").IMAGENET1K_V1
-        assert config.expect.claimed_top1_pct == weights.meta["_metrics"]["ImageNet-1K"]["acc@1"]
-        preprocess, published = weights.transforms(), get_pretrained_cfg(config.model.name)
-        assert ([config.eval.resize_px], [config.eval.crop_px]) == (preprocess.resize_size, preprocess.crop_size)
-        assert preprocess.interpolation.value == config.eval.interpolation == published.interpolation
-        assert config.data.mean == preprocess.mean == list(published.mean)
-        assert config.data.std == preprocess.std == list(published.std)
