@@ -71,6 +71,27 @@ def test_every_policy_gives_the_same_bits_for_any_number_of_workers(image_folder
     assert not any(torch.equal(one, other) for one, other in zip(images[::2], images[1::2], strict=True)), "repeats"
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_make_the_same_samples_with_the_same_boxes(image_folder: Path, world_size: int) -> None:
+    augment = AugmentConfig(size_px=16, policy="rand-m9", erasing=ErasingConfig(prob=0.5, mode="pixel"), splits=2)
+    source = FolderSource(index_folder(image_folder / "train"))
+
+    def samples(rank: int, size: int) -> dict[int, tuple[list[int], list[int]]]:
+        """Pixels and boxes of an epoch, by the samples' keys."""
+        sampler = EpochSampler(len(source), 8, rank, size, seed=5, repeats=3)
+        loader = TrainLoader(source, train_transform(augment), sampler, 8 // size, 5, num_workers=0)
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        for images, _, boxes, keys in loader.epoch(1):
+            assert boxes is not None and keys is not None
+            for image, box, key in zip(images, boxes, keys.tolist(), strict=True):
+                found[key] = image.flatten().tolist(), box.flatten().tolist()
+        return found
+
+    alone, ranks = samples(0, 1), [samples(rank, world_size) for rank in range(world_size)]
+    assert len(alone) == 80 == sum(map(len, ranks))
+    assert {key: sample for rank in ranks for key, sample in rank.items()} == alone
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_splits_are_view_major_and_only_later_ones_are_changed(image_folder: Path, num_workers: int) -> None:
     augment = AugmentConfig(size_px=24, policy="rand-m9", erasing=ErasingConfig(prob=1.0, mode="rand"), splits=3)
