@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 # Where `bed`, the tests' own network, is found by the name that a config gives it.
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 # Before any import of torch, and inherited by the processes that tests start: the number of threads decides the bits of
-# a sum, and the test machine has two cores.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("MKL_NUM_THREADS", "2")
+# a sum, and the test machine has two cores, which tests that run side by side share.
+_THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+os.environ.setdefault("OMP_NUM_THREADS", _THREADS)
+os.environ.setdefault("MKL_NUM_THREADS", _THREADS)
 
 
 def in_ci() -> bool:
@@ -25,6 +27,9 @@ def in_ci() -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the long versions out unless asked for with `-m`, and skip `gpu` tests where there is no CUDA device."""
+    for item in items:
+        if {"distributed", "faults"} & set(item.path.relative_to(HERE).parts):
+            item.add_marker(pytest.mark.alone)
     if "long" not in config.option.markexpr:
         long_items = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long_items)
