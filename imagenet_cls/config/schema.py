@@ -24,9 +24,9 @@ class ModelConfig:
     pretrained: bool = False
     # Outputs of the head. null: as many as the data set has classes.
     num_classes: int | None = None
-    # Weights to start from: a checkpoint folder of ours, or .pth, .pth.tar, .safetensors of timm, torchvision,
-    # pytorch/examples. A head of another size is initialised anew, and position embeddings of another grid are resized;
-    # any other difference is an error.
+    # Weights to start from: a checkpoint of ours (its moving average where it has one) or a run folder (the best weights
+    # of the run), or .pth, .pth.tar, .safetensors of timm, torchvision, pytorch/examples. A head of another size is
+    # initialised anew, and position embeddings of another grid are resized; any other difference is an error.
     checkpoint: str | None = None
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. BatchNorm in there uses
     # its running statistics as they are; dropout and drop-path stay on.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
 from imagenet_cls.data import sizes_px
-from imagenet_cls.engine.checkpoint import find_checkpoint
+from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
 from imagenet_cls.engine.resources import out_of_memory
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
@@ -66,14 +66,14 @@ def chosen_teacher(
     def read(path: Path) -> tuple[dict[str, Tensor], MeanStd | None]:
         if not path.is_dir():
             return read_weights(path), None
-        snapshot = find_checkpoint(path)[0]
+        snapshot, kind, _ = find_checkpoint(path)
         known = snapshot.state["classes"]
         if len(known) == len(classes) and list(known) != list(classes):
             first = next(i for i, (one, other) in enumerate(zip(known, classes, strict=True)) if one != other)
             text = f"its class {first} is {known[first]!r}, that of the data {classes[first]!r}"
             raise ConfigError([f"distill.teacher.checkpoint: {path}: {text}; take a teacher of the same classes"])
         pixels = snapshot.state["preprocessing"]
-        return snapshot.model, (pixels["mean"], pixels["std"])
+        return best_weights(snapshot, kind), (pixels["mean"], pixels["std"])
 
     sizes, form = sizes_px(config.augment), memory_format(config.train)
     return build_teacher(config.distill.teacher, num_classes, group, read, mean_std, sizes, config.seed, form)
@@ -118,7 +118,15 @@ def refuse_unfit_sizes(model: nn.Module, config: Config, num_classes: int) -> No
 
 def weights_in(path: Path) -> dict[str, Tensor]:
     """The weights in a file, or in a checkpoint (or run folder) of ours, verified. Raises CheckpointError."""
-    return find_checkpoint(path)[0].model if path.is_dir() else read_weights(path)
+    if not path.is_dir():
+        return read_weights(path)
+    snapshot, kind, _ = find_checkpoint(path)
+    return best_weights(snapshot, kind)
+
+
+def best_weights(snapshot: Snapshot, kind: str | None) -> dict[str, Tensor]:
+    """Those that made a run's checkpoint the best (kind: raw or ema); else the moving average where there is one."""
+    return snapshot.model if kind == "raw" or snapshot.ema is None else snapshot.ema
 
 
 def on_main_first(group: Group, action: Callable[[], T]) -> T:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from imagenet_cls.cli import predict_command, train_command
 from imagenet_cls.cli import test_command as evaluate_command
+from imagenet_cls.engine.model import weights_in
 from imagenet_cls.ranks import main
 from imagenet_cls.report.log import close_log
 
@@ -256,3 +257,15 @@ def test_bad_values(digits: Path, tmp_path: Path, call: Callable, changes: dict,
     )
     assert code == 2 and out == "" and len(err.splitlines()) == 1, err
     assert all(text in err for text in texts), err
+
+
+def test_a_run_hands_on_its_best_weights(digits: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_here(arguments(digits, run, "noisy", ema__decay=0.5, train__max_steps=8))
+    best = json.loads((newest(run) / "state.json").read_text())["progress"]["best"]
+    kind = max(best, key=lambda name: best[name]["top1_pct"])
+    files = {"raw": "model.safetensors", "ema": "ema.safetensors"}
+    stored = {name: load_file(newest(run) / file) for name, file in files.items()}
+    assert all(torch.equal(weight, stored[kind][name]) for name, weight in weights_in(run).items())
+    assert all(torch.equal(weight, stored["ema"][name]) for name, weight in weights_in(newest(run)).items())
+    assert not all(torch.equal(weight, stored["raw"][name]) for name, weight in stored["ema"].items())
