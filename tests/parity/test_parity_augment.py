@@ -65,7 +65,7 @@ def test_each_draw_is_timms(squares: list[Image.Image], policy: str, interpolati
     theirs = timms_secondary(policy, interpolation)
     ours = train_transform(AugmentConfig(size_px=SIZE, policy=policy, interpolation=interpolation))  # type: ignore[arg-type]
     refused = 0
-    for seed, square in enumerate(squares * 3):
+    for seed, square in enumerate(squares * 2):
         seed_generators(seed)
         image = ours.colour(F.pil_to_tensor(square))
         seed_generators(seed)
@@ -76,7 +76,7 @@ def test_each_draw_is_timms(squares: list[Image.Image], policy: str, interpolati
             refused += 1
         else:
             assert torch.equal(image, F.pil_to_tensor(expected))
-    assert refused <= 15
+    assert refused <= 10
 
 
 def test_the_recipe_of_deit_3_is_timms(squares: list[Image.Image]) -> None:
