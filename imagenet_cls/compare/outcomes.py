@@ -94,8 +94,8 @@ def notes(outcomes: Sequence[Outcome | None]) -> str:
     assert one is not None
     paragraphs = [
         "at once: images in one forward pass of one device. The global batch is the same in every row.",
-        "first loss, losses, weights: the largest difference from one process, in the first step, in any of all "
-        f"{len(one.losses)} steps, and in any weight after them. Rounding grows from step to step: slowly in a smooth "
+        "first loss, losses, weights: the largest difference from one process, in the first step, in any of the "
+        f"{len(one.losses)} steps, and in any weight after the last. Rounding grows from step to step: slowly in a smooth "
         "network, up to a hundredfold where there are ReLU or max pooling; there the first loss tells most. Dropout "
         "and mixing draw for each rank.",
         "img/s: of all ranks together. On a CPU they share its cores, so more ranks are no faster.",
