@@ -67,7 +67,7 @@ def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int 
     steps_per_epoch = num_images // train.global_batch_size
     if steps_per_epoch == 0:
         raise DataError(
-            f"the training set has {num_images} images, fewer than one batch (train.global_batch_size="
+            f"the training set has {num_images} images an epoch, fewer than one batch (train.global_batch_size="
             f"{train.global_batch_size}).\nGive a train.global_batch_size of at most {num_images}, or more images."
         )
     k = accumulation_for(train.global_batch_size, world_size * devices, train.micro_batch_size)

@@ -210,7 +210,7 @@ def test_classes_that_do_not_match(refused: Refused, digits: Path, tmp_path: Pat
 
 def test_fewer_images_than_one_batch(refused: Refused, digits: Path, tmp_path: Path) -> None:
     words = arguments(digits, tmp_path / "run", train__global_batch_size=5000)
-    refused(3, words, "1438 images, fewer than one batch", "at most 1438")
+    refused(3, words, "1438 images an epoch, fewer than one batch", "at most 1438")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
