@@ -95,9 +95,9 @@ def notes(outcomes: Sequence[Outcome | None]) -> str:
     paragraphs = [
         "at once: images in one forward pass of one device. The global batch is the same in every row.",
         "first loss, losses, weights: the largest difference from one process, in the first step, in any of the "
-        f"{len(one.losses)} steps, and in any weight after the last. Rounding grows from step to step: slowly in a smooth "
-        "network, up to a hundredfold where there are ReLU or max pooling; there the first loss tells most. Dropout "
-        "and mixing draw for each rank.",
+        f"{len(one.losses)} steps, and in any weight after the last. Rounding grows from step to step: slowly in a "
+        "smooth network, up to a hundredfold where there are ReLU or max pooling; there the first loss tells most. "
+        "Dropout and mixing draw for each rank.",
         "img/s: of all ranks together. On a CPU they share its cores, so more ranks are no faster.",
         "MiB: rank 0's peak, of GPU memory or else of the whole process.",
         "BatchNorm normalises the images of one forward pass together, so a row that has fewer at once has other "
