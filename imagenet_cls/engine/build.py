@@ -49,7 +49,7 @@ from imagenet_cls.optim.schedule import Schedule, build_schedule
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.place import cpu_threads
-from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, wrap
+from imagenet_cls.parallel.wrap import RunningStatistics, digest_of, settle_buckets, wrap
 
 _MOST_WORKERS = 16
 
@@ -74,7 +74,8 @@ class EvaluationParts:
 class Parts:
     """Everything that the loop touches. `model` is the model itself, `wrapped` what forward and backward go through.
 
-    devices: this rank's; several with DataParallel only. lr: the highest rate, scaled for the batch.
+    devices: this rank's; several with DataParallel only. lr: the highest rate, scaled for the batch. teacher_digest: of
+    the weights that a distillation learns from, where there is one.
     """
 
     config: Config
@@ -89,6 +90,7 @@ class Parts:
     ema: ModelEma | None
     prepare: TrainPreprocess
     criterion: Criterion
+    teacher_digest: str | None
     optimizer: torch.optim.Optimizer
     lr: float
     schedule: Schedule
@@ -168,6 +170,7 @@ def build(config: Config, group: Group) -> Parts:
             preprocess, config.augment.erasing, build_mixing(config.mix, num_classes), config.seed, group.rank
         ),
         criterion=criterion,
+        teacher_digest=None if teacher is None else digest_of(teacher.network),
         optimizer=optimizer,
         lr=lr,
         schedule=build_schedule(config.schedule, lr, plan.steps_per_epoch, train.epochs),

@@ -23,8 +23,9 @@ from imagenet_cls.errors import CheckpointError
 _FREE = (
     "checkpoint", "log", "expect", "device", "imports", "eval.batch_size", "eval.every_epochs", "data.root",
     "data.num_workers", "data.prefetch_batches", "train.max_steps", "train.max_nonfinite_steps", "train.deterministic",
-    "train.compile", "train.micro_batch_size", "parallel.mode", "parallel.device_ids", "parallel.output_device",
-    "parallel.backend", "parallel.init_method", "parallel.timeout_sec", "model.pretrained", "model.checkpoint",
+    "train.compile", "train.grad_checkpointing", "train.micro_batch_size", "parallel.mode", "parallel.device_ids",
+    "parallel.output_device", "parallel.backend", "parallel.init_method", "parallel.timeout_sec", "model.pretrained",
+    "model.checkpoint", "distill.teacher.pretrained", "distill.teacher.checkpoint",
 )  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
     """Compare a checkpoint's recipe and data with this run's; return lines that say what differs and is let through.
 
     Raises CheckpointError for a change of the recipe that `allowed` (dotted keys, or whole sections) does not name,
-    for another set of training images or classes, and for an average of checkpoints.
+    for another optimizer, another set of training images or classes, and for an average of checkpoints.
     """
     if "averaged" in state:
         raise CheckpointError(
@@ -45,7 +46,14 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
         key: (before.get(key), now.get(key)) for key in sorted({*before, *now}) if before.get(key) != now.get(key)
     }
     lines = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
-    refused = [key for key in changed if not _names(_FREE, key) and not _names(allowed, key)]
+    if "optimizer.name" in changed:
+        raise CheckpointError(
+            f"{lines[list(changed).index('optimizer.name')]}: no optimizer goes on from what another one remembers.\n"
+            "Put it back, or start a new run from the checkpoint's weights: model.checkpoint=CHECKPOINT"
+        )
+    # Where the schedule goes by evaluations, when they are made belongs to the recipe.
+    free = [key for key in _FREE if key != "eval.every_epochs" or parts.config.schedule.name != "plateau"]
+    refused = [key for key in changed if not _names(free, key) and not _names(allowed, key)]
     if refused:
         shown = "; ".join(line for line in lines if line.partition(":")[0] in refused[:4])
         more = f" and {len(refused) - 4} more" if len(refused) > 4 else ""
@@ -59,6 +67,12 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
             f"the training images are not those of the checkpoint: {len(parts.data.train)} images in "
             f"{len(parts.data.classes)} classes here, {len(state['classes'])} classes there.\n"
             "Put the data back as it was, or start a new run from its weights with model.checkpoint=CHECKPOINT."
+        )
+    teachers = {state.get("teacher_digest"), parts.teacher_digest} - {None}
+    if len(teachers) > 1 and not _names(allowed, "distill.teacher"):
+        raise CheckpointError(
+            "the teacher's weights (distill.teacher) are not those that the checkpoint learned from.\n"
+            "Put them back, or allow it: --allow-change distill.teacher"
         )
     messages = [f"changed since the checkpoint: {line}" for line in lines]
     if state["world_size"] != parts.group.world_size:

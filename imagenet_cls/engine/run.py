@@ -33,6 +33,7 @@ from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, Stopped
 from imagenet_cls.models.freeze import set_training
+from imagenet_cls.optim.build import state_names
 from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
 from imagenet_cls.parallel.place import Place
 from imagenet_cls.parallel.reduce import hand_out
@@ -175,7 +176,10 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
     snapshot = found[0] if found else None
     load_weights_of(snapshot, parts.model, hand_out(snapshot.model if snapshot else None, group))
     tensors = hand_out(snapshot.optimizer if snapshot else None, group)
-    give_optimizer(parts.model, parts.optimizer, tensors, known["numbers"])
+    before, now = known["state"]["config"]["optimizer"]["kwargs"], parts.config.optimizer.kwargs
+    changed = [name for name in {*before, *now} if before.get(name) != now.get(name)]
+    needed = state_names(parts.config.optimizer) if changed else ()
+    give_optimizer(parts.model, parts.optimizer, tensors, known["numbers"], changed, needed)
     if known["has_ema"]:
         ema = hand_out(snapshot.ema if snapshot else None, group)
         if parts.ema is not None:
@@ -229,6 +233,7 @@ def describe_state(parts: Parts, progress: Progress) -> dict:
         "classes": list(parts.data.classes),
         "num_classes": parts.num_classes,
         "data_digest": parts.data.train.digest(),
+        "teacher_digest": parts.teacher_digest,
         "preprocessing": {"mean": parts.evaluation.mean, "std": parts.evaluation.std},
         "config": config_to_dict(config),
         "world_size": parts.group.world_size,

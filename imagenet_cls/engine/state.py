@@ -4,6 +4,7 @@ Owns the names of optimizer state and the strides it is given back in. No genera
 draw has a key of its own. Called by `engine.run` around `engine.checkpoint`.
 """
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,14 +71,22 @@ def take_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
 
 
 def give_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+    changed: Collection[str] = (),
+    needed: Collection[str] = (),
 ) -> None:
     """Put what `take_optimizer` took into an optimizer of the same kind over the same parameters.
+
+    changed: the optimizer's arguments that the config was allowed to change since; they stay as they were built.
+    needed: what the optimizer with these must find remembered of each parameter.
 
     Each tensor takes its parameter's strides: fused kernels walk weight and state flat, side by side, so a contiguous
     momentum under a channels-last weight corrupts the run in silence (error 2e-2 on weights of 0.1 in the first step).
 
-    Raises CheckpointError where the groups of parameters differ.
+    Raises CheckpointError where the groups of parameters differ, or what is needed is not there.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -89,9 +98,15 @@ def give_optimizer(
             f"{len(there)} of {[len(g) for g in there]}.\n"
             "Resume with the config that the run was started with (its config.yaml)."
         )
+    remembered = {name.rpartition(_SEPARATOR)[2] for name in tensors}.union(*numbers["parameters"].values())
+    if lacking := sorted(set(needed) - remembered):
+        raise CheckpointError(
+            f"with optimizer.kwargs changed, the optimizer needs {', '.join(lacking)}, which the checkpoint lacks.\n"
+            "Put them back, or start a new run from its weights: model.checkpoint=CHECKPOINT"
+        )
     for index, group in enumerate(optimizer.param_groups):
         for key, value in numbers["groups"][index]["values"].items():
-            if key in _OF_THE_CONFIG:
+            if key in _OF_THE_CONFIG or key in changed:
                 continue
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     held = state_holder(optimizer).state

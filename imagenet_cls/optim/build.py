@@ -143,14 +143,29 @@ def _groups_of(layer: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, A
     return parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={}))
 
 
-def _trial(optimizer: OptimizerConfig) -> list[Problem]:
+def state_names(optimizer: OptimizerConfig) -> set[str]:
+    """What the optimizer remembers of a parameter behind a step, such as `momentum_buffer`.
+
+    Expects a section that `check_optimizer` finds no problem in.
+    """
+    built = build_optimizer(optimizer, _groups_of(_trial_layer(), optimizer))
+    built.step()
+    return {name for state in built.state_dict()["state"].values() for name in state}
+
+
+def _trial_layer() -> nn.Module:
+    """A (3, 2) weight and a (3,) bias with gradients."""
     layer = nn.Linear(2, 3)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(0.5)
             parameter.grad = torch.full_like(parameter, 0.25)
+    return layer
+
+
+def _trial(optimizer: OptimizerConfig) -> list[Problem]:
     try:
-        built = build_optimizer(optimizer, _groups_of(layer, optimizer))
+        built = build_optimizer(optimizer, _groups_of(_trial_layer(), optimizer))
         problems = _check_state(optimizer.name, built.state_dict())
         if not problems:
             built.step()

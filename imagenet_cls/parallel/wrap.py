@@ -66,12 +66,8 @@ def refuse_differing_weights(model: nn.Module, group: Group) -> None:
     """
     if group.control is None:
         return
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     digests: list[str] = [""] * group.world_size
-    dist.all_gather_object(digests, digest.hexdigest(), group=group.control)
+    dist.all_gather_object(digests, digest_of(model), group=group.control)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         listing = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
@@ -79,6 +75,15 @@ def refuse_differing_weights(model: nn.Module, group: Group) -> None:
             f"{len(others)} of {group.world_size} ranks start from other weights than rank 0: {listing}.\n"
             "Check that all machines have the same code, config and versions; else suspect the network or a memory."
         )
+
+
+def digest_of(model: nn.Module) -> str:
+    """A digest over names, shapes, types and bits of every parameter and buffer; memory formats make no difference."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def sync_on_last(wrapped: nn.Module, is_last: bool) -> AbstractContextManager:

@@ -9,7 +9,9 @@ from bed import noisy
 from forked import meet, part, run_on_ranks
 from torch import Tensor
 
+from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import TeacherConfig
+from imagenet_cls.engine.agree import refuse_differing_configs
 from imagenet_cls.errors import UserError
 from imagenet_cls.models.teacher import MeanStd, build_teacher
 from imagenet_cls.models.weights import read_weights
@@ -35,6 +37,11 @@ def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in teacher.network.state_dict().items())
     # How to convert pixels comes from rank 0, too.
     torch.testing.assert_close(teacher.scale.flatten(), torch.tensor(MEAN_STD[1]) / 0.5)
+
+    # So where the others would find weights is a matter of their machines.
+    words = ["optimizer.lr=0.1", "distill.kind=soft", "distill.teacher.name=resnet18"]
+    loaded = load_config(None, [*words, f"distill.teacher.checkpoint=on_{rank}.pth"])
+    refuse_differing_configs(loaded.config, group)
 
     for file, num_classes in (("none.pth", 5), ("teacher.pth", 7)):
         config = TeacherConfig("bed:noisy", checkpoint=str(folder / file))

@@ -142,6 +142,29 @@ def test_sam_in_two_parts_ends_in_the_same_bits(digits: Path, tmp_path: Path) ->
         assert torch.equal(weights(tmp_path / "parts")[name], value), name
 
 
+def test_a_momentum_that_was_allowed_to_change_holds(digits: Path, tmp_path: Path, plain: Path) -> None:
+    trained(digits, tmp_path / "run", train__max_steps=2)
+    changed = arguments(digits, tmp_path / "run", train__max_steps=4, optimizer__kwargs="{momentum: 0.5}")
+    train_here([*changed, "--resume", "--allow-change", "optimizer.kwargs"])
+    assert losses(tmp_path / "run")[:3] == losses(plain)[:3]  # the third update is the first one with it
+    assert losses(tmp_path / "run")[3] != losses(plain)[3]
+    (group,) = json.loads((newest(tmp_path / "run") / "optimizer.json").read_text())["groups"]
+    assert group["values"]["momentum"] == 0.5
+
+
+def test_memory_can_be_saved_from_any_step_on(digits: Path, tmp_path: Path) -> None:
+    """Activations computed anew, with dropout, BatchNorm, SAM and mixing: the same bits, also from the middle on."""
+    kwargs = "{channels: [8, 8, 8, 8], drop_rate: 0.2, drop_path_rate: 0.2}"
+    words = {"model__name": "resnet18", "model__kwargs": kwargs, "train__micro_batch_size": 64}
+    words |= {"train__sam_rho": 0.1, "mix__mixup_alpha": 0.8}
+    whole = trained(digits, tmp_path / "whole", **words)
+    trained(digits, tmp_path / "parts", train__max_steps=2, **words)
+    anew = arguments(digits, tmp_path / "parts", train__max_steps=4, train__grad_checkpointing="true", **words)
+    train_here([*anew, "--resume"])
+    assert losses(tmp_path / "parts") == losses(whole)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(tmp_path / "parts").items())
+
+
 def test_two_ranks_repeat_one_with_sam_clipping_and_factors(digits: Path, tmp_path: Path) -> None:
     parts = {"train__sam_rho": 0.2, "train__clip_agc": 0.05, "optimizer__lr_scales": '{"5.*": 2}'}
     parts |= {"optimizer__norm_weight_decay": 0, "train__micro_batch_size": 32}

@@ -46,6 +46,23 @@ def test_a_changed_recipe_is_refused_unless_allowed(digits: Path) -> None:
     assert len(refuse_changes(before, changed, ["train.epochs", "optimizer.lr", "optimizer.kwargs"])) == 3
 
 
+def test_another_optimizer_is_refused_whatever_is_allowed(digits: Path) -> None:
+    before = describe_state(parts_for(digits), Progress())
+    with pytest.raises(CheckpointError, match=r"optimizer\.name: 'sgd' -> 'adamw': no optimizer goes on"):
+        refuse_changes(before, parts_for(digits, optimizer__name="adamw"), ["optimizer"])
+
+
+def test_when_evaluations_are_made_is_free_unless_the_schedule_goes_by_them(digits: Path) -> None:
+    for schedule, refused in (("constant", False), ("plateau", True)):
+        before = describe_state(parts_for(digits, schedule__name=schedule), Progress())
+        other = parts_for(digits, schedule__name=schedule, eval__every_epochs=2)
+        if refused:
+            with pytest.raises(CheckpointError, match=r"eval\.every_epochs: 1 -> 2"):
+                refuse_changes(before, other, ())
+        else:
+            assert len(refuse_changes(before, other, ())) == 1
+
+
 def test_other_images_are_refused_whatever_is_allowed(digits: Path) -> None:
     parts = parts_for(digits)
     before = describe_state(parts, Progress())

@@ -13,7 +13,7 @@ from torch import nn
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_optimizer
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.optim.build import build_optimizer, check_optimizer
+from imagenet_cls.optim.build import build_optimizer, check_optimizer, state_names
 from imagenet_cls.optim.groups import parameter_groups
 
 KWARGS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9}}
@@ -143,6 +143,26 @@ def test_every_optimizer_that_is_let_in_can_be_taken_apart() -> None:
 def test_progress_survives_json() -> None:
     progress = Progress(7, 5, {"raw": {"top1_pct": 12.5, "step": 5}}, {"raw": {"top1_pct": 12.5}})
     assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress
+
+
+def test_arguments_that_were_changed_since_hold_where_the_state_allows_it() -> None:
+    model = network()
+    optimizer = optimizer_for(model, "sgd")
+    steps(model, optimizer, 0, 2)
+    tensors, numbers = take_optimizer(model, optimizer)
+    config = OptimizerConfig(lr=0.05, kwargs={"momentum": 0.5}, **DECAYS)
+    changed = build_optimizer(config, parameter_groups(model, config))
+    give_optimizer(model, changed, tensors, numbers, ["momentum"], state_names(config))
+    assert [group["momentum"] for group in changed.param_groups] == [0.5, 0.5]
+    weight = model[0].weight
+    assert torch.equal(changed.state[weight]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"])
+
+    optimizer = optimizer_for(model, "adamw")
+    steps(model, optimizer, 0, 2)
+    config = OptimizerConfig("adamw", lr=0.05, kwargs={"amsgrad": True}, **DECAYS)
+    changed = build_optimizer(config, parameter_groups(model, config))
+    with pytest.raises(CheckpointError, match="needs max_exp_avg_sq, which the checkpoint lacks"):
+        give_optimizer(model, changed, *take_optimizer(model, optimizer), ["amsgrad"], state_names(config))
 
 
 def test_a_weight_decay_that_was_changed_since_holds() -> None:
