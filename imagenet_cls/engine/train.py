@@ -56,7 +56,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, save: Callable[[], N
             for batches in p.sam.points(step, islice(micro_batches, plan.accumulation)):
                 for micro, batch in enumerate(batches):
                     if step == 0 and not losses:
-                        reporter.first_batch(batch.images, batch.targets, p.data.classes)
+                        reporter.first_batch(batch.images[: len(batch.targets)], batch.targets, p.data.classes)
                     images, targets = p.prepare(batch, epoch, step, micro)
                     # What dropout and drop-path draw from.
                     seed_generators(hash_key("batch", seed, step, micro, p.group.rank), *p.devices.all)

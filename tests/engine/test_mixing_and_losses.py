@@ -11,6 +11,7 @@ from bed import arguments, evaluations, losses, newest, plain, state_digest, tra
 from safetensors.torch import load_file
 
 from imagenet_cls.cli import train_command
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.ranks import main
 from imagenet_cls.report.log import close_log
 
@@ -147,6 +148,28 @@ def test_the_same_bits_again_and_in_two_parts(digits: Path, tmp_path: Path, teac
     train_here(words("longer", mix__off_epoch="null"))
     assert losses(tmp_path / "longer")[:11] == losses(tmp_path / "whole")[:11]
     assert losses(tmp_path / "longer")[11:] != losses(tmp_path / "whole")[11:]
+
+
+def test_a_teacher_may_be_moved_but_not_changed(digits: Path, tmp_path: Path) -> None:
+    for name, seed in (("teacher", 0), ("moved", 0), ("other", 1)):
+        torch.manual_seed(seed)
+        torch.save(plain(10).state_dict(), tmp_path / f"{name}.pth")
+
+    def words(teacher: str, steps: int) -> list[str]:
+        changes = distilled(tmp_path / f"{teacher}.pth", "soft", distill__teacher__name="bed:plain")
+        return arguments(digits, tmp_path / "run", train__max_steps=steps, **changes)
+
+    train_here(words("teacher", 2))
+    train_here([*words("moved", 3), "--resume"])
+    with pytest.raises(CheckpointError, match=r"weights .* are not those that the checkpoint learned from"):
+        train_command([*words("other", 4), "--resume"])
+    train_here([*words("other", 4), "--resume", "--allow-change", "distill.teacher"])
+
+
+def test_views_of_few_images_are_shown_in_tensorboard(digits: Path, tmp_path: Path) -> None:
+    """Three views of 16 images, of which one for each label is shown."""
+    few = {"train__global_batch_size": 16, "train__max_steps": 1, "log__tensorboard": "true"}
+    train_here(arguments(digits, tmp_path / "run", loss__name="jsd", augment__splits=3, **few))
 
 
 def test_never_mixed_is_mixing_that_is_off_from_the_start(digits: Path, tmp_path: Path) -> None:
