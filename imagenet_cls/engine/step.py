@@ -3,6 +3,7 @@
 No host wait in a training step but these, all listed here:
 * the first update of a start, and every update of an optimizer that is not fused, reads one flag (is the gradient
   finite?);
+* `mix.mode` pair and elem send a micro-batch's shares to the device, once for each micro-batch (`batch` sends none);
 * `engine.meter` reads the losses, every `log.every_steps` steps;
 * with several ranks, `parallel.stop` waits on the host for the flags that the ranks sent one step earlier.
 Called by `engine.train` and, for its precision, by `engine.evaluate`.
