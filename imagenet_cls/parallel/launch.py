@@ -9,11 +9,13 @@ import contextlib
 import ctypes
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,7 +107,8 @@ def die_with_launcher() -> None:
     """In a rank that our launching process started: ask for SIGTERM when that process is gone, however it went.
 
     A launcher that was killed can't end its ranks, and they would go on unseen. On SIGTERM a training rank saves. To be
-    called first in a rank, from its main thread; does nothing elsewhere. Linux only: other systems keep such ranks.
+    called first in a rank, from its main thread; does nothing elsewhere. Linux only: other systems keep ranks of
+    torchrun's agent, though not spawned ones (`_stop_with_launcher`).
     """
     launcher = os.environ.get(LAUNCHED_VARIABLE)
     if launcher is None or not signal_when_parent_dies(signal.SIGTERM):
@@ -226,7 +229,20 @@ def _spawned(
 ) -> None:
     os.environ.update(env, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
     os.environ[ERROR_FILE_VARIABLE] = str(Path(folder) / f"{local_rank}.json")
+    threading.Thread(target=_stop_with_launcher, daemon=True).start()
     run_rank(argv)
+
+
+def _stop_with_launcher() -> None:
+    """Send this rank SIGTERM once the launching process is gone, however it went: see `die_with_launcher`.
+
+    The kernel watches over parents only, and the parent of a spawned rank is the server that forked it, which lives as
+    long as its ranks do.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "ranks are started by multiprocessing"
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _forward_signals(pids: Callable[[], list[int | None]]) -> Callable[[], None]:

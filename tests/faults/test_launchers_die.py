@@ -31,11 +31,14 @@ STARTING = LAUNCHERS[1:]
 # What all processes of a run carry in their environment, data workers and torch's helpers included.
 MARK = "TESTS_MARK"
 
+# Long enough not to be over before anything has had to end it.
+EPOCHS, STEPS_PER_EPOCH = 40, 11
+
 
 def command_for(launcher: str, digits: Path, folder: Path, pause_sec: float) -> list[str]:
     config, *rest = arguments(
-        digits, folder, "noisy", model__kwargs__pause_sec=pause_sec, train__epochs=9, checkpoint__every_epochs="null",
-        data__num_workers=1,
+        digits, folder, "noisy", model__kwargs__pause_sec=pause_sec, data__num_workers=1, train__epochs=EPOCHS,
+        checkpoint__every_epochs="null",
     )  # fmt: skip
     return {
         "alone": [sys.executable, TRAIN, config, *rest],
@@ -82,7 +85,8 @@ def assert_all_gone(folder: Path, within_sec: float) -> None:
 
 
 def assert_saved(folder: Path) -> None:
-    """The last step that was done is in a checkpoint."""
+    """The last step that was done is in a checkpoint, and it was not the last of the run."""
+    assert steps_done(folder) < EPOCHS * STEPS_PER_EPOCH
     saved = {path.name for path in (folder / "checkpoints").glob("step-*")}
     assert f"step-{steps_done(folder):07d}" in saved, (folder / "logs" / "rank0.log").read_text()
 
