@@ -183,6 +183,8 @@ def _split_batch_norm(config: Config) -> Iterator[Problem]:
         yield Problem("model.split_bn", "is true and model.freeze_bn, too, which trains no BatchNorm; keep one")
     if config.model.split_bn and config.parallel.sync_bn:
         yield Problem("model.split_bn", "can't be synchronised over ranks; set parallel.sync_bn to false")
+    if config.model.split_bn and config.parallel.mode == "dp":
+        yield Problem("model.split_bn", "needs whole batches, and parallel.mode dp cuts views apart; use ddp")
 
 
 def _devices(config: Config) -> Iterator[Problem]:
@@ -247,7 +249,7 @@ RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
     (("ema.decay", "ema.half_life_images"), _average),
     (("data.repeats", "data.repeats_multiple", "train.global_batch_size"), _repeats),
     (("model.head_only", "model.freeze"), _frozen),
-    (("model.split_bn", "model.freeze_bn", "parallel.sync_bn"), _split_batch_norm),
+    (("model.split_bn", "model.freeze_bn", "parallel.sync_bn", "parallel.mode"), _split_batch_norm),
     (("device", "parallel.backend", "train.precision"), _devices),
     (DATA_PARALLEL_KEYS, _data_parallel),
     (("parallel.init_method",), _init_port),

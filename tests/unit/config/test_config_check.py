@@ -41,6 +41,12 @@ def test_every_number_of_the_schema_has_a_range() -> None:
     assert {*RANGES, *LISTS, *FORMS, *(key for rule_keys, _ in RULES for key in rule_keys)} <= known
 
 
+def test_views_that_data_parallel_would_cut_apart_have_no_batch_norm_of_their_own() -> None:
+    views = {"model__split_bn": True, "augment__splits": 3, "loss__name": "jsd"}
+    assert keys_at_fault(**views) == []
+    assert keys_at_fault(**views, parallel__mode="dp") == ["model.split_bn"]
+
+
 def out_of_range(path: keys.KeyPath, value: Any) -> list[str]:
     problems = check(config_of(**{"__".join(path): value}))
     return [problem.key for problem in problems if "out of range" in problem.message]
