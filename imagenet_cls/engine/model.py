@@ -100,8 +100,9 @@ def refuse_unfit_sizes(model: nn.Module, config: Config, num_classes: int) -> No
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    training = [("augment.size_px", size_px) for size_px in sizes_px(config.augment)]
-    for key, size_px in (*training, ("eval.crop_px", config.eval.crop_px)):
+    largest = config.augment.size_px
+    smaller = [("augment.progressive.sizes_px", side) for side in sizes_px(config.augment) if side != largest]
+    for key, size_px in (*smaller, ("augment.size_px", largest), ("eval.crop_px", config.eval.crop_px)):
         try:
             with torch.no_grad():
                 shape = tuple(model(torch.zeros(1, 3, size_px, size_px, device=device)).shape)

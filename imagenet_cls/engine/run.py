@@ -255,9 +255,12 @@ def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[
     precision = {None: "fp32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a loss scale"}
     share_of = f"{plan.devices} GPUs" if plan.devices > 1 else f"{plan.world_size} ranks"
     batch = f"{plan.global_batch} = {share_of} x {plan.accumulation} in turn x {plan.micro_batch} at once"
-    seen = f"{plan.micro_batch} images at a time"
-    if config.parallel.sync_bn and group.world_size > 1:
-        seen = f"{plan.micro_batch * group.world_size} images at a time, those of all ranks (SyncBN)"
+    at_once = plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
+    seen = f"{at_once} images at a time"
+    if config.model.freeze_bn:
+        seen = "nothing: its statistics stay (model.freeze_bn)"
+    elif config.parallel.sync_bn and group.world_size > 1:
+        seen = f"{at_once * group.world_size} images at a time, those of all ranks (SyncBN)"
     rows = [
         ("model", f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {parts.num_classes} classes"),
         ("data", f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images"),

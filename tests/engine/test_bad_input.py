@@ -208,6 +208,15 @@ def test_classes_that_do_not_match(refused: Refused, digits: Path, tmp_path: Pat
     assert contents(tmp_path / "run") == {}
 
 
+def test_sides_that_a_model_cannot_take_are_told_with_the_key_that_has_them(
+    refused: Refused, digits: Path, tmp_path: Path
+) -> None:
+    """`plain` is made for 16 px."""
+    growing = {"augment__progressive": "{epochs: [0, 1], sizes_px: [8, 16], multiple_px: 8}"}
+    refused(2, arguments(digits, tmp_path / "a", **growing), "augment.progressive.sizes_px: bed:plain can't take 8 px")
+    refused(2, arguments(digits, tmp_path / "b", augment__size_px=8), "augment.size_px: bed:plain can't take 8 px")
+
+
 def test_fewer_images_than_one_batch(refused: Refused, digits: Path, tmp_path: Path) -> None:
     words = arguments(digits, tmp_path / "run", train__global_batch_size=5000)
     refused(3, words, "1438 images an epoch, fewer than one batch", "at most 1438")

@@ -1,5 +1,6 @@
 """Runs with mixing, every loss and a teacher: they learn, repeat to the bit, and go on as if never stopped."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,10 +167,13 @@ def test_a_teacher_may_be_moved_but_not_changed(digits: Path, tmp_path: Path) ->
     train_here([*words("other", 4), "--resume", "--allow-change", "distill.teacher"])
 
 
-def test_views_of_few_images_are_shown_in_tensorboard(digits: Path, tmp_path: Path) -> None:
+def test_views_of_few_images_are_shown_in_tensorboard(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three views of 16 images, of which one for each label is shown."""
     few = {"train__global_batch_size": 16, "train__max_steps": 1, "log__tensorboard": "true"}
     train_here(arguments(digits, tmp_path / "run", loss__name="jsd", augment__splits=3, **few))
+    assert re.search(r"BatchNorm sees +48 images at a time", capsys.readouterr().out)
 
 
 def test_never_mixed_is_mixing_that_is_off_from_the_start(digits: Path, tmp_path: Path) -> None:
