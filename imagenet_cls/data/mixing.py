@@ -2,7 +2,7 @@
 
 Owns the `mix` section. The arithmetic is timm's `Mixup`, which pairs image i with image B - 1 - i. Refuses batches of
 an odd number, and label smoothing: that stays with the loss (`optim.losses`), where it comes to the same. Called by
-`engine.build` (to check and to make it) and by the training loop for each micro-batch.
+`engine.check`, by `engine.build` (to make it) and by the training loop for each micro-batch.
 """
 
 from timm.data.mixup import Mixup

@@ -2,7 +2,7 @@
 
 Owns the three origins of a model (timm, torchvision, the user's own factory), and two facts that others need of a
 finished model: the pixel statistics its weights were made with, and which parameters are its head. Refuses nothing that
-`check` has let pass but published weights that can't be fetched or don't fit. Called by `engine.build`.
+`check` has let pass but published weights that can't be fetched or don't fit. Called by `engine.model`.
 
 Nothing here draws a random number beyond the initial weights: the caller seeds, and the same seed gives the same bits.
 """

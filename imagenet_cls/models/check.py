@@ -2,7 +2,7 @@
 
 Owns `check_model`. Refuses names that neither timm nor torchvision knows, keywords that the model's own constructor
 does not take or look at, torchvision models that return auxiliary outputs, and what can't be frozen or computed anew in
-backward. Reads no data, downloads nothing. Called by `engine.build`.
+backward. Reads no data, downloads nothing. Called by `engine.check`.
 """
 
 import inspect

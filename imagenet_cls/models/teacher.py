@@ -2,7 +2,8 @@
 
 Owns the `distill.teacher` section: its check, its weights, its pixels. Any model that `model` can name can teach.
 Refuses one with other classes than the model that learns, one that can't take its images, and weights that fit but for
-the head. Its outputs become a loss in `optim.distillation`. Called by `engine.build`.
+the head. Its outputs become a loss in `optim.distillation`. Called by `engine.model`, `check_distillation` by
+`engine.check`.
 
 Only rank 0 reads weights, from disk or network; the others are handed them.
 """

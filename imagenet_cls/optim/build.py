@@ -2,8 +2,8 @@
 
 Owns the built-in optimizers and the check of the section. Refuses unknown names, keywords that the optimizer does not
 take, and optimizers whose state is more than a checkpoint can hold, found out by a trial step on two tiny parameters.
-Called by `engine.build`: `check_optimizer` before anything is started, `build_optimizer` with the groups of
-`groups.parameter_groups`.
+`check_optimizer` is called by `engine.check` before anything is started, `build_optimizer` by `engine.build` with the
+groups of `groups.parameter_groups`, `state_names` by `engine.run` where a resumed run's arguments were changed.
 """
 
 import math

@@ -1,8 +1,8 @@
 """What is minimised.
 
-Owns the built-in losses and the check of the section. Called by `engine.build` (to make it) and `engine.train` (to
-apply it). A loss sees logits in float32 whatever the model computed in: half precision has too few digits for a
-log-softmax over 1,000 classes.
+Owns the built-in losses and the check of the section. Called by `engine.check`, `engine.build` (to make it) and
+`engine.train` (to apply it). A loss sees logits in float32 whatever the model computed in: half precision has too few
+digits for a log-softmax over 1,000 classes.
 
 **Every loss is a plain mean over the images**, so that the mean over micro-batches and ranks is that over the whole
 batch. Class weights follow from it: w_c is divided by the mean of all weights, and the loss of an image is

@@ -3,7 +3,7 @@
 Owns the time that a schedule keeps, the warm-up in front of it, the cooldown behind it, and the check of the section;
 the curves themselves are in `curves`. Keeps no state: a resumed run needs the step and, for `plateau`, the recorded
 evaluations. Refuses unknown names and keywords, numbers that give no learning rate, and schedules longer than the run.
-Called by `engine.build` (to make it); `engine.train` asks the result before each optimizer step.
+Called by `engine.check` and `engine.build` (to make it); `engine.train` asks the result before each optimizer step.
 """
 
 import math

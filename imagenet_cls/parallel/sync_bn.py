@@ -3,7 +3,7 @@
 Owns the change of a model's BatchNorm layers into synchronised ones. On GPUs they become torch's SyncBatchNorm (with
 timm's variant for its fused layers); torch's refuses CPU tensors, so ranks on CPUs get the one that is defined here.
 Refuses BatchNorm layers with a forward of their own, which a synchronised one would replace unseen. Called by
-`engine.build` before the model is wrapped.
+`engine.model` before the model is wrapped.
 """
 
 from typing import Any
