@@ -56,6 +56,7 @@ RANGES: dict[str, Range] = {
     "data.val_fraction": Range(0, 1, low_open=True, high_open=True),
     "data.num_workers": Range(0, 256),  # each is a process: a slip of the finger must not take the machine down
     "data.prefetch_batches": COUNT,
+    "data.timeout_sec": Range(0, 86_400, low_open=True),
     "data.repeats": Range(1, 100),
     "data.repeats_multiple": COUNT,
     "augment.size_px": PIXELS,

@@ -38,6 +38,15 @@ def _list_files(config: Config) -> Iterator[Problem]:
                 )
 
 
+def _bad_images(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.on_bad_image == "exclude" and (data.name == "synthetic" or ":" in data.name):
+        text = f"'exclude' leaves image files out, and data.name {show(data.name)} has none of ours; use error"
+        yield Problem("data.on_bad_image", text)
+    if data.on_bad_image == "error" and data.manifest is not None:
+        yield Problem("data.manifest", "is used with data.on_bad_image exclude, which is error; make it null")
+
+
 def _sizes(config: Config) -> Iterator[Problem]:
     resize_px, crop_px = config.eval.resize_px, config.eval.crop_px
     if resize_px is not None and resize_px < crop_px:
@@ -236,6 +245,7 @@ RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
     (("model.pretrained", "model.checkpoint"), _weights),
     (("data.name", "data.val", "data.val_fraction"), _validation_part),
     (("data.name", "data.train", "data.val"), _list_files),
+    (("data.name", "data.on_bad_image", "data.manifest"), _bad_images),
     (("eval.resize_px", "eval.crop_px"), _sizes),
     (("train.micro_batch_size", "train.global_batch_size"), _batches),
     (("schedule.warmup_epochs", "schedule.cooldown_epochs", "train.epochs"), _warmup),

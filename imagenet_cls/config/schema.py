@@ -24,8 +24,8 @@ class ModelConfig:
     pretrained: bool = False
     # Outputs of the head. null: as many as the data set has classes.
     num_classes: int | None = None
-    # Weights to start from: a checkpoint of ours (its moving average where it has one) or a run folder (the best weights
-    # of the run), or .pth, .pth.tar, .safetensors of timm, torchvision, pytorch/examples. A head of another size is
+    # Weights to start from: a checkpoint of ours (its moving average where it has one) or a run folder (its best
+    # weights), or .pth, .pth.tar, .safetensors of timm, torchvision, pytorch/examples. A head of another size is
     # initialised anew, and position embeddings of another grid are resized; any other difference is an error.
     checkpoint: str | None = None
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. BatchNorm in there uses
@@ -64,6 +64,14 @@ class DataConfig:
     num_workers: int | None = None
     # Batches that each worker prepares ahead.
     prefetch_batches: int = 2
+    # Longest wait for a batch from a worker, in seconds. Then the run ends, and names the worker and its image.
+    timeout_sec: float = 300.0
+    # What a training image that can't be read means. `error`: the run ends and names it. `exclude`: those that
+    # tools/verify_data.py has found are left out, at most one in 10,000; any other ends the run. Validation leaves none
+    # out.
+    on_bad_image: Literal["error", "exclude"] = "error"
+    # With `exclude`: the file that tools/verify_data.py wrote. null: verified_images.json in root.
+    manifest: str | None = None
     # Per channel (red, green, blue), of pixel values scaled to 0..1. null: what the model's weights were trained with
     # where the model says so, else ImageNet's.
     mean: list[float] | None = None

@@ -7,7 +7,8 @@ models, optimizers or reports. Called by `engine`; `prepare` is called by its to
     decode, sources         one image and its target           resolution    sides by epoch
     digits, synthetic,      sets that need no folder           samplers      which image comes when, on which rank
     torchvision_sets                                           loader        batches, from worker processes
-    datasets                the config's section, opened       device        uint8 to normalised floats
+    datasets                the config's section, opened       worker_errors, shared_memory    what ends a worker
+    verify, manifest        bad images: found, left out        device        uint8 to normalised floats
     prepare, ilsvrc         ImageNet's archives into folders   erasing, mixing    random erasing, mixup and cutmix
 
 The names below are what the rest of the program uses. Each is imported when it is first asked for (PEP 562), so that
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
     from imagenet_cls.data.decode import decode_rgb
     from imagenet_cls.data.device import Preprocess, TrainPreprocess
     from imagenet_cls.data.erasing import erase
-    from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches, worker_death
+    from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
     from imagenet_cls.data.mixing import Mixing, build_mixing, check_mixing
     from imagenet_cls.data.policies import check_policy
     from imagenet_cls.data.resolution import size_px_at, sizes_px
     from imagenet_cls.data.samplers import EpochSampler, check_repeats, samples_per_epoch, shard_for_eval
+    from imagenet_cls.data.shared_memory import refuse_small_shared_memory
     from imagenet_cls.data.sources import ImageSource
     from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
     from imagenet_cls.data.transforms import eval_transform, train_transform
+    from imagenet_cls.data.worker_errors import worker_death
 
 __all__ = [
     "DataSets",
@@ -52,6 +55,7 @@ __all__ = [
     "eval_batches",
     "eval_transform",
     "open_datasets",
+    "refuse_small_shared_memory",
     "samples_per_epoch",
     "shard_for_eval",
     "size_px_at",
@@ -66,14 +70,16 @@ _MODULES = {
     "decode": ("decode_rgb",),
     "device": ("Preprocess", "TrainPreprocess"),
     "erasing": ("erase",),
-    "loader": ("TrainBatch", "TrainLoader", "eval_batches", "worker_death"),
+    "loader": ("TrainBatch", "TrainLoader", "eval_batches"),
     "mixing": ("Mixing", "build_mixing", "check_mixing"),
     "policies": ("check_policy",),
     "resolution": ("size_px_at", "sizes_px"),
     "samplers": ("EpochSampler", "check_repeats", "samples_per_epoch", "shard_for_eval"),
+    "shared_memory": ("refuse_small_shared_memory",),
     "sources": ("ImageSource",),
     "synthetic": ("SyntheticLoader", "SyntheticSource", "synthetic_eval_batches"),
     "transforms": ("eval_transform", "train_transform"),
+    "worker_errors": ("worker_death",),
 }
 
 

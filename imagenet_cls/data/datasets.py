@@ -1,7 +1,8 @@
 """The config's `data` section, turned into images: one function opens any kind of data set.
 
-Owns the meaning of `data.name`, `root`, `train`, `val` and `val_fraction`. Refuses to guess: a part that is not there
-is an error that says what is. Called by `engine` (stage 2 of the check, and the opening) and by the tools.
+Owns the meaning of `data.name`, `root`, `train`, `val`, `val_fraction` and `on_bad_image`. Refuses to guess: a part
+that is not there is an error that says what is. Called by `engine` (stage 2 of the check, and the opening) and by the
+tools.
 """
 
 from collections.abc import Callable, Collection
@@ -16,6 +17,7 @@ from imagenet_cls.data.digits import write_digits
 from imagenet_cls.data.index import ImageIndex, held_out, index_folder, split
 from imagenet_cls.data.layout import class_folders, refuse_missing_part
 from imagenet_cls.data.lists import index_list
+from imagenet_cls.data.manifest import FILE_NAME, leave_out, refuse_bad
 from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, known_targets
 from imagenet_cls.data.synthetic import SyntheticSource
 from imagenet_cls.data.torchvision_sets import CLASSIFICATION_SETS, check_torchvision, open_torchvision
@@ -29,11 +31,15 @@ SYNTHETIC_KWARGS = {"train_images": 1_281_167, "val_images": 50_000, "num_classe
 
 @dataclass(frozen=True)
 class DataSets:
-    """What was opened. A part that was not asked for is None. classes: of both parts, in the order of the targets."""
+    """What was opened. A part that was not asked for is None. classes: of both parts, in the order of the targets.
+
+    note: what a user should know of it, such as that images are left out; None where there is nothing.
+    """
 
     train: ImageSource | None
     val: ImageSource | None
     classes: tuple[str, ...]
+    note: str | None = None
 
 
 def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -> DataSets:
@@ -44,13 +50,15 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -
     not fit.
     """
     assert parts and set(parts) <= {"train", "val"}, parts
+    note = None
+    opened: dict[str, ImageSource | None]
     if data.name == "synthetic":
         opened = _open_synthetic(data)
     elif data.name in BUILT_IN:
-        opened = _open_files(data, parts)
+        opened, note = _open_files(data, parts)
     else:
         opened = _open_map_style(data, parts)
-    train, val = (opened[part] if part in parts else None for part in ("train", "val"))
+    train, val = (opened.get(part) if part in parts else None for part in ("train", "val"))
     known = train if train is not None else val
     assert known is not None
     for part, source in (("train", train), ("val", val)):
@@ -58,7 +66,7 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -
             raise DataError(
                 f"{data.name}: its part {part!r} holds no image\nset data.root, data.{part} or data.val_fraction"
             )
-    return DataSets(train, val, known.classes)
+    return DataSets(train, val, known.classes, note)
 
 
 def check_data(data: DataConfig) -> list[Problem]:
@@ -119,11 +127,23 @@ def _open_synthetic(data: DataConfig) -> dict[str, ImageSource | None]:
     }
 
 
-def _open_files(data: DataConfig, parts: Collection[str]) -> dict[str, ImageSource | None]:
-    """The parts of `folder`, `list` and `digits`. Only the classes of the training part are read where val alone is
-    asked for.
-    """
+def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, ImageSource | None], str | None]:
+    """The parts of `folder`, `list` and `digits`, and a note about what `data.on_bad_image` leaves out."""
     root = Path(data.root).expanduser()
+    indexes, note = _index_files(data, root, parts), None
+    remedy = f"replace the file, or leave it out: python tools/verify_data.py {root}, then data.on_bad_image=exclude"
+    if data.on_bad_image == "exclude" and "train" in indexes:
+        manifest = Path(data.manifest).expanduser() if data.manifest is not None else root / FILE_NAME
+        indexes["train"], note = leave_out(indexes["train"], root, manifest)
+        if "val" in indexes:
+            refuse_bad(indexes["val"], root, manifest)
+        remedy = f"{manifest} does not name it; read the data set anew: python tools/verify_data.py {root}"
+    remedies = {"train": remedy, "val": "replace the file: validation leaves no image out"}
+    return {part: FolderSource(index, remedies[part]) for part, index in indexes.items()}, note
+
+
+def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[str, ImageIndex]:
+    """The parts asked for, or both. Only the classes of the training part are read where val alone is asked for."""
     if data.name == "digits":
         write_digits(root, data.train)
     read: Callable[..., ImageIndex]
@@ -138,19 +158,16 @@ def _open_files(data: DataConfig, parts: Collection[str]) -> dict[str, ImageSour
     if data.val is None:
         whole = read(data.train)
         if "val" not in parts and data.val_fraction is None:
-            return {"train": FolderSource(whole)}
+            return {"train": whole}
         train, val = split(whole, _fraction(data))
-        return {"train": FolderSource(train), "val": FolderSource(val)}
+        return {"train": train, "val": val}
     if "train" in parts:
         train = read(data.train)
-        return {
-            "train": FolderSource(train),
-            "val": FolderSource(read(data.val, train.classes)) if "val" in parts else None,
-        }
+        return {"train": train, "val": read(data.val, train.classes)} if "val" in parts else {"train": train}
     classes = None
     if (root / data.train).exists():
         classes = read(data.train).classes if data.name == "list" else class_folders(root / data.train)
-    return {"val": FolderSource(read(data.val, classes))}
+    return {"val": read(data.val, classes)}
 
 
 def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, ImageSource | None]:

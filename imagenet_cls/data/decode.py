@@ -64,7 +64,9 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
                 return rgb_tensor(image)
         except Image.UnidentifiedImageError:
             raise DataError("not an image of a known format" if data else "an empty file") from None
-        except (Image.DecompressionBombError, OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
+        except Image.DecompressionBombError:
+            raise DataError(f"more than the {MAX_PIXELS} pixels allowed") from None
+        except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
             # Pillow's decoders and format plug-ins raise all of these for damaged files.
             raise DataError(f"damaged or cut short ({str(error) or type(error).__name__})") from None
 

@@ -1,10 +1,10 @@
 """Batches of training and evaluation images, the same bits for any number of workers.
 
 Owns worker processes, the seeding of each sample, and how a broken image surfaces. Refuses floats and devices: batches
-are uint8 on the CPU (`device` takes them from there). Called by `engine`'s training loop and evaluation.
+are uint8 on the CPU (`device` takes them from there). What a worker's end means is put into words in `worker_errors`.
+Called by `engine`'s training loop and evaluation.
 """
 
-import os
 import signal
 import sys
 import time
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from imagenet_cls.data.samplers import EpochSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import TrainTransform, Transform, View
-from imagenet_cls.errors import DataError, ResourceError
+from imagenet_cls.data.worker_errors import TIMED_OUT, worker_death, worker_killed, worker_raised, worker_silent
+from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.parallel.launch import signal_when_parent_dies
 from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
 
@@ -48,7 +50,7 @@ class TrainLoader:
     micro_batch_size: images in one batch; divides this rank's share of the global batch. prefetch_batches: batches
     that each worker prepares ahead. pin_memory: copy batches into page-locked memory, for asynchronous transfers to a
     GPU. num_workers: 0 makes the samples in this process; torch's, numpy's and Python's default generators stay as
-    they were.
+    they were. timeout_sec: longest wait for a worker.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class TrainLoader:
         num_workers: int,
         prefetch_batches: int = 2,
         pin_memory: bool = False,
+        timeout_sec: float = 300.0,
     ):
         share = sampler.global_batch_size // sampler.world_size
         assert share % micro_batch_size == 0, (share, micro_batch_size)
         self.sampler = sampler
+        samples = _TrainSamples(source, transform, seed)
         self.loader = _data_loader(
-            _TrainSamples(source, transform, seed), sampler, micro_batch_size, num_workers, prefetch_batches, pin_memory
+            samples, sampler, micro_batch_size, num_workers, prefetch_batches, pin_memory, timeout_sec
         )
         self.started = 0
 
@@ -74,7 +78,8 @@ class TrainLoader:
         """Batches from `start_step` on, in order; their side may differ from epoch to epoch.
 
         An iterator may be left half way; the next call begins anew, and the older iterator must not be used again.
-        Raises DataError for an image that cannot be read, and ResourceError where a worker was killed.
+        Raises DataError for an image that cannot be read, and ResourceError where a worker was killed, raised anything
+        else, or gave nothing for `timeout_sec`.
         """
         self.started += 1
         token = self.started
@@ -97,6 +102,7 @@ def eval_batches(
     num_workers: int,
     prefetch_batches: int = 2,
     pin_memory: bool = False,
+    timeout_sec: float = 300.0,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Batches for evaluation: images uint8 (B, 3, S, S), targets int64 (B,), indices int64 (B,).
 
@@ -104,7 +110,8 @@ def eval_batches(
     the iterator. Errors as in `TrainLoader.epoch`.
     """
     samples = _EvalSamples(source, transform)
-    loader = _data_loader(samples, indices, batch_size, min(num_workers, len(indices)), prefetch_batches, pin_memory)
+    num_workers = min(num_workers, len(indices))
+    loader = _data_loader(samples, indices, batch_size, num_workers, prefetch_batches, pin_memory, timeout_sec)
     try:
         yield from _batches(loader)
     finally:
@@ -112,29 +119,46 @@ def eval_batches(
 
 
 class _Samples:
-    """Makes one batch: what a worker runs. A DataError is handed over as the batch: torch would wrap a raised one."""
+    """Makes one batch: what a worker runs. An error is handed over as the batch: torch would wrap a raised one.
+
+    reading: shared int64 (workers,), the image that each worker is at; -1 before its first.
+    """
 
     def __init__(self, source: ImageSource):
         self.source = source
+        self.reading = torch.empty(0, dtype=torch.int64)
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitems__(self, keys: list[Any]) -> Any:
-        """The batch for these keys, as a tuple of tensors; or the DataError of its first broken image."""
-        with nullcontext() if get_worker_info() is not None else generators_left_alone():
+        """The batch for these keys, as a tuple of tensors; or the error of its first image that has one."""
+        worker = get_worker_info()
+        with nullcontext() if worker is not None else generators_left_alone():
             try:
                 return self.batch(keys)
-            except DataError as error:
+            except UserError as error:
                 return error
+            except Exception as error:
+                if worker is None:
+                    raise
+                return worker_raised(error, worker.id, self.at(worker.id))
 
     def batch(self, keys: list[Any]) -> tuple[Any, ...]:
         raise NotImplementedError
 
     def load(self, key: int, index: int) -> tuple[torch.Tensor, int]:
         """An image and its target, with every default generator seeded by `key` beforehand."""
+        worker = get_worker_info()
+        if worker is not None:
+            self.reading[worker.id] = index
         seed_generators(key)
         return self.source.load(index)
+
+    def at(self, worker_id: int) -> str:
+        """Name and index of the image that a worker is at."""
+        index = int(self.reading[worker_id])
+        return f"{self.source.name(index)} (image {index})" if index >= 0 else "its start"
 
 
 class _TrainSamples(_Samples):
@@ -183,11 +207,19 @@ class _EvalSamples(_Samples):
 
 
 def _data_loader(
-    samples: _Samples, sampler: Any, batch_size: int, num_workers: int, prefetch_batches: int, pin_memory: bool
+    samples: _Samples,
+    sampler: Any,
+    batch_size: int,
+    num_workers: int,
+    prefetch_batches: int,
+    pin_memory: bool,
+    timeout_sec: float,
 ) -> DataLoader[Any]:
     workers: dict[str, Any] = {}
     if num_workers > 0:
+        samples.reading = torch.full((num_workers,), -1).share_memory_()
         workers = {
+            "timeout": timeout_sec,
             "multiprocessing_context": START_METHOD,
             "persistent_workers": True,
             "prefetch_factor": prefetch_batches,
@@ -226,31 +258,33 @@ def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; errors that workers handed over are raised, and a worker's death is put in words."""
     try:
         for batch in loader:
-            if isinstance(batch, DataError):
+            if isinstance(batch, UserError):
                 raise batch
             yield tuple(batch)  # pinning makes a list of it
     except (ConnectionError, EOFError) as error:  # the worker died while it handed over a batch
         with suppress(RuntimeError):
             time.sleep(1.0)  # torch's signal handler will raise as well, once, wherever we are then: let it be here
-        raise _killed(f"{type(error).__name__}: {error}") from None
+        raise worker_killed(f"{type(error).__name__}: {error}") from None
     except RuntimeError as error:
+        if TIMED_OUT in str(error):
+            raise _silent(loader) from None
         raise worker_death(error) or error from None
 
 
-def worker_death(error: RuntimeError) -> ResourceError | None:
-    """What to tell a user where `error` says that a worker was killed; None where it says anything else.
+def _silent(loader: DataLoader[Any]) -> ResourceError:
+    """Name the worker that the next batch was to come from, and end all: they do not end by themselves.
 
-    torch raises it from a signal handler, wherever the main process is: mostly while it waits for a batch, and
-    then the loaders above have translated it already; else in the middle of a training step.
+    torch has no public call for either.
     """
-    return _killed(str(error).splitlines()[0]) if "DataLoader worker" in str(error) else None
-
-
-def _killed(reason: str) -> ResourceError:
-    return ResourceError(
-        f"a data worker of process {os.getpid()} was killed: {reason}\n"
-        "most often memory or /dev/shm ran out: use fewer data.num_workers or data.prefetch_batches"
-    )
+    iterator: Any = loader._iterator
+    samples: Any = loader.dataset
+    worker_id = iterator._task_info[iterator._rcvd_idx][0]
+    error = worker_silent(worker_id, iterator._workers[worker_id].pid, loader.timeout, samples.at(worker_id))
+    signal_handling._remove_worker_pids(id(iterator))  # or torch would raise because they are killed
+    iterator._worker_pids_set = False
+    for worker in iterator._workers:
+        worker.kill()
+    return error
 
 
 def _stop_workers(loader: DataLoader[Any]) -> None:

@@ -37,10 +37,11 @@ class ImageSource(Protocol):
 
 
 class FolderSource:
-    """Image files of an `ImageIndex`."""
+    """Image files of an `ImageIndex`. remedy: what to do about one that cannot be read."""
 
-    def __init__(self, index: ImageIndex):
+    def __init__(self, index: ImageIndex, remedy: str = "replace the file"):
         self.index = index
+        self.remedy = remedy
         self.classes = index.classes
         self._prefix = os.path.join(os.fsencode(index.root), b"")  # noqa: PTH118 (bytes: joined once, not per image)
 
@@ -58,9 +59,7 @@ class FolderSource:
             reason = error.strerror or str(error)
         except DataError as error:
             reason = str(error)
-        raise DataError(
-            f"{self.index.path(i)} (image {i}): {reason}; replace the file, or delete it and start the run anew"
-        )
+        raise DataError(f"{self.index.path(i)} (image {i}): {reason}; {self.remedy}")
 
     def name(self, i: int) -> str:
         """Path below the index's root."""

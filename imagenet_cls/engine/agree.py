@@ -15,7 +15,8 @@ from imagenet_cls.parallel.reduce import differing
 
 # What may differ from machine to machine.
 _LOCAL = {
-    "data.root", "data.num_workers", "data.prefetch_batches", "device", "expect", "imports", "log.tensorboard",
+    "data.root", "data.manifest", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "device", "expect",
+    "imports", "log.tensorboard",
     "model.checkpoint", "model.pretrained", "distill.teacher.checkpoint", "distill.teacher.pretrained",
     "parallel.init_method", "parallel.timeout_sec",
 }  # fmt: skip

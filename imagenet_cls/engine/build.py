@@ -25,6 +25,7 @@ from imagenet_cls.data import (
     eval_batches,
     eval_transform,
     open_datasets,
+    refuse_small_shared_memory,
     samples_per_epoch,
     shard_for_eval,
     synthetic_eval_batches,
@@ -130,7 +131,8 @@ def build(config: Config, group: Group) -> Parts:
     devices = rank_devices(config, group)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, group.world_size, len(devices.all))
-    messages = [devices.note] if devices.note else []
+    refuse_small_shared_memory(images_held(config, data, plan, group), group.place.local_world_size)
+    messages = [note for note in (devices.note, data.note) if note]
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
     messages += [scaling] if scaling else []
 
@@ -219,6 +221,7 @@ def build_train_loader(
         num_workers_for(config, group),
         prefetch_batches=config.data.prefetch_batches,
         pin_memory=group.device.type == "cuda",
+        timeout_sec=config.data.timeout_sec,
     )
 
 
@@ -236,7 +239,22 @@ def build_val_batches(config: Config, source: ImageSource, group: Group, num_dev
         num_workers_for(config, group),
         prefetch_batches=config.data.prefetch_batches,
         pin_memory=group.device.type == "cuda",
+        timeout_sec=config.data.timeout_sec,
     )
+
+
+def images_held(config: Config, data: DataSets, plan: Plan, group: Group) -> list[tuple[int, int]]:
+    """What this rank's data workers hold ready at most, in training and in evaluation: images, and their side in px."""
+    assert data.train is not None and data.val is not None
+    if isinstance(data.train, SyntheticSource):
+        return []
+    ready = num_workers_for(config, group) * config.data.prefetch_batches
+    of_epoch = plan.steps_per_epoch * plan.accumulation
+    val_batch, val_share = config.eval.batch_size * plan.devices, -(-len(data.val) // group.world_size)
+    return [
+        (min(ready, of_epoch) * plan.loader_batch * config.augment.splits, config.augment.size_px),
+        (min(ready * val_batch, val_share), config.eval.crop_px),
+    ]
 
 
 def num_workers_for(config: Config, group: Group) -> int:

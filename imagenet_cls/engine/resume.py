@@ -22,7 +22,9 @@ from imagenet_cls.errors import CheckpointError
 # Sections and keys that change how fast, where or how visibly a run goes, but not what it computes.
 _FREE = (
     "checkpoint", "log", "expect", "device", "imports", "eval.batch_size", "eval.every_epochs", "data.root",
-    "data.num_workers", "data.prefetch_batches", "train.max_steps", "train.max_nonfinite_steps", "train.deterministic",
+    "data.on_bad_image", "data.manifest",  # what they leave out shows in the digest of the images
+    "data.num_workers", "data.prefetch_batches", "data.timeout_sec",
+    "train.max_steps", "train.max_nonfinite_steps", "train.deterministic",
     "train.compile", "train.grad_checkpointing", "train.micro_batch_size", "parallel.mode", "parallel.device_ids",
     "parallel.output_device", "parallel.backend", "parallel.init_method", "parallel.timeout_sec", "model.pretrained",
     "model.checkpoint", "distill.teacher.pretrained", "distill.teacher.checkpoint",
