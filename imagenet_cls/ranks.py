@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.config.load import Loaded
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError
-from imagenet_cls.parallel.place import LAUNCHERS, Place, cpu_threads, find_place
+from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, LAUNCHERS, Place, cpu_threads, find_place
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.group import Group
@@ -60,15 +60,18 @@ class RankCommand:
 def run_command(command: RankCommand, argv: Sequence[str]) -> int:
     """Be the only rank, one of several (then the process ends here), or the process that starts them."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings about sockets come a dozen lines each
+    if {LAUNCHED_VARIABLE, "RANK"} <= os.environ.keys():  # our launching process shows whatever is wrong from here on
+        run_rank(command, argv)
     arguments = command.parser().parse_intermixed_args(argv)
     launcher, gpus = arguments.launcher, arguments.gpus or 1
     place = find_place(os.environ, "auto" if launcher == "spawn" else launcher)
-    if place is not None and (place.world_size > 1 or place.launched):
+    if place is not None and place.world_size > 1:
         run_rank(command, argv)
-    if place is None and (launcher in ("spawn", "pytorch") or (launcher == "auto" and gpus > 1)):
+    several = f"--gpus {gpus}" if gpus > 1 else "" if arguments.nodes == "1" else f"--nodes {arguments.nodes}"
+    if place is None and (launcher in ("spawn", "pytorch") or (launcher == "auto" and several)):
         return start(command, arguments, argv, "spawn" if launcher == "auto" else launcher)
-    if place is None and gpus > 1:
-        raise UsageError(f"--gpus {gpus} with --launcher {launcher}: that starts no ranks.\nUse --launcher spawn.")
+    if place is None and several:
+        raise UsageError(f"{several} with --launcher {launcher}: that starts no ranks.\nUse --launcher spawn.")
     loaded = command.load(arguments)
     prepare_process(loaded, place or Place())
     command.run(arguments, loaded, place or Place(), [])
@@ -92,20 +95,36 @@ def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[st
 
 
 def ranks_to_start(arguments: argparse.Namespace, init_method: str, launcher: str) -> "Ranks":
-    """What the options and parallel.init_method ask for together; an address in the latter goes first."""
-    from imagenet_cls.parallel.launch import Ranks
+    """What the options and parallel.init_method ask for together; an address in the latter goes first.
 
-    host, _, port = init_method.removeprefix("tcp://").rpartition(":")
-    by_address = init_method.startswith("tcp://")
+    Raises UsageError for a node rank that none of the machines has, since all would wait for the one that is missing,
+    and UsageError or ResourceError for a file that these ranks can't meet in.
+    """
+    from imagenet_cls.parallel.launch import Ranks
+    from imagenet_cls.parallel.meeting import Meeting, find_meeting, refuse_file
+
+    if arguments.node_rank >= int(arguments.nodes.rpartition(":")[2]):
+        raise UsageError(
+            f"node rank {arguments.node_rank} is none of --nodes {arguments.nodes}: machines count from 0.\n"
+            "Give each machine its own NODE_RANK (--node-rank), and all of them the same NNODES (--nodes)."
+        )
+    meeting = Meeting() if init_method == "env://" else find_meeting({}, init_method, Place())
+    if meeting.file is not None:
+        if arguments.max_restarts > 0 or not arguments.nodes.isdigit():
+            raise UsageError(
+                "parallel.init_method: ranks that may be started again can't meet in a file, where the dead stay.\n"
+                "Leave it out, and set MASTER_ADDR (--master-addr) where there are several machines."
+            )
+        refuse_file(meeting.file, 0.0 if arguments.nodes == "1" else None)
     return Ranks(
         launcher=launcher,
         gpus=arguments.gpus or 1,
         nodes=arguments.nodes,
         node_rank=arguments.node_rank,
-        master_addr=host if by_address else arguments.master_addr,
-        master_port=int(port) if by_address else arguments.master_port,
+        master_addr=meeting.host or arguments.master_addr,
+        master_port=meeting.port or arguments.master_port,
         max_restarts=arguments.max_restarts,
-        by_file=init_method.startswith("file:"),
+        by_file=meeting.file is not None,
     )
 
 
@@ -121,12 +140,13 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     from imagenet_cls.parallel.group import leave, lost_a_peer, tell
 
     groups: list[Group] = []
-    rank, launched, code, together = 0, False, 0, False
+    # From the environment, since a rank that can't find its place has an error, too.
+    rank, launched, code, together = 0, LAUNCHED_VARIABLE in os.environ, 0, False
     try:
         arguments = command.parser().parse_intermixed_args(argv)
         place = find_place(os.environ, "auto" if arguments.launcher == "spawn" else arguments.launcher)
         assert place is not None
-        rank, launched = place.rank, place.launched
+        rank = place.rank
         loaded = command.load(arguments)
         prepare_process(loaded, place)
         command.run(arguments, loaded, place, groups)
@@ -224,11 +244,13 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="machines; 1:4 for one to four (elastic, pytorch only)",
     )
-    ranks.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the machines this is, from 0")
-    ranks.add_argument("--master-addr", metavar="HOST", help="address of the first machine")
-    ranks.add_argument("--master-port", type=int, metavar="PORT", help="free port of the first machine")
     ranks.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="restarts after a failure (pytorch only)"
+        "--node-rank", type=not_negative, default=0, metavar="K", help="which of the machines this is, from 0"
+    )
+    ranks.add_argument("--master-addr", metavar="HOST", help="address of the first machine")
+    ranks.add_argument("--master-port", type=port_number, metavar="PORT", help="free port of the first machine")
+    ranks.add_argument(
+        "--max-restarts", type=not_negative, default=0, metavar="N", help="restarts after a failure (pytorch only)"
     )
     # torch.distributed.launch passes the local rank as an option, spelled either way; the environment says it, too.
     ranks.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
@@ -236,14 +258,33 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 def node_count(text: str) -> str:
     """An argparse type: machines as torchrun takes them, a number or the least and the most of them."""
-    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text):
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if match is None or int(match[1]) > int(match[2] or match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of machines nor a range such as 1:4")
     return text
 
 
 def positive(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return _whole_number(text, 1)
+
+
+def not_negative(text: str) -> int:
+    """An argparse type: a whole number of at least 0."""
+    return _whole_number(text, 0)
+
+
+def port_number(text: str) -> int:
+    """An argparse type: a port that can be named to others."""
+    return _whole_number(text, 1, 65535)
+
+
+def _whole_number(text: str, least: int, most: int | None = None) -> int:
+    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
     return number

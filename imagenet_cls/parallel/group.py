@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from imagenet_cls.errors import ResourceError, UsageError, UserError
 from imagenet_cls.parallel.heartbeat import Heartbeat
 from imagenet_cls.parallel.launch import write_error_file
+from imagenet_cls.parallel.meeting import failed_meeting, find_meeting, refuse_file, wait_for_machine
 from imagenet_cls.parallel.place import Place, address_towards, choose_interface, complete_master_address
 
 T = TypeVar("T")
@@ -32,6 +34,10 @@ T = TypeVar("T")
 # nccl's own watchdog aborts a process whose collective is late, and names nobody: the control group and the heartbeat,
 # which end a rank in order, shall be first.
 _NCCL_EXTRA = timedelta(seconds=10)
+
+# Meeting has several steps, each with the timeout, but mostly one of them waits. Beyond two of them, and this, nothing
+# will come.
+_MEETING_EXTRA_SEC = 10.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ def gpu_index(device: str, place: Place, gpus: int, device_ids: Sequence[int] | 
 
 
 def refuse_backend(backend: str, launcher: str) -> None:
-    """Raise UsageError for a transport that torch was built without, or that ranks of this launcher can't use.
+    """Raise UsageError for a transport that torch was built without, that needs GPUs where there are none, or that
+    ranks of this launcher can't use.
 
     MPI numbers the ranks that mpirun (or srun) starts; those of torchrun and spawn would each be alone in a world of
     one.
@@ -112,6 +119,11 @@ def refuse_backend(backend: str, launcher: str) -> None:
         raise UsageError(
             f"parallel.backend={backend}: torch {torch.__version__} was built without it.\n"
             "Use parallel.backend=auto (nccl on GPUs, gloo on CPUs), which serves under mpirun, too."
+        )
+    if backend == "nccl" and torch.cuda.device_count() == 0:
+        raise UsageError(
+            f"parallel.backend=nccl joins GPUs, and torch {torch.__version__} sees none here.\n"
+            "Use parallel.backend=auto (nccl on GPUs, gloo on CPUs)."
         )
     if backend == "mpi" and launcher in ("spawn", "pytorch"):
         raise UsageError(
@@ -128,8 +140,8 @@ def start_group(
     backend: `auto` (nccl on GPUs, gloo on CPUs), `nccl`, `gloo` or `mpi`. timeout_sec: longest wait for another rank,
     here and in every later collective.
 
-    Raises UsageError where MASTER_ADDR or MASTER_PORT is missing or `refuse_backend` refuses, ResourceError where the
-    ranks do not meet.
+    Raises UsageError where MASTER_ADDR or MASTER_PORT is missing or wrong, or `refuse_backend` refuses, ResourceError
+    where the ranks do not meet.
     """
     if place.world_size > 1 or mode == "ddp":
         refuse_backend(backend, place.launcher)
@@ -143,20 +155,28 @@ def start_group(
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return Group(place, device)
     complete_master_address(os.environ, place)
-    address = meeting_address(init_method, place)
+    if place.launched and init_method.startswith("tcp:"):
+        init_method = "env://"  # that address is where our launching processes meet; they found one for the ranks
+    meeting = find_meeting(os.environ, init_method, place)
+    try:
+        wait_for_machine(meeting, timeout_sec, place.is_main)
+    except (OSError, UnicodeError) as error:  # the latter for what can't be a host's name
+        raise failed_meeting(error, meeting, place, timeout_sec) from error
     several_machines = place.local_world_size < place.world_size
-    by_file = init_method.startswith("file:")
-    master = re.sub(r"^tcp://", "", address).rpartition(":")[0].strip("[]")
-    if by_file:  # which of several machines has rank 0 is not known
-        master = socket.gethostname() if several_machines else "127.0.0.1"
-    if not (by_file and several_machines):
+    # With a file, which of several machines has rank 0 is not known.
+    master = meeting.host or (socket.gethostname() if several_machines else "127.0.0.1")
+    if not (meeting.file and several_machines):
         choose_interface(os.environ, master, several_machines)
     timeout = timedelta(seconds=timeout_sec)
-    meeting_file = Path(init_method.removeprefix("file://")) if by_file else None
-    if meeting_file is not None and place.is_main:
-        refuse_old_file(meeting_file, timeout_sec)
+    if meeting.file is not None:
+        refuse_file(meeting.file, timeout_sec if place.is_main else None)
     heartbeat = Heartbeat(place.rank, address_towards(master), timeout_sec)
     members: list[Any] = [None] * place.world_size
+    # torch waits forever where another program listens and says nothing, and in a file that holds something else.
+    never = failed_meeting(TimeoutError("whatever is there does not answer"), meeting, place, timeout_sec)
+    watchdog = Timer(2 * timeout_sec + _MEETING_EXTRA_SEC, give_up, (place.launched, never))
+    watchdog.daemon = True
+    watchdog.start()
     try:
         dist.init_process_group(
             backend, init_method=init_method, rank=place.rank, world_size=place.world_size,
@@ -168,37 +188,11 @@ def start_group(
         control: Any = dist.new_group(backend="gloo", timeout=timeout)
         dist.all_gather_object(members, heartbeat.me, group=control)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
-        reason = "that port is taken by another program" if taken else str(error).strip().splitlines()[0][:200]
-        raise ResourceError(
-            f"rank {place.rank} of {place.world_size} could not meet the others at {address} in {timeout_sec:g} s:\n"
-            f"{reason}\n"
-            "Check that every rank was started, that all name the same address and port, and that the port is free."
-        ) from error
+        raise failed_meeting(error, meeting, place, timeout_sec) from error
+    finally:
+        watchdog.cancel()
     heartbeat.start(members, partial(give_up, place.launched))
-    return Group(place, device, control, meeting_file, heartbeat)
-
-
-def meeting_address(init_method: str, place: Place) -> str:
-    """Where the ranks meet: what the environment says, or `init_method` itself. Raises UsageError."""
-    if init_method != "env://":
-        return init_method
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        raise UsageError(
-            f"rank {place.rank} of {place.world_size} can't find the others: {' and '.join(missing)} not set.\n"
-            "Set both to the first machine's address and a free port of it, or start with scripts/dist_train.sh."
-        )
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
-def refuse_old_file(path: Path, timeout_sec: float) -> None:
-    """Raise ResourceError for a meeting file that an earlier run left: its ranks' addresses are those of the dead."""
-    if path.exists() and time.time() - path.stat().st_mtime > timeout_sec:
-        raise ResourceError(
-            f"the ranks can't meet in {path}: a run that was killed has left it.\n"
-            "Remove that file (parallel.init_method), and start again."
-        )
+    return Group(place, device, control, meeting.file, heartbeat)
 
 
 def lost_a_peer(error: BaseException) -> bool:

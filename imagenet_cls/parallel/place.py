@@ -99,9 +99,11 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
         if text is None and default is not None:
             return default
         if not (text or "").isdigit():
+            reason = "is not set" if text is None else f"is {text!r}, which is not a whole number"
+            others = "" if name == names[0] else f"{names[0]} is set to {env[names[0]]!r}, but "
             raise UsageError(
-                f"{names[0]} is set to {env[names[0]]!r}, but {name} is {text!r}, which is not a whole number.\n"
-                f"Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+                f"{others}{name} {reason}.\n"
+                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
             )
         return int(text or "")
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from bed import arguments
 
@@ -25,6 +26,14 @@ def test_auto_and_gloo_go_with_every_launcher(launcher: str) -> None:
 def test_a_backend_that_torch_was_built_without(launcher: str) -> None:
     with pytest.raises(UsageError, match=r"backend=mpi: torch .* was built without it.\nUse parallel.backend=auto"):
         refuse_backend("mpi", launcher)
+
+
+def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that was built with it is on many machines that have none."""
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UsageError, match=r"backend=nccl joins GPUs.*none here\.\nUse parallel\.backend=auto"):
+        refuse_backend("nccl", "none")
 
 
 def test_mpi_goes_with_its_own_launchers_only(monkeypatch: pytest.MonkeyPatch) -> None:

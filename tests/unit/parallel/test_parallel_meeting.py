@@ -1,0 +1,124 @@
+"""Where ranks meet, and few words, with the reason, where they do not."""
+
+import os
+import sys
+import threading
+import time
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from socket import create_server
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import free_port, run
+
+from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.parallel.group import start_group
+from imagenet_cls.parallel.meeting import Meeting, failed_meeting, find_meeting, refuse_file, wait_for_machine
+from imagenet_cls.parallel.place import Place
+
+FIRST, SECOND = Place(0, 0, 2, 2), Place(1, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("init_method", "expected"),
+    [
+        ("env://", Meeting("host0", 29500)),
+        ("tcp://10.9.1.2:34567", Meeting("10.9.1.2", 34567)),
+        ("tcp://[fd00::1]:34567", Meeting("fd00::1", 34567)),
+        ("file:///shared/a meeting", Meeting(file=Path("/shared/a meeting"))),
+    ],
+)
+def test_where_ranks_meet(init_method: str, expected: Meeting) -> None:
+    assert find_meeting({"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}, init_method, SECOND) == expected
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "29500 "])
+def test_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(UsageError, match="is not a port"):
+        find_meeting({"MASTER_ADDR": "host0", "MASTER_PORT": port}, "env://", SECOND)
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_variable_that_is_missing_or_empty(missing: str) -> None:
+    variables = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", missing: ""}
+    with pytest.raises(UsageError, match=f"{missing} not set"):
+        find_meeting(variables, "env://", SECOND)
+
+
+def test_a_rank_waits_for_the_first_one_that_comes_later() -> None:
+    meeting, begin = Meeting("127.0.0.1", int(free_port())), time.monotonic()
+    servers = []
+    threading.Timer(0.5, lambda: servers.append(create_server((meeting.host, meeting.port)))).start()
+    wait_for_machine(meeting, 20.0, is_server=False)
+    assert 0.4 < time.monotonic() - begin < 5 and servers
+    servers[0].close()
+
+
+def test_the_first_rank_waits_for_its_machine_only() -> None:
+    wait_for_machine(Meeting("127.0.0.1", int(free_port())), 20.0, is_server=True)
+    with closing(create_server(("127.0.0.1", 0))) as taken:  # whose port it is, the store finds out
+        wait_for_machine(Meeting("127.0.0.1", taken.getsockname()[1]), 20.0, is_server=True)
+    wait_for_machine(Meeting(file=Path("meeting")), 20.0, is_server=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "host", "reason"),
+    [
+        (SECOND, "127.0.0.1", "Connection refused"),
+        (FIRST, "nowhere.invalid", "resolution|not known"),
+        (SECOND, "no..host", "label"),
+    ],
+)
+def test_a_machine_that_can_not_be_reached_costs_three_lines(
+    place: Place, host: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own store writes two dozen, which no Python code sees."""
+    with pytest.raises(ResourceError, match=reason) as raised:
+        start_group(place, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5)
+    assert f"rank {place.rank} of 2 could not meet the others at {host}:" in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 3 and capfd.readouterr().err == ""
+
+
+def test_a_rank_that_does_not_come_is_not_told_in_a_stores_keys() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(dist.DistStoreError) as raised:
+        store.wait(["never set"], timedelta(seconds=0.1))
+    told = str(failed_meeting(raised.value, Meeting("host0", 29500), SECOND, 0.1)).splitlines()
+    assert len(told) == 3 and "another rank did not come" in told[1]
+
+
+def test_a_program_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -> None:
+    """As torch's store would, whatever its timeout."""
+    with closing(create_server(("127.0.0.1", 0))) as silent:
+        code = (
+            "import torch; from imagenet_cls.parallel import group; from imagenet_cls.parallel.place import Place\n"
+            "group._MEETING_EXTRA_SEC = 0.0\n"
+            "group.start_group(Place(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
+            f"'tcp://127.0.0.1:{silent.getsockname()[1]}', 0.5)"
+        )
+        rank = run([sys.executable, "-c", code], timeout_sec=60)
+    assert rank.returncode == 5 and len(rank.stderr.splitlines()) == 3, rank.stderr
+    assert "whatever is there does not answer" in rank.stderr
+
+
+def test_a_file_that_an_earlier_run_left(tmp_path: Path) -> None:
+    file = tmp_path / "meeting"
+    refuse_file(file, 0.0)
+    file.touch()
+    refuse_file(file, 0.0)  # as mktemp makes it
+    file.write_bytes(b"addresses")
+    refuse_file(file, 60.0)  # of this run
+    refuse_file(file, None)
+    for oldest_sec in (0.0, 60.0):
+        with pytest.raises(ResourceError, match="a run that was killed has left it"):
+            refuse_file(file, oldest_sec)
+        os.utime(file, (time.time() - 61, time.time() - 61))
+
+
+def test_a_file_that_can_not_be_made(tmp_path: Path) -> None:
+    for file in (tmp_path, tmp_path / "no" / "folder"):
+        with pytest.raises(UsageError, match=r"can't meet in .* folder"):
+            refuse_file(file, None)
