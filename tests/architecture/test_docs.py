@@ -19,10 +19,11 @@ from imagenet_cls.schedule_plot import plot_schedule_command
 
 ROOT = Path(__file__).resolve().parents[2]
 average_parser = runpy.run_path(str(ROOT / "tools" / "average_checkpoints.py"))["parser"]
+verify_parser = runpy.run_path(str(ROOT / "tools" / "verify_data.py"))["parser"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()]
 # Named in the docs, but belonging to other programs or to the reader.
-FOREIGN_OPTIONS = {"--nproc-per-node", "--nnodes", "--bind-to", "--local-rank"}
+FOREIGN_OPTIONS = {"--nproc-per-node", "--nnodes", "--bind-to", "--local-rank", "--shm-size"}
 READERS_FILES = {"configs/mine.yaml"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -122,6 +123,7 @@ TOOLS = {
     "average_checkpoints": lambda: average_parser().parse_args(["--help"]),
     "compare_parallel": lambda: compare_command(["--help"]),
     "plot_schedule": lambda: plot_schedule_command(["--help"]),
+    "verify_data": lambda: verify_parser().parse_args(["--help"]),
 }
 
 

@@ -41,6 +41,7 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         str: TEXT | TRAPS,
         list[float]: st.lists(st.floats(allow_nan=False), max_size=3),
+        list[int]: st.lists(st.integers(-(2**70), 2**70), max_size=3),
         list[str]: st.lists(TEXT | TRAPS, max_size=3),
     }
     if keys.is_kwargs(bare):
