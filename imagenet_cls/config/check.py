@@ -111,7 +111,7 @@ RANGES: dict[str, Range] = {
     "eval.batch_size": BATCH,
     "eval.every_epochs": COUNT,
     "parallel.output_device": NOT_NEGATIVE,
-    "parallel.timeout_sec": Range(0, 365 * 86_400, low_open=True),  # clocks of sockets and processes end somewhere
+    "parallel.timeout_sec": Range(0, 7 * 86_400, low_open=True),  # clocks of sockets end somewhere
     "checkpoint.every_epochs": COUNT,
     "checkpoint.every_steps": COUNT,
     "checkpoint.keep_last": COUNT,
