@@ -76,7 +76,7 @@ def on_rank(alone: Parts, config: Config, rank: int, world_size: int) -> Parts:
         group=group,
         plan=plan,
         schedule=build_schedule(config.schedule, config.optimizer.lr, plan.steps_per_epoch, config.train.epochs),
-        train_loader=build_train_loader(config, alone.data.train, plan, group),
+        train_loader=build_train_loader(config, alone.data.train, plan, group, alone.evaluation.mean),
         evaluation=replace(
             alone.evaluation, batches=partial(build_val_batches, config, alone.data.val, group, num_devices=1)
         ),
