@@ -94,7 +94,7 @@ def test_first_middle_and_last_rank_have_the_right_parts(
     for rank in (0, world_size // 2, world_size - 1):
         parts = on_rank(alone, config, rank, world_size)
         rows = dict(banner(parts, RunOptions(Path("run")), Progress()))
-        images, targets = next(parts.train_loader.epoch(3))
+        images, targets, *_ = next(parts.train_loader.epoch(3))
         evaluated = sum(len(indices) for _, _, indices in parts.evaluation.batches())
         plan, sampler = parts.plan, parts.train_loader.sampler
         assert (plan.micro_batch, plan.accumulation, plan.steps_per_epoch) == (micro, accumulation, steps)
