@@ -1,0 +1,199 @@
+"""A recipe in a plain loop of torch: what someone would write who has never seen the package.
+
+The package gives the numbers of the config file and says which images are held out. Model, augmentation, mixing, loss,
+optimizer, schedule, clipping, average and evaluation are timm's, torch's and torchvision's own (`plain_parts`), and so
+are the random draws: seeded once at the start.
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_parts as parts
+import timm
+import torch
+from PIL import Image
+from timm.data.random_erasing import RandomErasing
+from timm.layers import convert_splitbn_model
+from timm.utils import ModelEmaV3, dispatch_clip_grad
+from torch import Tensor, nn
+from torch.nn import functional
+
+from imagenet_cls.config.load import load_config
+from imagenet_cls.data import open_datasets
+
+NUM_CLASSES = 10
+
+
+@dataclass
+class Trained:
+    """What a run leaves: the model and its averaged weights, and the top-1 (%) of both."""
+
+    model: nn.Module
+    top1_pct: float
+    ema_top1_pct: float | None
+
+
+@cache
+def digits(root: Path) -> tuple[parts.Images, parts.Images]:
+    """The images of the training and the held-out part, decoded."""
+    data = load_config(None, [f"data.root={root}"]).config.data
+    sets = open_datasets(data)
+    found = []
+    for source in (sets.train, sets.val):
+        assert source is not None
+        paths = [root / data.train / source.name(i).rpartition("train/")[2] for i in range(len(source))]
+        found.append([(Image.open(path).convert("RGB"), int(path.parent.name)) for path in paths])
+    return found[0], found[1]
+
+
+def train_plainly(path: Path, root: Path, seed: int, start: nn.Module | None = None) -> Trained:
+    """Train the recipe of a config file. start: a trained model, to learn from or to go on with, as the config says."""
+    cfg = load_config(path).config
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    train_images, val_images = digits(root)
+    per_epoch = len(train_images) // cfg.train.global_batch_size
+    if cfg.data.repeats_multiple:
+        per_epoch = len(train_images) // cfg.data.repeats_multiple * cfg.data.repeats_multiple
+        per_epoch //= cfg.train.global_batch_size
+
+    model = build_model(cfg, start)
+    lr = cfg.optimizer.lr
+    if cfg.optimizer.lr_base_batch:
+        lr *= cfg.train.global_batch_size / cfg.optimizer.lr_base_batch
+    optimizer = parts.build_optimizer(model, cfg.optimizer, lr)
+    set_rates = parts.schedule(optimizer, cfg, lr, per_epoch)
+    mixup = parts.mixup(cfg, NUM_CLASSES)
+    criterion = parts.loss_function(cfg, mixup is not None)
+    erasing, splits = cfg.augment.erasing, cfg.augment.splits
+    erase = RandomErasing(
+        erasing.prob,
+        *erasing.scale,
+        erasing.ratio[0],
+        erasing.ratio[1],
+        erasing.mode,
+        1,
+        erasing.max_count,
+        splits,
+        "cpu",
+    )
+    ema = build_ema(model, cfg)
+
+    def compute_loss(images: Tensor, targets: Tensor) -> Tensor:
+        outputs = model(images)
+        if cfg.distill.kind == "none":
+            return criterion(outputs, targets)
+        assert start is not None and cfg.distill.kind == "hard"
+        outputs, from_teacher = outputs
+        with torch.no_grad():
+            best = start(images).argmax(1)
+        share = cfg.distill.alpha
+        return (1 - share) * criterion(outputs, targets) + share * functional.cross_entropy(from_teacher, best)
+
+    step, top1s = 0, []
+    for epoch in range(cfg.train.epochs):
+        set_training(model, cfg)
+        if mixup is not None and cfg.mix.off_epoch is not None:
+            mixup.mixup_enabled = epoch < cfg.mix.off_epoch
+        for views, targets in parts.train_batches(train_images, cfg, epoch, seed):
+            set_rates(step, top1s)
+            images = erase(torch.cat(views))
+            if mixup is not None:
+                images, targets = mixup(images, targets)
+            backward(compute_loss, images, targets, cfg.train.micro_batch_size)
+            if cfg.train.sam_rho is not None and step % cfg.train.sam_every_steps == 0:
+                with at_highest_loss(optimizer, cfg.train.sam_rho):
+                    backward(compute_loss, images, targets, cfg.train.micro_batch_size)
+            clip(model, cfg.train)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if ema is not None and step % cfg.ema.every_steps == 0:
+                ema.update(model, step // cfg.ema.every_steps)
+        if cfg.schedule.name == "plateau":
+            top1s.append(top1_pct(model, val_images, cfg))
+    average = None if ema is None else top1_pct(ema.module, val_images, cfg)
+    return Trained(model, top1_pct(model, val_images, cfg), average)
+
+
+def build_model(cfg: Any, start: nn.Module | None) -> nn.Module:
+    model: nn.Module = timm.create_model(cfg.model.name, num_classes=NUM_CLASSES, **cfg.model.kwargs)
+    if cfg.model.split_bn:
+        model = convert_splitbn_model(model, cfg.augment.splits)
+    if cfg.distill.kind != "none":
+        model.set_distilled_training(True)
+    if cfg.train.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    if cfg.model.checkpoint is not None:
+        assert start is not None
+        model.load_state_dict(start.state_dict())
+    for pattern in cfg.model.freeze:
+        for name, parameter in model.named_parameters():
+            if name.startswith(pattern.removesuffix("*")):
+                parameter.requires_grad_(False)
+    return model
+
+
+def set_training(model: nn.Module, cfg: Any) -> None:
+    model.train()
+    for name, module in model.named_modules():
+        if any(f"{name}.".startswith(pattern.removesuffix("*")) for pattern in cfg.model.freeze):
+            module.eval()
+
+
+def build_ema(model: nn.Module, cfg: Any) -> ModelEmaV3 | None:
+    ema = cfg.ema
+    if ema.decay is None and ema.half_life_images is None:
+        return None
+    halvings = (
+        0 if ema.half_life_images is None else cfg.train.global_batch_size * ema.every_steps / ema.half_life_images
+    )
+    return ModelEmaV3(model, ema.decay or 0.5**halvings, use_warmup=ema.warmup)
+
+
+def backward(compute_loss: Any, images: Tensor, targets: Tensor, at_once: int | None) -> None:
+    at_once = at_once or len(images)
+    for some, their_targets in zip(images.split(at_once), targets.split(at_once), strict=True):
+        (compute_loss(some, their_targets) * len(some) / len(images)).backward()
+
+
+@contextmanager
+def at_highest_loss(optimizer: torch.optim.Optimizer, rho: float) -> Iterator[None]:
+    """SAM: up along the gradient for the second backward pass."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += rho * parameter.grad / norm
+    optimizer.zero_grad()
+    yield
+    with torch.no_grad():
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+
+
+def clip(model: nn.Module, train: Any) -> None:
+    for mode in ("norm", "value", "agc"):
+        limit = getattr(train, f"clip_{mode}")
+        if limit is not None:
+            parameters = list(model.parameters())
+            dispatch_clip_grad(parameters[:-2] if mode == "agc" else parameters, limit, mode)
+
+
+@torch.no_grad()
+def top1_pct(model: nn.Module, val_images: parts.Images, cfg: Any) -> float:
+    images, targets = parts.eval_batch(val_images, cfg)
+    model = copy.deepcopy(model).eval()
+    logits = model(images)
+    if cfg.eval.flip_tta:
+        logits = logits + model(images.flip(3))
+    return 100 * float((logits.argmax(1) == targets).double().mean())
