@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bed import REPOSITORY, environment, run
+from bed import REPOSITORY, environment, free_port, run
 
 from imagenet_cls.parallel.check_dist import RankReport, find_problems, table
 
@@ -51,7 +51,13 @@ def test_ranks_of_different_pythons(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come() -> None:
-    meeting = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    meeting = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     done = run([sys.executable, CHECK, "device=cpu", "parallel.timeout_sec=2"], **meeting)
     assert (done.returncode, done.stdout) == (5, "")
     assert "rank 0 of 2 could not meet the others" in done.stderr and len(done.stderr.splitlines()) <= 3
