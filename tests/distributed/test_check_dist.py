@@ -51,7 +51,7 @@ def test_ranks_of_different_pythons(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come() -> None:
-    meeting = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    meeting = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "2",
