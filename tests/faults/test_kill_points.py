@@ -1,0 +1,66 @@
+"""SIGKILL at named points of a run, each of which is hit: whatever was under way, the run ends in the same bits.
+
+Points that are drawn at random, several in one run: test_random_kills.py.
+"""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked_runs import ForkedRuns, Kill
+from same_run import ACCUMULATION, SAVED_EVERY, STEPS, assert_same_run, resumed_at, words_for
+
+IN_STEP_17 = 17 * ACCUMULATION
+# By point: the passing at which the rank dies, and the newest checkpoint that was begun before. Where that one was in
+# its place, nothing older will do.
+POINTS: dict[str, tuple[int, int]] = {
+    "while_fetching": (IN_STEP_17, 15),
+    "while_waiting_for_a_worker": (7 * ACCUMULATION, 5),
+    "in_forward": (IN_STEP_17, 15),
+    "in_backward": (IN_STEP_17, 15),
+    "before_optimizer_step": (15, 10),
+    "after_optimizer_step": (15, 10),
+    "half_a_record": (17, 15),
+    "checkpoint_opened": (4, 20),
+    "checkpoint_half_written": (4, 20),
+    "checkpoint_before_fsync": (1, 5),
+    "checkpoint_after_fsync": (4, 20),
+    "checkpoint_after_rename": (4, 20),
+    "before_old_ones_are_removed": (2, 20),
+    "old_one_half_removed": (2, 20),
+    "in_evaluation": (4, 15),  # of the averaged weights, behind the raw ones
+    "between_epochs": (2, 10),
+    "after_the_last_step": (1, STEPS),
+}
+IN_ITS_PLACE = ("checkpoint_after_rename", "before_old_ones_are_removed", "old_one_half_removed", "after_the_last_step")
+# Those where something between the ranks is under way, and who dies.
+ON_TWO_RANKS = [("in_backward", 1), ("after_optimizer_step", 0), ("checkpoint_after_fsync", 0), ("in_evaluation", 1)]
+
+Undisturbed = Callable[[int], Path]
+
+
+@pytest.mark.parametrize(
+    ("point", "ranks", "victim"),
+    [*((point, 1, 0) for point in POINTS), *((point, 2, victim) for point, victim in ON_TWO_RANKS)],
+)
+def test_a_run_that_was_killed_ends_in_the_same_bits(
+    forked: ForkedRuns, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path,
+    point: str, ranks: int, victim: int,
+) -> None:  # fmt: skip
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    workers = int(point == "while_waiting_for_a_worker")
+    words = words_for(few_images(ranks), folder, ranks, data__num_workers=workers)
+    passing, begun = POINTS[point]
+
+    codes = forked.run(words, output, ranks, Kill(point, passing, victim))
+    assert codes[victim] == -signal.SIGKILL, f"{point} was not passed {passing} times; see {output}"
+    assert "done" not in output.read_text().splitlines()
+    left = [path.name for path in (folder / "checkpoints").iterdir()]
+    assert len([name for name in left if name.startswith(".tmp-")]) <= 1, left
+
+    output.unlink()
+    assert forked.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
+    step = resumed_at(output)
+    assert step == begun if point in IN_ITS_PLACE else begun - SAVED_EVERY <= step <= begun
+    assert_same_run(folder, undisturbed(ranks))
