@@ -112,6 +112,7 @@ RANGES: dict[str, Range] = {
     "eval.every_epochs": COUNT,
     "parallel.output_device": NOT_NEGATIVE,
     "parallel.timeout_sec": Range(0, 7 * 86_400, low_open=True),  # clocks of sockets end somewhere
+    "parallel.check_every_steps": COUNT,
     "checkpoint.every_epochs": COUNT,
     "checkpoint.every_steps": COUNT,
     "checkpoint.keep_last": COUNT,

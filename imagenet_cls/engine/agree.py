@@ -1,16 +1,34 @@
-"""Do all ranks run the same thing? Each machine has a command line and a data folder of its own, and they may differ.
+"""Do all ranks run the same thing? Each machine has its own code, command line and data folder, and they may differ.
 
 Ranks that differ would train different recipes into one model, or call different collectives and hang. Called by
-`engine.run` (configs, before anything is built) and `engine.build` (images, before the model is).
+`engine.run` (code and configs, before anything is built), `engine.build` (images, before the model is) and
+`engine.train` (what the ranks hold).
 """
 
+import hashlib
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import numpy
+import PIL
+import safetensors
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import imagenet_cls
 from imagenet_cls.config.load import config_to_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data import DataSets
-from imagenet_cls.errors import ConfigError, DataError
+from imagenet_cls.engine.state import state_holder
+from imagenet_cls.errors import ConfigError, DataError, UsageError
+from imagenet_cls.lookup import import_from_here, is_factory_name
+from imagenet_cls.parallel.drift import weights_of
 from imagenet_cls.parallel.group import Group, told_by_main
+from imagenet_cls.parallel.place import name_ranks
 from imagenet_cls.parallel.reduce import differing
 
 # What may differ from machine to machine.
@@ -22,12 +40,65 @@ _LOCAL = {
 }  # fmt: skip
 
 
+def refuse_differing_code(config: Config, group: Group) -> None:
+    """Raise UsageError on every rank unless all run the same code: of this package, of the modules that the config
+    names, and the same versions of what computes. A collective.
+
+    Before the configs are compared: another version may have other keys.
+    """
+    if group.control is None:
+        return
+    own = {"Python": "{}.{}".format(*sys.version_info), **versions()}
+    sources = {"imagenet_cls": Path(imagenet_cls.__file__).parent} | user_modules(config)
+    code = {f"the code of {name}": digest_of_sources(path) for name, path in sources.items()}
+    if different := differing(own | code, group):
+        ranks = sorted({rank for listed in different.values() for rank in listed})
+        known = [f"{name} {own[name]}" if name in own else name for name in different]
+        raise told_by_main(
+            UsageError(
+                f"not the same on {name_ranks(ranks)} of {group.world_size} as here, on rank 0: {', '.join(known)}\n"
+                "Give every machine the same code and the same environment, and start again."
+            ),
+            group,
+        )
+
+
+def user_modules(config: Config) -> dict[str, Path]:
+    """Where the modules lie that a config names, in `imports` or as `my_module:my_factory`: a file, or a folder.
+
+    One that can't be imported is left out; the checks of names have words for it.
+    """
+    texts = [value for value in flatten(config_to_dict(config)).values() if isinstance(value, str)]
+    names = {text.partition(":")[0] for text in texts if is_factory_name(text)} | set(config.imports)
+    found = {}
+    for name in sorted(names - {"torch", "torchvision", "timm"}):
+        with suppress(Exception):
+            path = Path(str(import_from_here(name).__file__))
+            found[name] = path.parent if path.name == "__init__.py" else path
+    return found
+
+
+def digest_of_sources(path: Path) -> str:
+    """Over the names and bytes of all Python files below a folder, or of one file."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+        digest.update(file.relative_to(path.parent).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries whose arithmetic ends up in the weights, and of this package."""
+    libraries = (imagenet_cls, torch, torchvision, timm, safetensors, numpy, PIL)
+    return {module.__name__: module.__version__ for module in libraries}
+
+
 def refuse_differing_configs(config: Config, group: Group) -> None:
     """Raise ConfigError on every rank unless all have the same config, but for a machine's own keys. A collective."""
     own = {key: repr(value) for key, value in flatten(config_to_dict(config)).items()}
     own = {key: value for key, value in own.items() if key not in _LOCAL and key.partition(".")[0] not in _LOCAL}
     lines = [
-        f"{key}: not the same on {_ranks(ranks)} as on rank 0; start every rank with the same config and changes"
+        f"{key}: not the same on {name_ranks(ranks)} as on rank 0; start every rank with the same config and changes"
         for key, ranks in differing(own, group).items()
     ]
     if lines:
@@ -41,11 +112,26 @@ def refuse_differing_data(data: DataSets, group: Group) -> None:
     for name, ranks in differing(own, group).items():
         raise told_by_main(
             DataError(
-                f"the {name} on {_ranks(ranks)} are not those of rank 0: other files, or other classes.\n"
+                f"the {name} on {name_ranks(ranks)} are not those of rank 0: other files, or other classes.\n"
                 "Give every machine the same data set; its place (data.root) may differ."
             ),
             group,
         )
+
+
+def tensors_held(model: nn.Module, ema: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All that a step changes and that is the same on every rank, by name: weights, buffers, average, optimizer state.
+
+    model, ema: themselves, no wrappers. The tensors are the real ones, not copies.
+    """
+    tensors = weights_of(model)
+    if ema is not None:
+        tensors |= {f"the average's {name}": tensor for name, tensor in weights_of(ema).items()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, state in state_holder(optimizer).state.items():
+        name = names[id(parameter)]
+        tensors |= {f"{key} of {name}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return tensors
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -57,8 +143,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _ranks(ranks: list[int]) -> str:
-    listing = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listing}"

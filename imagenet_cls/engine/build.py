@@ -48,9 +48,10 @@ from imagenet_cls.optim.losses import build_loss
 from imagenet_cls.optim.scaling import scaled_lr
 from imagenet_cls.optim.schedule import Schedule, build_schedule
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
+from imagenet_cls.parallel.drift import digest_of
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.place import cpu_threads
-from imagenet_cls.parallel.wrap import RunningStatistics, digest_of, settle_buckets, wrap
+from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, wrap
 
 _MOST_WORKERS = 16
 

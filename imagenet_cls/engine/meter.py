@@ -1,17 +1,18 @@
 """What a run measures of itself: losses of every step, speed, and the share of time spent waiting for data.
 
-Losses stay on the device until `flush`, which reads all of them at once. Called by `engine.train`.
+Losses stay on the device until `flush`, which reads all of them at once. Counts the steps that were not finite, and
+ends a run that has too many of them in a row. Called by `engine.train`.
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from imagenet_cls.errors import NonFiniteError
+from imagenet_cls.engine.nonfinite import nonfinite_error
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.reduce import all_mean
 
@@ -24,12 +25,23 @@ _LOSS_SCALE_SEARCH_STEPS = 50
 class Meter:
     """Collects rows of steps and turns them into records for `report`."""
 
-    def __init__(self, group: Group, global_batch: int, max_nonfinite_steps: int, overflow_is_normal: bool):
+    def __init__(
+        self,
+        group: Group,
+        global_batch: int,
+        max_nonfinite_steps: int,
+        overflow_is_normal: bool,
+        samples_of: Callable[[int], Sequence[str]] = lambda step: (),
+    ):
+        """samples_of: names of the images that this rank saw in a step; asked once, when a run gives up."""
         self.group = group
         self.global_batch = global_batch
         self.max_nonfinite_steps = max_nonfinite_steps
         self.overflow_is_normal = overflow_is_normal  # fp16, while the loss scale finds its height
+        self.samples_of = samples_of
+        self.nonfinite_steps = 0
         self.nonfinite_in_a_row = 0
+        self.own_losses: Tensor | None = None
         self.rows: list[tuple[int, int, float]] = []
         self.values: list[Tensor] = []
         self.restart_clock()
@@ -58,13 +70,12 @@ class Meter:
         self.timed_steps += 1
 
     def flush(self) -> list[dict[str, Any]]:
-        """The records of all steps since the last call, losses averaged over the ranks. A collective.
-
-        Raises NonFiniteError once `max_nonfinite_steps` updates in a row were skipped.
-        """
+        """The records of all steps since the last call, losses averaged over the ranks. A collective."""
         if not self.rows:
             return []
-        values = all_mean(torch.stack(self.values), self.group).tolist()
+        own = torch.stack(self.values)
+        self.own_losses = own[:, 0]  # stays on the device: who it was is asked only when a run gives up
+        values = all_mean(own.clone(), self.group).tolist()
         records = [
             {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": norm}
             | ({"skipped": True} if skipped else {})
@@ -80,22 +91,34 @@ class Meter:
         self.restart_clock()
         return records
 
-    def check_finite(self, records: list[dict[str, Any]]) -> None:
-        """Raise NonFiniteError after too many steps in a row without a finite loss and gradient.
-
-        Called after the records were written.
+    def note_nonfinite(self, records: list[dict[str, Any]]) -> str | None:
+        """What a user should see of steps without a finite loss and gradient; None where there was none, or where only
+        a loss scale found its height.
         """
-        for record in records:
+        steps = [
+            record["step"]
+            for record in records
+            if not math.isfinite(record["loss"]) or ("skipped" in record and not self.overflow_is_normal)
+        ]
+        if not steps:
+            return None
+        self.nonfinite_steps += len(steps)
+        which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+        return f"{which}: loss or gradient was NaN or infinite ({self.nonfinite_steps} such steps since the start)"
+
+    def check_finite(self, records: list[dict[str, Any]]) -> None:
+        """Raise NonFiniteError after too many steps in a row without a finite loss and gradient, alike on every rank.
+
+        records: what `flush` has returned, all of it; they are written before this looks at them.
+        """
+        for row, record in enumerate(records):
             finite_loss = math.isfinite(record["loss"])
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if "skipped" in record or not finite_loss else 0
             patience = _LOSS_SCALE_SEARCH_STEPS if self.overflow_is_normal and finite_loss else 0
             if self.nonfinite_in_a_row >= self.max_nonfinite_steps + patience:
-                raise NonFiniteError(
-                    f"loss or gradient was NaN or infinite in {self.nonfinite_in_a_row} steps in a row, the last "
-                    f"one step {record['step']} (loss {record['loss']:g}, lr {record['lr']:g}).\n"
-                    "No gradient that is not finite changed the weights. Lower optimizer.lr, warm up longer, or set "
-                    "train.clip_norm."
-                )
+                assert self.own_losses is not None and len(self.own_losses) == len(records), "flush comes first"
+                own_loss, samples = self.own_losses[row].item(), self.samples_of(record["step"])
+                raise nonfinite_error(record, self.nonfinite_in_a_row, own_loss, samples, self.group)
 
     def _memory_mib(self) -> float:
         """Peak memory so far: of the GPU's allocator, or this process's resident set."""

@@ -6,16 +6,10 @@ Owns the list of keys that do not belong to the recipe. Called by `engine.run` o
 from collections.abc import Sequence
 from typing import Any
 
-import numpy
-import PIL
-import safetensors
-import timm
 import torch
-import torchvision
 
-import imagenet_cls
 from imagenet_cls.config.load import config_from_dict, config_to_dict
-from imagenet_cls.engine.agree import flatten
+from imagenet_cls.engine.agree import flatten, versions
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.errors import CheckpointError
 
@@ -26,8 +20,9 @@ _FREE = (
     "data.num_workers", "data.prefetch_batches", "data.timeout_sec",
     "train.max_steps", "train.max_nonfinite_steps", "train.deterministic",
     "train.compile", "train.grad_checkpointing", "train.micro_batch_size", "parallel.mode", "parallel.device_ids",
-    "parallel.output_device", "parallel.backend", "parallel.init_method", "parallel.timeout_sec", "model.pretrained",
-    "model.checkpoint", "distill.teacher.pretrained", "distill.teacher.checkpoint",
+    "parallel.output_device", "parallel.backend", "parallel.init_method", "parallel.timeout_sec",
+    "parallel.check_every_steps", "model.pretrained", "model.checkpoint", "distill.teacher.pretrained",
+    "distill.teacher.checkpoint",
 )  # fmt: skip
 
 
@@ -93,8 +88,3 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
 
 def _names(keys: Sequence[str], key: str) -> bool:
     return any(key == name or key.startswith(name + ".") for name in keys)
-
-
-def versions() -> dict[str, str]:
-    libraries = (imagenet_cls, torch, torchvision, timm, safetensors, numpy, PIL)
-    return {module.__name__: module.__version__ for module in libraries}

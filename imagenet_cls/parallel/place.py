@@ -11,7 +11,7 @@ import re
 import socket
 import struct
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,12 @@ class Place:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence: `rank 1`, `ranks 1, 3`; of many, the first eight."""
+    listing = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listing}"
 
 
 # For each launcher: the variables that hold rank, local rank, world size and ranks on this machine.

@@ -1,15 +1,13 @@
 """The model as ranks train it together: DistributedDataParallel, its bucket layout, and BatchNorm's running statistics.
 
-Owns that all ranks hold the same bits, at the start and after every step. Refuses to start where they don't. Called by
-`engine.build`. The wrapped model is for forward and backward only; everything else (evaluation, EMA, checkpoints) takes
-the model itself, so that no name ever carries a `module.`.
+Owns that all ranks come to hold the same bits, at the start and after every step; `parallel.drift` looks whether they
+do. Called by `engine.build`. The wrapped model is for forward and backward only; everything else (evaluation, EMA,
+checkpoints) takes the model itself, so that no name ever carries a `module.`.
 """
 
 import contextlib
-import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_cls.errors import ResourceError
+from imagenet_cls.parallel.drift import refuse_differing_weights
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.reduce import all_mean
 from imagenet_cls.parallel.sync_bn import is_synchronized
@@ -57,33 +55,6 @@ def hand_out_buffers(model: nn.Module) -> None:
             received = buffer.detach().contiguous()
             dist.broadcast(received.reshape(-1).view(torch.uint8), src=0)
             buffer.detach().copy_(received)
-
-
-def refuse_differing_weights(model: nn.Module, group: Group) -> None:
-    """Raise ResourceError, on every rank, unless all hold the same bits in every parameter and buffer. A collective.
-
-    Ranks that begin apart stay apart: they would apply the same gradients to different weights, and nothing would show.
-    """
-    if group.control is None:
-        return
-    digests: list[str] = [""] * group.world_size
-    dist.all_gather_object(digests, digest_of(model), group=group.control)
-    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if others:
-        listing = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
-        raise ResourceError(
-            f"{len(others)} of {group.world_size} ranks start from other weights than rank 0: {listing}.\n"
-            "Check that all machines have the same code, config and versions; else suspect the network or a memory."
-        )
-
-
-def digest_of(model: nn.Module) -> str:
-    """A digest over names, shapes, types and bits of every parameter and buffer; memory formats make no difference."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def sync_on_last(wrapped: nn.Module, is_last: bool) -> AbstractContextManager:

@@ -16,10 +16,11 @@ from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.transforms import train_transform
 from imagenet_cls.engine.evaluate import evaluate, outputs_of
 from imagenet_cls.errors import ResourceError
+from imagenet_cls.parallel.drift import refuse_differing_weights
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.reduce import gather_to_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
-from imagenet_cls.parallel.wrap import RunningStatistics, hand_out_buffers, refuse_differing_weights, wrap
+from imagenet_cls.parallel.wrap import RunningStatistics, hand_out_buffers, wrap
 
 WORLD_SIZES = (1, 2, 3, 4)
 BATCHES = {12: 1, 48: 2}  # and in how many micro-batches each
@@ -100,8 +101,9 @@ def starting_weights(group: Group) -> None:
             value = model.state_dict()[name].view(-1)
             value[0] = not value[0] if value.dtype is torch.bool else torch.nextafter(value[0], torch.tensor(9.0))
         if group.world_size > 1:
-            listing = "1" if group.world_size < 4 else "1, 3"
-            with pytest.raises(ResourceError, match=rf"of {group.world_size} ranks .* than rank 0: {listing}\.\n"):
+            listing = "rank 1" if group.world_size < 4 else "ranks 1, 3"
+            apart = rf"of {group.world_size} ranks start from other weights .*: {listing} \(.*\), in {name}\.\n"
+            with pytest.raises(ResourceError, match=apart):
                 refuse_differing_weights(model, group)
     hand_out_buffers(model)
     model[0].load_state_dict({name[2:]: value for name, value in handed_out.items() if name.startswith("0.")})

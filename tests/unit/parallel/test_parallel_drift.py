@@ -1,0 +1,115 @@
+"""The hash that ranks are compared by: what it must see, and what it must not."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from imagenet_cls.parallel import drift
+from imagenet_cls.parallel.drift import DriftCheck, bit_sums, digest_of, weights_of
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.place import Place, name_ranks
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+DTYPES = (*FLOATS, torch.int64, torch.int8, torch.bool)
+
+
+def hash_of(tensor: torch.Tensor) -> int:
+    return bit_sums({"it": tensor})["it"]
+
+
+def reference(tensor: torch.Tensor) -> int:
+    """The same sum in Python's whole numbers: bits times a factor of the place, modulo 2**64, as a signed number."""
+
+    def signed(number: int) -> int:
+        return (number + 2**63) % 2**64 - 2**63
+
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
+    total = 0
+    for place, word in enumerate(tensor.contiguous().reshape(-1).view(kind).tolist(), start=1):
+        mixed = signed(place * 0x9E3779B97F4A7C15)
+        total += word * (signed((mixed ^ (mixed >> 29)) * 0x9E3779B97F4A7C15) | 1)
+    return signed(total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_a_sum_over_bits_times_odd_numbers(dtype: torch.dtype) -> None:
+    tensor = (100 * torch.randn(5, 7, generator=torch.Generator().manual_seed(0))).to(dtype)
+    assert hash_of(tensor) == reference(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_single_bit_of_every_element_counts(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, 2, dtype=dtype)
+    bits = tensor.view(-1).view(torch.uint8)
+    seen = {hash_of(tensor)}
+    flips = range(bits.numel()) if dtype is torch.bool else range(8 * bits.numel())
+    for place in flips:
+        byte, bit = (place, 0) if dtype is torch.bool else divmod(place, 8)
+        bits[byte] ^= 1 << bit
+        seen.add(hash_of(tensor))
+        bits[byte] ^= 1 << bit
+    assert len(seen) == len(flips) + 1
+
+
+def test_what_a_sum_of_numbers_would_not_see() -> None:
+    """Two values that change places, changes that cancel, signs of zero, NaN."""
+    a = torch.tensor([1.0, 2.0, 3.0, 0.0, math.nan])
+    for b in (a[[1, 0, 2, 3, 4]], a + torch.tensor([1.0, -2.0, 1.0, 0.0, 0.0]), a * torch.tensor([1, 1, 1, -1, 1])):
+        assert hash_of(b) != hash_of(a)
+    assert hash_of(a.clone()) == hash_of(a)
+
+
+def test_the_order_in_memory_makes_no_difference() -> None:
+    images = torch.randn(2, 3, 4, 5)
+    assert hash_of(images.to(memory_format=torch.channels_last)) == hash_of(images)
+    assert hash_of(images.transpose(0, 1).contiguous().transpose(0, 1)) == hash_of(images)
+    assert hash_of(images.transpose(0, 1)) != hash_of(images)
+
+
+def test_large_tensors_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "_PIECE", 4)
+    tensor = torch.arange(11.0)
+    seen = {hash_of(tensor)}
+    for place in range(11):
+        changed = tensor.clone()
+        changed[place] = torch.nextafter(changed[place], torch.tensor(99.0))
+        seen.add(hash_of(changed))
+    assert len(seen) == 12
+    assert hash_of(tensor[[4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10]]) not in seen, "pieces that change places"
+
+
+def test_all_tensors_at_once_in_their_order() -> None:
+    tensors = {"b": torch.ones(3), "a": torch.ones(3), "empty": torch.empty(0), "number": torch.tensor(7)}
+    sums = bit_sums(tensors)
+    assert list(sums) == list(tensors) and sums["a"] == sums["b"] == hash_of(torch.ones(3)) and sums["empty"] == 0
+    assert bit_sums({}) == {}
+
+
+def test_a_digest_tells_names_shapes_types_and_buffers_apart() -> None:
+    def model(name: str = "x", shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32) -> nn.Module:
+        made = nn.BatchNorm1d(2)
+        made.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+        return made
+
+    variants = [model(), model("y"), model(shape=(3, 2)), model(dtype=torch.int32)]
+    assert len({digest_of(variant) for variant in variants}) == len(variants)
+    assert digest_of(model()) == digest_of(model()) and list(weights_of(model()))[-1] == "x"
+    changed = model()
+    changed.running_mean[1] = 1e-45  # type: ignore[index,operator,union-attr]
+    assert digest_of(changed) != digest_of(model())
+
+
+def test_one_rank_alone_is_never_checked() -> None:
+    def never() -> dict[str, torch.Tensor]:
+        raise AssertionError("nothing to compare with")
+
+    check = DriftCheck(Group(Place(), torch.device("cpu")), 1, 0, never)
+    check.check_if_due(1)
+    check.check(2)
+
+
+def test_ranks_in_a_sentence() -> None:
+    assert name_ranks([3]) == "rank 3" and name_ranks([0, 2]) == "ranks 0, 2"
+    assert name_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
