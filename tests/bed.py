@@ -3,13 +3,16 @@
 `bed:plain` has no BatchNorm and no dropout, so that losses agree between any cuts of a batch; `bed:noisy` has both.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,10 +97,23 @@ def train_here(words: list[str]) -> None:
 
 
 def run(words: list[str], timeout_sec: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
-    """Any command, in a process of its own."""
-    return subprocess.run(
-        words, env=environment(**more), capture_output=True, text=True, timeout=timeout_sec, cwd=REPOSITORY
-    )
+    """Any command, in a session of its own, which ends with it.
+
+    Its output goes to files: whoever outlives it and holds a pipe would keep us waiting, whatever the timeout.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with subprocess.Popen(
+            words, env=environment(**more), stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=REPOSITORY,
+            start_new_session=True,
+        ) as started:  # fmt: skip
+            try:
+                code = started.wait(timeout_sec)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(started.pid, signal.SIGKILL)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
 def losses(work_dir: Path) -> list[float]:
