@@ -387,6 +387,9 @@ class ParallelConfig:
     init_method: str = "env://"
     # Longest wait for another rank, in seconds.
     timeout_sec: float = 600.0
+    # Compare the bits of weights, average and optimizer between ranks after every so many optimizer steps, and before
+    # each checkpoint; ranks that differ end the run. null: never.
+    check_every_steps: int | None = 1000
 
 
 @dataclass(frozen=True)
@@ -399,6 +402,10 @@ class CheckpointConfig:
     every_steps: int | None = None
     # Newest checkpoints that stay; the best one stays besides. null: all.
     keep_last: int | None = 2
+    # What a failed save means (a full disk, a folder that is gone). stop: the run ends with exit code 5, since what
+    # it computes from there on could be lost, and nobody might notice before its end. continue: it says so, trains on
+    # and saves at the next time; where the last save of a run fails, it ends with 5 all the same.
+    on_error: Literal["stop", "continue"] = "stop"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ anything, and to be gone on from: an average has no optimizer state. BatchNorm's
 weights, and not estimated anew with training images. Called by `tools/average_checkpoints.py`.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, list_checkpoints, verified_files, write_checkpoint
 from imagenet_cls.engine.state import Progress
-from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
 from imagenet_cls.models.weights import read_weights
 
 RULES = {
@@ -78,12 +79,18 @@ def _write_weights(paths: Sequence[Path], out: Path, kind: str) -> Path:
     average = Average()
     for path in paths:
         average.add(path, _weights(_snapshot(path), kind) if path.is_dir() else read_weights(path))
-    try:
+    with _writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         save_file(average.result(), out)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"can't write {out}: {error}\nName another place with --out.") from error
     return out
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ResourceError(f"can't write {out}: {error}\nName another place with --out.") from error
 
 
 def _write_checkpoint(paths: Sequence[Path], out: Path, kind: str) -> Path:
@@ -104,6 +111,8 @@ def _write_checkpoint(paths: Sequence[Path], out: Path, kind: str) -> Path:
     progress = Progress(step=last.state["step"]).to_dict()
     state = {**last.state, "progress": progress, "scaler": {}, "averaged": sources}
     numbers: dict[str, Any] = {"groups": [], "parameters": {}, "on_host": []}
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     return write_checkpoint(out, Snapshot(average.result(), {}, numbers, state))
 
 

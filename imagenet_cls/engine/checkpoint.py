@@ -9,7 +9,7 @@
 
 Owns the format, writing it so that a kill at any moment leaves the old ones whole, and verifying it. Refuses to know
 models and optimizers beyond their tensors: `engine.state` takes a run apart and puts it together again. Called by
-`engine.run` and `engine.inference`.
+`engine.saving`, `engine.run` and `engine.inference`.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imagenet_cls.errors import CheckpointError
+from imagenet_cls.errors import CheckpointError, ResourceError
 
 FORMAT = 1
 _TEMPORARY = ".tmp-"
@@ -54,22 +55,25 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     """Write `folder/step-N` for the snapshot's step, replacing one of the same name, and return its path.
 
     Written beside its place, each file fsynced, renamed, the parent fsynced: whatever `list_checkpoints` finds, at
-    every moment, is whole. Raises CheckpointError where the disk refuses; what was there before stays.
+    every moment, is whole. Raises ResourceError with the bytes that are needed and free where the disk refuses; what
+    was there before stays. `folder` may be missing, its parent may not: a run folder that is gone is not made anew.
     """
     final = checkpoint_path(folder, snapshot.state["step"])
     temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+    groups = {"model": snapshot.model, "ema": snapshot.ema, "optimizer": snapshot.optimizer}
+    numbers = {"optimizer": snapshot.optimizer_numbers, "state": {"format": FORMAT, **snapshot.state}}
+    texts = {name: _json(value) for name, value in numbers.items()}
     try:
         if not folder.exists():
-            folder.mkdir(parents=True)
+            folder.mkdir()
             _fsync(folder.parent)
         _remove_leftovers(folder)
         temporary.mkdir()
-        tensors = {"model": snapshot.model, "ema": snapshot.ema, "optimizer": snapshot.optimizer}
-        for name, group in tensors.items():
-            if group is not None:
-                save_file(group, temporary / f"{name}.safetensors")
-        _write_json(temporary / "optimizer.json", snapshot.optimizer_numbers)
-        _write_json(temporary / "state.json", {"format": FORMAT, **snapshot.state})
+        for name, tensors in groups.items():
+            if tensors is not None:
+                save_file(tensors, temporary / f"{name}.safetensors")
+        for name, text in texts.items():
+            (temporary / f"{name}.json").write_bytes(text)
         _write_json(temporary / "manifest.json", _manifest(temporary))
         for file in [*temporary.iterdir(), temporary]:
             _fsync(file)
@@ -84,11 +88,30 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
             _remove(aside)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"could not write {final}: {error}\n"
+        needed = sum(map(size_bytes, filter(None, groups.values()))) + sum(map(len, texts.values()))
+        raise ResourceError(
+            f"could not write {final}: {_reason(error)}{_room(folder, needed)}\n"
             "Older checkpoints are as they were. Make room or mend the folder, then go on with --resume."
         ) from error
     return final
+
+
+def size_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _reason(error: OSError | SafetensorError) -> str:
+    """What the system says. safetensors has it in a text of its own, which ends in `(os error 28)`."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)
+
+
+def _room(folder: Path, needed_bytes: int) -> str:
+    try:
+        free_bytes = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    except OSError:
+        return ""
+    return f" ({needed_bytes:,} bytes needed, {free_bytes:,} free)"
 
 
 def read_checkpoint(path: Path) -> Snapshot:
@@ -134,7 +157,7 @@ def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
             content[name] = (path / Path(name).name).read_bytes()
             if _digest(content[name]) != digest:
                 raise CheckpointError(f"{path}: damaged ({name} does not match its digest).\nUse another checkpoint.")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a whole checkpoint ({error}).\nUse another checkpoint.") from error
     return content
 
@@ -177,7 +200,7 @@ def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int]) 
     """Remove all but the newest `keep_last` checkpoints up to `step`, and those of `keep_steps` (the best ones).
 
     step: the one just written. Later ones are damaged, or the run would have gone on from them: they neither count nor
-    go, or else a damaged one could push out the whole ones. Raises CheckpointError where the disk refuses.
+    go, or else a damaged one could push out the whole ones. Raises ResourceError where the disk refuses.
     """
     if keep_last is None:
         return
@@ -186,8 +209,9 @@ def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int]) 
             if step_of(path) not in keep_steps:
                 _remove(path)
     except OSError as error:
-        raise CheckpointError(
-            f"could not remove an old checkpoint: {error}\nMend {folder}, then go on with --resume."
+        raise ResourceError(
+            f"could not remove an old checkpoint from {folder}: {_reason(error)}\n"
+            "Mend the folder, then go on with --resume."
         ) from error
 
 
@@ -259,7 +283,10 @@ def _remove(path: Path) -> None:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    files = {file.name: _digest(file.read_bytes()) for file in sorted(folder.iterdir())}
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return {"files": files, "sha256": _digest(_canonical(files))}
 
 
@@ -272,7 +299,11 @@ def _digest(data: bytes) -> str:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    path.write_bytes(_json(value))
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _fsync(path: Path) -> None:

@@ -11,24 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, format_problems
+from imagenet_cls.config.load import Loaded, dump_yaml, format_problems
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.agree import refuse_differing_configs
+from imagenet_cls.engine.agree import refuse_differing_code, refuse_differing_configs
 from imagenet_cls.engine.build import Parts, build, data_parallel_devices
 from imagenet_cls.engine.check import check, check_ranks
-from imagenet_cls.engine.checkpoint import (
-    Snapshot,
-    checkpoint_path,
-    newest_in,
-    newest_whole,
-    prune,
-    write_checkpoint,
-)
+from imagenet_cls.engine.checkpoint import Snapshot, checkpoint_path, newest_in, newest_whole
 from imagenet_cls.engine.options import RunOptions
 from imagenet_cls.engine.resources import naming_what_gave_out
 from imagenet_cls.engine.resume import refuse_changes, versions
 from imagenet_cls.engine.runfolder import RunFolder
-from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_optimizer
+from imagenet_cls.engine.saving import Saver, too_little_room
+from imagenet_cls.engine.state import Progress, give_optimizer
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, Stopped
@@ -61,6 +55,7 @@ def meet(loaded: Loaded, place: Place, groups: list[Group], training: bool) -> G
         device = data_parallel_devices(loaded.config).all[0]
     group = start_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
     groups.append(group)
+    refuse_differing_code(loaded.config, group)
     refuse_differing_configs(loaded.config, group)
     stage_2 = check_ranks if place.launched else check
     on_main(group, lambda: raise_problems(stage_2(loaded.config, place.world_size, training), loaded))
@@ -70,7 +65,7 @@ def meet(loaded: Loaded, place: Place, groups: list[Group], training: bool) -> G
 def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Group]) -> None:
     """Carry out a whole run on this rank. Returns at its end; raises Stopped (saved) or another UserError."""
     group = meet(loaded, place, groups, training=True)
-    with naming_what_gave_out():
+    with naming_what_gave_out(loaded.config, group.world_size):
         if options.dry_run:
             dry_run(loaded.config, options, group)
         else:
@@ -104,21 +99,22 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
         evaluated = progress.evaluated_step if messages else None
         tensorboard = config.log.tensorboard
         total = (parts.plan.total_steps, parts.plan.epochs)
-        with Reporter(options.work_dir, resumed_at, tensorboard, group.is_main, *total, evaluated) as reporter:
+        goes_on = config.checkpoint.on_error == "continue"
+        with (
+            Reporter(options.work_dir, resumed_at, tensorboard, group.is_main, *total, evaluated, goes_on) as reporter,
+            Saver(parts, progress, folder, reporter) as saver,
+        ):
             if group.is_main:
                 folder.describe(dump_yaml(config), versions())
+                parts.messages.extend(filter(None, [too_little_room(parts, folder)]))
             reporter.banner(banner(parts, options, progress))
             reporter.config_text(dump_yaml(config))
             for message in parts.messages:
                 reporter.say(message)
             for message in messages:
                 reporter.event(progress.step, message)
-
-            def save() -> None:
-                reporter.sync()
-                save_run(parts, progress, folder, group)
-
-            number = train(parts, progress, reporter, save, stop)
+            number = train(parts, progress, reporter, saver, stop)
+            saver.finish()
             if number:
                 code = 128 + number
                 where = checkpoint_path(folder.checkpoints, progress.step)
@@ -204,44 +200,6 @@ def load_weights_of(snapshot: Snapshot | None, model: nn.Module, tensors: dict[s
         ) from error
 
 
-def save_run(parts: Parts, progress: Progress, folder: RunFolder, group: Group) -> None:
-    """Write a checkpoint of this moment on rank 0 and remove those that are no longer wanted."""
-    if not group.is_main:
-        return
-    optimizer, numbers = take_optimizer(parts.model, parts.optimizer)
-    snapshot = Snapshot(
-        model=host_copy(parts.model.state_dict()),
-        ema=None if parts.ema is None else host_copy(parts.ema.module.state_dict()),
-        optimizer=optimizer,
-        optimizer_numbers=numbers,
-        state=describe_state(parts, progress),
-    )
-    write_checkpoint(folder.checkpoints, snapshot)
-    best = {entry["step"] for entry in progress.best.values()}
-    prune(folder.checkpoints, progress.step, parts.config.checkpoint.keep_last, best)
-
-
-def describe_state(parts: Parts, progress: Progress) -> dict:
-    """What `state.json` says: enough to go on from, and enough to predict with this folder and nothing else."""
-    config = parts.config
-    assert parts.data.train is not None
-    return {
-        "step": progress.step,
-        "progress": progress.to_dict(),
-        "plan": {"steps_per_epoch": parts.plan.steps_per_epoch, "total_steps": parts.plan.total_steps},
-        "scaler": parts.scaler.state_dict(),
-        "classes": list(parts.data.classes),
-        "num_classes": parts.num_classes,
-        "data_digest": parts.data.train.digest(),
-        "teacher_digest": parts.teacher_digest,
-        "preprocessing": {"mean": parts.evaluation.mean, "std": parts.evaluation.std},
-        "config": config_to_dict(config),
-        "world_size": parts.group.world_size,
-        "cpu_threads": torch.get_num_threads(),
-        "versions": versions(),
-    }
-
-
 def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[str, str]]:
     """What will happen, in the order in which people ask."""
     plan, group, config = parts.plan, parts.group, parts.config
@@ -295,9 +253,10 @@ def try_one_batch(parts: Parts) -> str:
 
 
 def last_words(parts: Parts, progress: Progress, work_dir: Path) -> str:
+    places = {kind: checkpoint_path(work_dir / "checkpoints", best["step"]) for kind, best in progress.best.items()}
     lines = [
         f"{kind} weights: top-1 {progress.latest[kind]['top1_pct']:.2f} % at the end, best {best['top1_pct']:.2f} % "
-        f"at step {best['step']} in {checkpoint_path(work_dir / 'checkpoints', best['step'])}"
+        f"at step {best['step']} in {places[kind]}{'' if places[kind].exists() else ', which could not be saved'}"
         for kind, best in progress.best.items()
     ]
     return "\n".join(["done", *lines])

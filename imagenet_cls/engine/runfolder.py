@@ -84,6 +84,22 @@ class RunFolder:
                 f"can't remove the run in {self.path}: {error}\nName another folder with --work-dir."
             ) from error
 
+    def refuse_if_gone(self) -> None:
+        """Raise ResourceError where the path no longer leads to the folder that `open` took.
+
+        A folder that was removed, or whose share is not mounted any more, must not be made anew in its place.
+        """
+        assert self._lock is not None, "open comes first"
+        try:
+            same = os.path.samestat(os.fstat(self._lock.fileno()), (self.path / ".lock").stat())
+        except OSError:
+            same = False
+        if not same:
+            raise ResourceError(
+                f"could not write {self.checkpoints}: the run folder is gone (removed, moved or not mounted)\n"
+                "Bring it back, then go on with --resume."
+            )
+
     def _take_lock(self) -> None:
         """The kernel's lock: a dead run's is free by itself. The file's text only says who holds it."""
         lock = (self.path / ".lock").open("a+")

@@ -38,7 +38,8 @@ class Progress:
 
 def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU copies that share memory with nothing, as safetensors wants them."""
-    return {name: t.detach().to("cpu", copy=True).contiguous().clone() for name, t in tensors.items()}
+    contiguous = torch.contiguous_format
+    return {name: t.detach().to("cpu", copy=True, memory_format=contiguous) for name, t in tensors.items()}
 
 
 def state_holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -4,38 +4,50 @@ epoch = step // steps_per_epoch: where a run stands is one number, so a resumed 
 step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 from torch import Tensor, nn
 
+from imagenet_cls.engine.agree import tensors_held
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
 from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.nonfinite import samples_of_step
+from imagenet_cls.engine.saving import Saver
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.models.ema import update_ema
 from imagenet_cls.models.freeze import set_training
+from imagenet_cls.parallel.drift import DriftCheck
 from imagenet_cls.parallel.stop import StopRequest
 from imagenet_cls.parallel.wrap import sync_on_last
 from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.seeding import hash_key, seed_generators
 
 
-def train(p: Parts, progress: Progress, reporter: Reporter, save: Callable[[], None], stop: StopRequest) -> int:
+def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: StopRequest) -> int:
     """Train from `progress.step` to the end of the plan. Every rank calls it, with the same `progress`.
 
-    save: writes a checkpoint of the present state. Returns 0, or the signal that the run was stopped for; then the
-    state was saved. Raises NonFiniteError, or DataError from a worker.
+    Returns 0, or the signal that the run was stopped for; then the present state is being saved. Raises NonFiniteError,
+    DataError from a worker, or ResourceError from a save.
     """
     cfg, plan, device, seed = p.config, p.plan, p.group.device, p.config.seed
-    meter = Meter(p.group, plan.global_batch, cfg.train.max_nonfinite_steps, overflow_is_normal=p.scaler.is_enabled())
+    meter, drift = meter_for(p), drift_check_for(p, progress.step)
 
     def report_steps() -> None:
         records = meter.flush()
         reporter.train(records)
+        if note := meter.note_nonfinite(records):
+            reporter.event(progress.step, note)
         meter.check_finite(records)
+
+    def save() -> None:
+        drift.check(progress.step)  # what the ranks disagree about is not worth saving
+        saver.save()
 
     while True:
         if evaluation_due(p, progress):
@@ -75,15 +87,35 @@ def train(p: Parts, progress: Progress, reporter: Reporter, save: Callable[[], N
 
             if progress.step % cfg.log.every_steps == 0:
                 report_steps()
+            drift.check_if_due(progress.step)
             if signal_number := stop.agreed():
                 report_steps()
                 save()
                 return signal_number
+            saver.check()
             if save_due(p, progress.step) and not evaluation_due(p, progress):
                 report_steps()
                 save()
                 meter.restart_clock()
         report_steps()
+
+
+def meter_for(p: Parts) -> Meter:
+    assert p.data.train is not None
+    return Meter(
+        p.group,
+        p.plan.global_batch,
+        p.config.train.max_nonfinite_steps,
+        overflow_is_normal=p.scaler.is_enabled(),
+        samples_of=partial(samples_of_step, p.train_loader.sampler, p.data.train),
+    )
+
+
+def drift_check_for(p: Parts, start_step: int) -> DriftCheck:
+    """Over everything that a step changes and that must be equal on all ranks."""
+    ema = None if p.ema is None else p.ema.module
+    every_steps = p.config.parallel.check_every_steps
+    return DriftCheck(p.group, every_steps, start_step, lambda: tensors_held(p.model, ema, p.optimizer))
 
 
 def evaluation_due(p: Parts, progress: Progress) -> bool:
@@ -131,7 +163,8 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
         }
         reporter.evaluation(record)
         progress.latest[kind] = {name: value for name, value in result.items() if name != "seconds"}
-        if result["top1_pct"] > progress.best.get(kind, {}).get("top1_pct", -1.0):
+        # Weights that give NaN have a top-1, too: whatever class NaN sorts to.
+        if isfinite(result["loss"]) and result["top1_pct"] > progress.best.get(kind, {}).get("top1_pct", -1.0):
             progress.best[kind] = {"top1_pct": result["top1_pct"], "step": progress.step}
             improved = True
     progress.evaluated_step = progress.step

@@ -3,7 +3,8 @@
 Owns the built-in optimizers and the check of the section. Refuses unknown names, keywords that the optimizer does not
 take, and optimizers whose state is more than a checkpoint can hold, found out by a trial step on two tiny parameters.
 `check_optimizer` is called by `engine.check` before anything is started, `build_optimizer` by `engine.build` with the
-groups of `groups.parameter_groups`, `state_names` by `engine.run` where a resumed run's arguments were changed.
+groups of `groups.parameter_groups`, `state_names` by `engine.run` where a resumed run's arguments were changed,
+`state_copies` by `engine.saving`.
 """
 
 import math
@@ -148,9 +149,21 @@ def state_names(optimizer: OptimizerConfig) -> set[str]:
 
     Expects a section that `check_optimizer` finds no problem in.
     """
+    return {name for state in _trial_state(optimizer).values() for name in state}
+
+
+def state_copies(optimizer: OptimizerConfig) -> int:
+    """How many tensors of a weight's own shape the optimizer remembers of it, such as 2 for AdamW; as `state_names`."""
+    weight, *_ = _trial_layer().parameters()
+    values = [value for state in _trial_state(optimizer).values() for value in state.values()]
+    return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in values)
+
+
+def _trial_state(optimizer: OptimizerConfig) -> dict[int, dict[str, Any]]:
+    """What is remembered of the trial layer's weight and bias after a step."""
     built = build_optimizer(optimizer, _groups_of(_trial_layer(), optimizer))
     built.step()
-    return {name for state in built.state_dict()["state"].values() for name in state}
+    return built.state_dict()["state"]
 
 
 def _trial_layer() -> nn.Module:

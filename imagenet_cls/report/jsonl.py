@@ -25,6 +25,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from imagenet_cls.errors import CheckpointError, ResourceError
@@ -51,26 +52,30 @@ class MetricsFile:
     """Appends records to one file. Lines reach the file at `flush`, and the disk at `sync`.
 
     path: made if missing, its folder too. What a killed run left of its last line is cut off, since no reader could use
-    it. All methods raise ResourceError where the file system refuses.
+    it. All methods but `write` raise ResourceError where the file system refuses. What it refused is kept, to the byte,
+    for the next flush: where a run outlives a full disk, each record is still there once. Any thread may call.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        self._waiting = b""
+        self._lock = Lock()
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record: a flat mapping of names to numbers and strings."""
         line = json.dumps({key: _encode(value) for key, value in record.items()}, allow_nan=False, ensure_ascii=False)
-        with writing(self.path):
-            self._file.write(line + "\n")
+        with self._lock:
+            self._waiting += line.encode() + b"\n"
 
     def flush(self) -> None:
         """Hand all records to the operating system: they now survive the death of this process."""
-        with writing(self.path):
-            self._file.flush()
+        with self._lock, writing(self.path):
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def sync(self) -> None:
         """Hand all records to the disk: they now survive a power cut. Called before each checkpoint."""
@@ -80,8 +85,13 @@ class MetricsFile:
 
     def close(self) -> None:
         """Flush and close; may be called again. The file is closed even where the flush fails."""
-        with writing(self.path):
-            self._file.close()
+        if self._file.closed:
+            return
+        try:
+            self.flush()
+        finally:
+            with writing(self.path):
+                self._file.close()
 
 
 def read_metrics(path: Path) -> list[Record]:

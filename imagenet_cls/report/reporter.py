@@ -4,11 +4,14 @@ Owns which output gets what, and that only one rank speaks: on the others a `Rep
 has no `if rank == 0`. Refuses to compute: the numbers arrive on the host, finished. Called by `engine`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from imagenet_cls.errors import ResourceError
 from imagenet_cls.report.console import Console
 from imagenet_cls.report.jsonl import MetricsFile, Record, read_metrics, truncate_after
 from imagenet_cls.report.plots import plot_run
@@ -27,8 +30,8 @@ class Reporter:
     checkpoint that the run goes on from, None for a new run; records of later steps are dropped, since they are about
     to be made again. tensorboard: whether to write event files. is_main: False makes every method a no-op. total_steps,
     total_epochs: of the whole run, for the progress; 0 outside training. evaluated_step: as
-    `truncate_after` has it. Methods raise ResourceError where the file
-    system refuses.
+    `truncate_after` has it. Methods raise ResourceError where the file system refuses; with goes_on, only `sync` and
+    `close` do, and the others say it once: metrics.jsonl catches up when there is room again, TensorBoard's files end.
     """
 
     def __init__(
@@ -40,9 +43,11 @@ class Reporter:
         total_steps: int,
         total_epochs: int,
         evaluated_step: int | None = None,
+        goes_on: bool = False,
     ):
         self._folder = folder if is_main else None
         self._total_steps, self._total_epochs = total_steps, total_epochs
+        self._goes_on, self._is_late = goes_on, False
         self._console = Console(start_step=resume_step or 0) if is_main else None
         self._metrics: MetricsFile | None = None
         self._tensorboard: TensorBoard | None = None
@@ -71,8 +76,7 @@ class Reporter:
 
     def config_text(self, config: str) -> None:
         """Show the resolved config, as YAML, in TensorBoard."""
-        if self._tensorboard:
-            self._tensorboard.config_text(config)
+        self._show(lambda board: board.config_text(config))
 
     def first_batch(self, images: "Tensor", targets: "Tensor", classes: Sequence[str]) -> None:
         """Show the first augmented images, at most 32 of them, under their class names in TensorBoard.
@@ -81,7 +85,8 @@ class Reporter:
         """
         if self._tensorboard:
             labels = [classes[target] for target in targets[:_MOST_IMAGES].tolist()]
-            self._tensorboard.first_batch(images[:_MOST_IMAGES].cpu().numpy(), labels)
+            pixels = images[:_MOST_IMAGES].cpu().numpy()
+            self._show(lambda board: board.first_batch(pixels, labels))
 
     def train(self, records: Sequence[Record]) -> None:
         """Report all steps since the last call, a record each, in order; the last also has the speed. Empty: no-op."""
@@ -104,15 +109,21 @@ class Reporter:
     def plot(self) -> None:
         """Draw `plots/*.png` from all records of the run, those before a resume included."""
         if self._folder and self._metrics:
-            self._metrics.flush()
-            plot_run(read_metrics(self._metrics.path), self._folder / "plots")
+            try:
+                self._metrics.flush()
+                plot_run(read_metrics(self._metrics.path), self._folder / "plots")
+            except ResourceError as error:
+                self._go_on_after(error)
 
     def sync(self) -> None:
-        """Put every record on the disk. Called before each checkpoint, so that none is newer than its records."""
+        """Put every record on the disk. Called before each checkpoint, so that none is newer than its records; by the
+        thread that writes it, which must not print.
+        """
         if self._metrics:
             self._metrics.sync()
         if self._tensorboard:
-            self._tensorboard.flush()
+            with suppress(ResourceError) if self._goes_on else nullcontext():  # the next record finds and says it
+                self._tensorboard.flush()
 
     def close(self) -> None:
         """Release the terminal first, then close the files. May be called again."""
@@ -131,7 +142,11 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except ResourceError:
+            if error is None:  # what is on its way up came first
+                raise
 
     def _open_tensorboard(self, folder: Path, metrics: Path, resume_step: int | None) -> TensorBoard:
         """Event files that show the same history as metrics.jsonl.
@@ -152,7 +167,26 @@ class Reporter:
         if self._metrics:
             for record in records:
                 self._metrics.write(record)
-            self._metrics.flush()
+            try:
+                self._metrics.flush()
+                self._is_late = False
+            except ResourceError as error:
+                if not self._is_late:
+                    self._go_on_after(error)
+                self._is_late = True
+        for record in records:
+            self._show(partial(TensorBoard.write, record=record))
+
+    def _show(self, what: Callable[[TensorBoard], None]) -> None:
         if self._tensorboard:
-            for record in records:
-                self._tensorboard.write(record)
+            try:
+                what(self._tensorboard)
+            except ResourceError as error:
+                self._tensorboard = None  # its thread has ended
+                self._go_on_after(error)
+
+    def _go_on_after(self, error: ResourceError) -> None:
+        """Say what the file system refused, where the run is to go on without it; else raise it."""
+        if not self._goes_on:
+            raise error
+        self.say(f"{str(error).splitlines()[0]}; training goes on (checkpoint.on_error)")

@@ -23,7 +23,7 @@ from imagenet_cls.engine.checkpoint import (
     step_of,
     write_checkpoint,
 )
-from imagenet_cls.errors import CheckpointError
+from imagenet_cls.errors import CheckpointError, ResourceError
 
 FILES = (
     "model.safetensors",
@@ -226,13 +226,13 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path, same
 def test_a_disk_that_refuses_leaves_what_was_there(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, snapshot(1))
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not write"):
+    with pytest.raises(ResourceError, match="could not write"):
         write_checkpoint(tmp_path / "file", snapshot(2))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for most_bytes in (100, 190, 400):  # in the weights, in the optimizer, in the manifest: as on a disk that fills up
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
         try:
-            with pytest.raises(CheckpointError, match="could not write"):
+            with pytest.raises(ResourceError, match="could not write"):
                 write_checkpoint(tmp_path, snapshot(2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

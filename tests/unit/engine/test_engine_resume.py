@@ -9,8 +9,7 @@ from bed import arguments
 from imagenet_cls.config.load import config_to_dict, load_config
 from imagenet_cls.engine.build import Parts, build
 from imagenet_cls.engine.resume import flatten, refuse_changes
-from imagenet_cls.engine.run import describe_state
-from imagenet_cls.engine.state import Progress
+from imagenet_cls.engine.saving import describe_run
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.place import Place
@@ -22,7 +21,7 @@ def parts_for(digits: Path, **changes: object) -> Parts:
 
 
 def test_the_same_config_passes_and_free_keys_are_told(digits: Path) -> None:
-    before = describe_state(parts_for(digits), Progress())
+    before = describe_run(parts_for(digits))
     assert refuse_changes(before, parts_for(digits), ()) == []
     told = refuse_changes(before, parts_for(digits, train__micro_batch_size=64, log__every_steps=7), ())
     assert told == [
@@ -32,7 +31,7 @@ def test_the_same_config_passes_and_free_keys_are_told(digits: Path) -> None:
 
 
 def test_a_changed_recipe_is_refused_unless_allowed(digits: Path) -> None:
-    before = describe_state(parts_for(digits), Progress())
+    before = describe_run(parts_for(digits))
     changed = parts_for(digits, optimizer__lr=0.5, optimizer__kwargs="{momentum: 0.5}", train__epochs=3)
     with pytest.raises(CheckpointError) as error:
         refuse_changes(before, changed, ["train.epochs"])
@@ -47,14 +46,14 @@ def test_a_changed_recipe_is_refused_unless_allowed(digits: Path) -> None:
 
 
 def test_another_optimizer_is_refused_whatever_is_allowed(digits: Path) -> None:
-    before = describe_state(parts_for(digits), Progress())
+    before = describe_run(parts_for(digits))
     with pytest.raises(CheckpointError, match=r"optimizer\.name: 'sgd' -> 'adamw': no optimizer goes on"):
         refuse_changes(before, parts_for(digits, optimizer__name="adamw"), ["optimizer"])
 
 
 def test_when_evaluations_are_made_is_free_unless_the_schedule_goes_by_them(digits: Path) -> None:
     for schedule, refused in (("constant", False), ("plateau", True)):
-        before = describe_state(parts_for(digits, schedule__name=schedule), Progress())
+        before = describe_run(parts_for(digits, schedule__name=schedule))
         other = parts_for(digits, schedule__name=schedule, eval__every_epochs=2)
         if refused:
             with pytest.raises(CheckpointError, match=r"eval\.every_epochs: 1 -> 2"):
@@ -65,7 +64,7 @@ def test_when_evaluations_are_made_is_free_unless_the_schedule_goes_by_them(digi
 
 def test_other_images_are_refused_whatever_is_allowed(digits: Path) -> None:
     parts = parts_for(digits)
-    before = describe_state(parts, Progress())
+    before = describe_run(parts)
     with pytest.raises(CheckpointError, match="not those of the checkpoint"):
         refuse_changes(before | {"data_digest": "0" * 16}, parts, ["data"])
     with pytest.raises(CheckpointError, match="10 classes here, 2 classes there"):
@@ -77,7 +76,7 @@ def test_other_images_are_refused_whatever_is_allowed(digits: Path) -> None:
 
 def test_another_number_of_ranks_is_told(digits: Path) -> None:
     parts = parts_for(digits)
-    (line,) = refuse_changes(describe_state(parts, Progress()) | {"world_size": 4}, parts, ())
+    (line,) = refuse_changes(describe_run(parts) | {"world_size": 4}, parts, ())
     assert line.startswith("4 ranks before, 1 now")
 
 
