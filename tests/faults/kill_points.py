@@ -1,13 +1,12 @@
-"""Named points of a run at which a rank ends itself by SIGKILL: for what nobody outside could hit twice.
+"""Named points of a run at which a rank sends itself a signal: for what nobody outside could hit twice.
 
-A point is passed many times; a rank dies at the passing that it is told to. Everything is patched in the rank's own
+A point is passed many times; a rank is hit at the passing that it is told to. Everything is patched in the rank's own
 process, on the lowest level there is (`os`, torch's global hooks), so that what is tested does not know. Imported by
 `forked_runs` in a process that has torch.
 """
 
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +27,8 @@ from imagenet_cls.report.reporter import Reporter
 Passed = Callable[[], None]
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()  # a signal to oneself may take a moment
-
-
-def arm(point: str, passing: int) -> None:
-    """Let this process die when it passes `point` for the `passing`-th time, counted from when the loop begins.
+def arm(point: str, passing: int, number: int) -> None:
+    """Let this process get the signal when it passes `point` for the `passing`-th time since the loop began.
 
     What lies before the loop, such as the throw-away passes of DistributedDataParallel, passes nothing.
     """
@@ -44,7 +38,7 @@ def arm(point: str, passing: int) -> None:
         nonlocal times
         times += begun
         if begun and times == passing:
-            die()
+            os.kill(os.getpid(), number)
 
     POINTS[point](passed)
     train = engine_run.train
@@ -123,8 +117,7 @@ def half_a_record(passed: Passed) -> None:
 
     def flush_half(self: MetricsFile) -> None:
         flush(self)
-        self._file.write('{"kind": "tra')
-        flush(self)
+        self._file.write(b'{"kind": "tra')
         passed()
         self._file.truncate(self._file.tell() - len('{"kind": "tra'))
 
