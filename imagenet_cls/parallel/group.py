@@ -26,7 +26,14 @@ import torch.distributed as dist
 from imagenet_cls.errors import ResourceError, UsageError, UserError
 from imagenet_cls.parallel.heartbeat import Heartbeat
 from imagenet_cls.parallel.launch import write_error_file
-from imagenet_cls.parallel.meeting import failed_meeting, find_meeting, refuse_file, wait_for_machine
+from imagenet_cls.parallel.meeting import (
+    call_roll,
+    failed_meeting,
+    find_meeting,
+    open_store,
+    refuse_file,
+    wait_for_machine,
+)
 from imagenet_cls.parallel.place import Place, address_towards, choose_interface, complete_master_address
 
 T = TypeVar("T")
@@ -178,8 +185,11 @@ def start_group(
     watchdog.daemon = True
     watchdog.start()
     try:
+        store = open_store(meeting, place, timeout_sec)
+        call_roll(store, place, timeout_sec)
+        store.set_timeout(timeout)
         dist.init_process_group(
-            backend, init_method=init_method, rank=place.rank, world_size=place.world_size,
+            backend, store=dist.PrefixStore("group", store), rank=place.rank, world_size=place.world_size,
             timeout=timeout + (_NCCL_EXTRA if backend == "nccl" else timedelta()),
             device_id=device if backend == "nccl" else None,
         )  # fmt: skip
@@ -187,7 +197,7 @@ def start_group(
         # issued in the same order on every rank, and a stop request may come between any two.
         control: Any = dist.new_group(backend="gloo", timeout=timeout)
         dist.all_gather_object(members, heartbeat.me, group=control)
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
         raise failed_meeting(error, meeting, place, timeout_sec) from error
     finally:
         watchdog.cancel()

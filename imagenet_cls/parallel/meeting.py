@@ -1,20 +1,29 @@
 """Where the ranks of a run meet: an address and a port, or a file.
 
-Owns the finding of that place, the wait until it is there, and the words for a meeting that failed. Refuses to start a
-process group. Called by `parallel.group` and `parallel.launch`.
+Owns the finding of that place, the wait until it is there, the roll call, and the words for a meeting that failed.
+Refuses to start a process group. Called by `parallel.group` and `parallel.launch`.
 """
 
+import json
+import os
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.place import Place, name_ranks
+
+if TYPE_CHECKING:  # the launching process pays for torch later
+    from torch.distributed import Store
 
 # Between two looks whether the first machine is there.
 _PAUSE_SEC = 0.2
+# Rank 0 counts who is there, and the others wait this much longer for what it found; it stays so long to be heard.
+_VERDICT_SEC = 2.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,56 @@ def wait_for_machine(meeting: Meeting, timeout_sec: float, is_server: bool) -> N
             if time.monotonic() + _PAUSE_SEC >= end:
                 raise
         time.sleep(_PAUSE_SEC)
+
+
+def open_store(meeting: Meeting, place: Place, timeout_sec: float) -> "Store":
+    """torch's store at the meeting's place, without a wait for anybody but its server, which rank 0 is unless a
+    launching process serves it. Raises what torch raises where the place is taken or silent.
+
+    torch's own way to it (`init_method`) waits for all ranks at once, and can't tell who did not come.
+    """
+    import torch.distributed as dist
+
+    if meeting.file is not None:
+        return dist.FileStore(str(meeting.file), place.world_size)
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
+        os.environ.get("MASTER_ADDR"),
+        os.environ.get("MASTER_PORT"),
+    ) == (meeting.host, str(meeting.port))
+    return dist.TCPStore(
+        meeting.host, meeting.port, is_master=place.is_main and not served,
+        timeout=timedelta(seconds=timeout_sec), wait_for_workers=False, multi_tenant=True,
+    )  # fmt: skip
+
+
+def call_roll(store: "Store", place: Place, timeout_sec: float) -> None:
+    """Wait until every rank is at the store. Raises TimeoutError, on every rank, with the ranks that did not come.
+
+    Rank 0 counts and tells the others, so that all say the same; where it is missing itself, each counts. Raises what
+    torch raises where the store is gone.
+    """
+    # Of the ranks that a launcher starts again, those before may have left theirs.
+    prefix = f"imagenet_cls/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    keys = [f"{prefix}/rank {rank}" for rank in range(place.world_size)]
+    wait = timedelta(seconds=timeout_sec)
+    store.set(keys[place.rank], "here")
+    absent: list[int] = []
+    try:
+        if place.is_main:
+            store.wait(keys, wait)
+        else:
+            store.wait([f"{prefix}/roll"], wait + timedelta(seconds=_VERDICT_SEC))
+            absent = json.loads(store.get(f"{prefix}/roll"))
+    except RuntimeError as error:  # torch's DistStoreError, but a file's store raises the plain one
+        if "timeout" not in str(error).lower():
+            raise
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    if place.is_main:
+        store.set(f"{prefix}/roll", json.dumps(absent))
+    if absent:
+        if place.is_main:
+            time.sleep(_VERDICT_SEC)  # the store may go with this process
+        raise TimeoutError(f"{name_ranks(absent)} of {place.world_size} did not come")
 
 
 def failed_meeting(error: Exception, meeting: Meeting, place: Place, timeout_sec: float) -> ResourceError:

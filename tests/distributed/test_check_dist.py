@@ -61,6 +61,7 @@ def test_a_rank_that_does_not_come() -> None:
     done = run([sys.executable, CHECK, "device=cpu", "parallel.timeout_sec=2"], **meeting)
     assert (done.returncode, done.stdout) == (5, "")
     assert "rank 0 of 2 could not meet the others" in done.stderr and len(done.stderr.splitlines()) <= 3
+    assert "\nrank 1 of 2 did not come\n" in done.stderr
 
 
 @pytest.mark.parametrize(
