@@ -95,8 +95,9 @@ def load_for_training(arguments: argparse.Namespace) -> Loaded:
 
 
 def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
-    # torchrun starts the same command again after a failure: that goes on with what the failed attempt has saved.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    # torchrun starts the same command again after a failure, and SLURM a job that it requeued: that goes on with what
+    # the attempt before has saved.
+    restarted = any(os.environ.get(f"{who}_RESTART_COUNT", "0") != "0" for who in ("TORCHELASTIC", "SLURM"))
     return RunOptions(
         work_dir=Path(arguments.work_dir or Path("work_dirs") / loaded.name),
         resume=arguments.resume or restarted,

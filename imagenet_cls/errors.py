@@ -72,7 +72,7 @@ class NonFiniteError(UserError):
 
 
 class Stopped(UserError):
-    """The run was asked to stop, has saved, and can go on with `--resume`. 130: Ctrl-C. 143: SIGTERM."""
+    """The run was asked to stop, has saved, and can go on with `--resume`. 130: Ctrl-C. 140: SIGUSR2. 143: SIGTERM."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)

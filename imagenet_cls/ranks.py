@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.config.load import Loaded
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError
 from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, LAUNCHERS, Place, cpu_threads, find_place
+from imagenet_cls.parallel.requeue import requeue
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.group import Group
@@ -74,7 +75,10 @@ def run_command(command: RankCommand, argv: Sequence[str]) -> int:
         raise UsageError(f"{several} with --launcher {launcher}: that starts no ranks.\nUse --launcher spawn.")
     loaded = command.load(arguments)
     prepare_process(loaded, place or Place())
-    command.run(arguments, loaded, place or Place(), [])
+    try:
+        command.run(arguments, loaded, place or Place(), [])
+    except Stopped as stopped:
+        raise requeue(stopped, os.environ) from None
     return 0
 
 
@@ -134,7 +138,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     Only one rank's error is shown. Our launching process shows that of the rank that failed first; under a foreign
     launcher ranks speak for themselves, rank 0 first.
     """
-    from imagenet_cls.parallel.launch import die_with_launcher, write_error_file
+    from imagenet_cls.parallel.launch import code_after_stop, die_with_launcher, write_error_file
 
     die_with_launcher()  # before torch is imported, which takes seconds
     from imagenet_cls.parallel.group import leave, lost_a_peer, tell
@@ -154,8 +158,8 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     except Stopped as stopped:
         # Not an error to be reported by the launching process: every rank stops, and rank 0 says so.
         if rank == 0:
-            show(stopped, argv)
-        code, together = stopped.exit_code, True
+            show(requeue(stopped, os.environ), argv)
+        code, together = code_after_stop(stopped.exit_code), True
     except UserError as error:
         write_error_file(str(error), error.exit_code)
         if not launched and not error.told_by_main:

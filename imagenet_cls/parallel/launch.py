@@ -27,6 +27,10 @@ from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, address_towards, cpu_
 # torchrun's own variable: the file that a failing rank leaves its message in.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
+# Also torchrun's: how often it may start the ranks again.
+_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
+_STOPPED_FILE = "stopped"
+
 # Where several machines meet, unless the user names another port: torch's own default.
 DEFAULT_PORT = 29500
 
@@ -138,6 +142,19 @@ def write_error_file(message: str, exit_code: int) -> None:
             Path(path).write_text(json.dumps(record))
 
 
+def code_after_stop(code: int) -> int:
+    """What a rank that was stopped as asked ends with: the exit code of that, unless it would be started again for it.
+
+    torchrun's agent starts ranks again (--max-restarts) that end with anything but 0. So this one ends with 0 then, and
+    leaves the code in a file for our launching process.
+    """
+    error_file = os.environ.get(ERROR_FILE_VARIABLE)
+    if LAUNCHED_VARIABLE not in os.environ or os.environ.get(_RESTARTS_VARIABLE, "0") == "0" or not error_file:
+        return code
+    Path(error_file).with_name(_STOPPED_FILE).write_text(str(code))
+    return 0
+
+
 def _exit_code(code: int) -> int:
     """A shell's exit code for a process's: 128 + n for one that signal n ended."""
     return 128 - code if code < 0 else code
@@ -145,7 +162,7 @@ def _exit_code(code: int) -> int:
 
 def _report(rank: int, code: int, error_file: Path | None) -> None:
     """Print the failing rank's message, or what can be said of a rank that left none."""
-    if code in (130, 143):
+    if code - 128 in (signal.SIGINT, signal.SIGUSR2, signal.SIGTERM):
         return  # stopped as asked, and rank 0 has said so
     message = ""
     if error_file is not None and error_file.is_file():
@@ -246,15 +263,15 @@ def _stop_with_launcher() -> None:
 
 
 def _forward_signals(pids: Callable[[], list[int | None]]) -> Callable[[], None]:
-    """Pass SIGTERM on to the ranks, which decide; a terminal's Ctrl-C reaches them by itself. Returns the undo."""
+    """Pass a stop on to the ranks, which decide; a terminal's Ctrl-C reaches them by itself. Returns the undo."""
 
     def pass_on(number: int, frame: object) -> None:
-        if number == signal.SIGTERM:
+        if number != signal.SIGINT:
             for pid in pids():
                 with contextlib.suppress(ProcessLookupError, TypeError):
                     os.kill(pid, number)  # type: ignore[arg-type]
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
 
     def undo() -> None:
         for number, handler in previous.items():
@@ -281,14 +298,17 @@ def _torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
     # What the other ranks are granted once one has failed. There is no option for it, only this default, of 30 s: too
     # long for ranks that wait for one that is gone.
     PContext.close.__defaults__ = (None, int(2 * _PATIENCE_AFTER_FAILURE_SEC))
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; torchrun would listen to it all the same
-        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+    passed_on = "SIGTERM,SIGINT,SIGQUIT,SIGUSR2"
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup torchrun would listen to it all the same
+        passed_on += ",SIGHUP"
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", passed_on)
     meeting = _meeting_words(ranks)
     words = [f"--nproc-per-node={ranks.gpus}", f"--nnodes={ranks.nodes}", f"--max-restarts={ranks.max_restarts}"]
     # Where ranks leave their messages. A folder of torchrun's own would stay behind.
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as folder:
         try:
             torchrun.run(torchrun.parse_args([*words, *meeting, f"--log-dir={folder}", script, *argv]))
+            return max((int(file.read_text()) for file in Path(folder).rglob(_STOPPED_FILE)), default=0)
         except ChildFailedError as failure:
             rank, first = failure.get_first_failure()
             _report(rank, first.exitcode, Path(first.error_file) if first.error_file else None)
@@ -301,7 +321,6 @@ def _torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
                 f"could not start {ranks.gpus} ranks ({' '.join(meeting)}): {reason}\n"
                 "Check the address, the port and the limits, and that every machine was started."
             ) from error
-    return 0
 
 
 def _meeting_words(ranks: Ranks) -> list[str]:

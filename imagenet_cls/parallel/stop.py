@@ -20,8 +20,15 @@ from imagenet_cls.parallel.group import Group
 _SECOND_CTRL_C_SEC = 0.3
 
 
+# What asks for a stop. SIGUSR2 is SLURM's word before a time limit (`parallel.requeue`); SIGUSR1 is taken by nccl.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
 class StopRequest:
-    """Listens for SIGTERM and SIGINT from `listen` to `close`. One for each run, in the main thread of each rank."""
+    """Listens for the signals of `STOPPING` from `listen` to `close`. One for each run, in each rank's main thread.
+
+    Where ranks got different ones, SIGTERM counts first, then SIGUSR2.
+    """
 
     def __init__(self, group: Group):
         self.group = group
@@ -31,7 +38,7 @@ class StopRequest:
         self.previous: dict[int, Any] = {}
 
     def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPPING:
             self.previous[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,12 +27,13 @@ PATIENCE_SEC, LIMIT_SEC = 0.5, 60.0
 
 
 @dataclass(frozen=True)
-class Kill:
-    """Rank `rank` dies at the `passing`-th passing of a point of `kill_points`."""
+class Strike:
+    """Rank `rank` sends itself a signal at the `passing`-th passing of a point of `kill_points`."""
 
     point: str
     passing: int = 1
     rank: int = 0
+    signal: int = signal.SIGKILL
 
 
 class ForkedRuns:
@@ -52,7 +54,7 @@ class ForkedRuns:
         self.server.communicate()
 
     def run(
-        self, words: Sequence[str], output: Path, ranks: int = 1, kill: Kill | None = None, **env: str
+        self, words: Sequence[str], output: Path, ranks: int = 1, strikes: Sequence[Strike] = (), **env: str
     ) -> list[int]:
         """`train.py` with these words on so many ranks; the exit code of each, negative for a signal.
 
@@ -63,7 +65,7 @@ class ForkedRuns:
         watchdog = Timer(LIMIT_SEC + 30, self.server.kill)  # its import of torch comes first
         watchdog.start()
         try:
-            self.server.stdin.write(json.dumps(order | {"kill": kill and asdict(kill)}) + "\n")
+            self.server.stdin.write(json.dumps(order | {"strikes": [asdict(strike) for strike in strikes]}) + "\n")
             self.server.stdin.flush()
             codes = json.loads(self.server.stdout.readline() or "null")
         finally:
@@ -88,14 +90,17 @@ def fork_rank(order: dict[str, Any], rank: int, shared: dict[str, str]) -> int:
         os.environ |= order["env"]
         if order["ranks"] > 1:
             os.environ |= shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        kill = order["kill"]
-        if kill is not None and kill["rank"] == rank:
-            from kill_points import arm
+        from kill_points import arm
 
-            arm(kill["point"], kill["passing"])
         from imagenet_cls.cli import main, train_command
 
+        for strike in order["strikes"]:
+            if strike["rank"] == rank:
+                arm(strike["point"], strike["passing"], strike["signal"])
+
         code = main(train_command, order["words"])
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

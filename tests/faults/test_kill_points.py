@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRuns, Kill
+from forked_runs import ForkedRuns, Strike
 from same_run import ACCUMULATION, SAVED_EVERY, STEPS, assert_same_run, resumed_at, words_for
 
 IN_STEP_17 = 17 * ACCUMULATION
@@ -53,7 +53,7 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(
     words = words_for(few_images(ranks), folder, ranks, data__num_workers=workers)
     passing, begun = POINTS[point]
 
-    codes = forked.run(words, output, ranks, Kill(point, passing, victim))
+    codes = forked.run(words, output, ranks, [Strike(point, passing, victim)])
     assert codes[victim] == -signal.SIGKILL, f"{point} was not passed {passing} times; see {output}"
     assert "done" not in output.read_text().splitlines()
     left = [path.name for path in (folder / "checkpoints").iterdir()]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRuns, Kill
+from forked_runs import ForkedRuns, Strike
 from same_run import ACCUMULATION, STEPS, assert_same_run, resumed_at, words_for
 
 # Passed in each step, that often.
@@ -48,7 +48,7 @@ def test_killed_again_and_again(
             passing = POINTS[point] * (steps - 1) + draw.randint(1, POINTS[point])
             print(f"rank {victim} dies {point} of step {first_step + steps}")
             output = folder.with_suffix(f".{time}.txt")
-            codes = forked.run([*words, "--resume"], output, ranks, Kill(point, passing, victim))
+            codes = forked.run([*words, "--resume"], output, ranks, [Strike(point, passing, victim)])
             assert codes[victim] == -signal.SIGKILL, output.read_text()
             first_step = newest_saved(folder)
         output = folder.with_suffix(".last.txt")

@@ -1,0 +1,106 @@
+"""Signals that ask for a stop, at a known moment: all ranks finish the same step, save, and say how it goes on.
+
+With launchers, and what a terminal sends: test_launchers_die.py. In a real SLURM: test_slurm_requeue.py.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked_runs import ForkedRuns, Strike
+from same_run import ACCUMULATION, assert_same_run, checkpoints, resumed_at, words_for
+
+ByRanks = Callable[[int], Path]
+
+IN_STEP_17 = ("in_forward", 17 * ACCUMULATION)
+# The flags of step 17 are reduced while step 18 is under way.
+STOPPED_AT = {1: 17, 2: 18}
+TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strikes"),
+    [
+        pytest.param(1, [Strike(*IN_STEP_17, 0, TERM)], id="alone"),
+        pytest.param(2, [Strike(*IN_STEP_17, 1, TERM)], id="one of two"),
+        pytest.param(2, [Strike(*IN_STEP_17, 0, TERM), Strike(*IN_STEP_17, 1, TERM)], id="both"),
+        pytest.param(
+            2, [Strike(*IN_STEP_17, 1, TERM), Strike("checkpoint_half_written", 4, 0, TERM)], id="again in the save"
+        ),
+    ],
+)
+def test_sigterm_saves_the_same_step_and_nothing_is_lost(
+    forked: ForkedRuns, few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path, ranks: int, strikes: list[Strike]
+) -> None:
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    words = words_for(few_images(ranks), folder, ranks)
+    started_at = time.monotonic()
+    codes = forked.run(words, output, ranks, strikes)
+    assert time.monotonic() - started_at < 5 + 4, "5 s, and what the run takes until then"
+    assert codes == [143] * ranks, output.read_text()
+    step = STOPPED_AT[ranks]
+    assert output.read_text().splitlines()[-2:] == [
+        f"stopped by SIGTERM after step {step} of 40, saved in {folder}/checkpoints/step-{step:07d}",
+        "Go on with the same command and --resume.",
+    ]
+    assert checkpoints(folder)[-1] == step
+
+    output.unlink()
+    assert forked.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
+    assert resumed_at(output) == step
+    assert_same_run(folder, undisturbed(ranks))
+
+
+def scontrol(folder: Path, refusal: str = "") -> dict[str, str]:
+    """The environment of a job of SLURM whose `scontrol` notes down what it is asked for, and agrees or does not."""
+    folder.mkdir()
+    program = folder / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/asked\n' + (f"echo '{refusal}' >&2; exit 1\n" * bool(refusal))
+    )
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "4711"}
+
+
+def test_a_slurm_job_is_queued_again_by_one_rank_and_goes_on_by_itself(
+    forked: ForkedRuns, few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path
+) -> None:
+    """SLURM signals all ranks, and later starts the same command again."""
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    words, env = words_for(few_images(2), folder, 2), scontrol(tmp_path / "bin")
+    codes = forked.run(words, output, 2, [Strike(*IN_STEP_17, rank, USR2) for rank in (0, 1)], **env)
+    assert codes == [140, 140]
+    assert output.read_text().splitlines()[-2:] == [
+        f"stopped by SIGUSR2 after step 18 of 40, saved in {folder}/checkpoints/step-0000018",
+        "SLURM will start job 4711 again, and it goes on by itself.",
+    ]
+    assert (tmp_path / "bin" / "asked").read_text() == "requeue 4711\n"
+
+    output.unlink()
+    assert forked.run(words, output, 2, SLURM_RESTART_COUNT="1", **env) == [0, 0], output.read_text()
+    assert resumed_at(output) == 18
+    assert_same_run(folder, undisturbed(2))
+
+
+def test_a_job_that_slurm_does_not_take_back_is_saved_and_says_so(
+    forked: ForkedRuns, few_images: ByRanks, tmp_path: Path
+) -> None:
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    env = scontrol(tmp_path / "bin", "Requested operation is presently disabled for job 4711")
+    assert forked.run(words_for(few_images(1), folder), output, 1, [Strike(*IN_STEP_17, 0, USR2)], **env) == [140]
+    assert output.read_text().splitlines()[-3:] == [
+        f"stopped by SIGUSR2 after step 17 of 40, saved in {folder}/checkpoints/step-0000017",
+        "SLURM did not queue job 4711 again: Requested operation is presently disabled for job 4711",
+        "Go on with the same command and --resume.",
+    ]
+
+
+def test_elsewhere_sigusr2_saves_and_stops(forked: ForkedRuns, few_images: ByRanks, tmp_path: Path) -> None:
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    assert forked.run(words_for(few_images(1), folder), output, 1, [Strike(*IN_STEP_17, 0, USR2)]) == [140]
+    assert output.read_text().splitlines()[-2:] == [
+        f"stopped by SIGUSR2 after step 17 of 40, saved in {folder}/checkpoints/step-0000017",
+        "Go on with the same command and --resume.",
+    ]
