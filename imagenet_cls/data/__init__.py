@@ -7,7 +7,7 @@ models, optimizers or reports. Called by `engine`; `prepare` is called by its to
     decode, sources         one image and its target           resolution    sides by epoch
     digits, synthetic,      sets that need no folder           samplers      which image comes when, on which rank
     torchvision_sets                                           loader        batches, from worker processes
-    datasets                the config's section, opened       worker_errors, shared_memory    what ends a worker
+    datasets                the config's section, opened       workers, worker_errors, shared_memory    what ends them
     verify, manifest        bad images: found, left out        device        uint8 to normalised floats
     prepare, ilsvrc         ImageNet's archives into folders   erasing, mixing    random erasing, mixup and cutmix
 

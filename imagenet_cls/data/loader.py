@@ -1,12 +1,10 @@
 """Batches of training and evaluation images, the same bits for any number of workers.
 
-Owns worker processes, the seeding of each sample, and how a broken image surfaces. Refuses floats and devices: batches
-are uint8 on the CPU (`device` takes them from there). What a worker's end means is put into words in `worker_errors`.
-Called by `engine`'s training loop and evaluation.
+Owns how a worker makes a batch, the seeding of each sample, and how a broken image surfaces. Refuses floats and
+devices: batches are uint8 on the CPU (`device` takes them from there). How workers begin and end is in `workers`; what
+an end means to a user, in `worker_errors`. Called by `engine`'s training loop and evaluation.
 """
 
-import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -14,19 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
-from torch.utils.data._utils import signal_handling
 
+from imagenet_cls.data import workers
 from imagenet_cls.data.samplers import EpochSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import TrainTransform, Transform, View
 from imagenet_cls.data.worker_errors import TIMED_OUT, worker_death, worker_killed, worker_raised, worker_silent
 from imagenet_cls.errors import ResourceError, UserError
-from imagenet_cls.parallel.launch import signal_when_parent_dies
 from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
-
-# Workers that are forked share the index's memory and begin at once; others import torch anew, seconds each, and need
-# every data set to be picklable. On macOS forked processes crash in system libraries, and Windows has no fork.
-START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 class TrainBatch(NamedTuple):
@@ -91,7 +84,7 @@ class TrainLoader:
     def close(self) -> None:
         """Stop the workers. Can be called more than once; an epoch begun afterwards starts new workers."""
         self.started += 1
-        _stop_workers(self.loader)
+        workers.stop(self.loader)
 
 
 def eval_batches(
@@ -115,7 +108,7 @@ def eval_batches(
     try:
         yield from _batches(loader)
     finally:
-        _stop_workers(loader)
+        workers.stop(loader)
 
 
 class _Samples:
@@ -215,17 +208,17 @@ def _data_loader(
     pin_memory: bool,
     timeout_sec: float,
 ) -> DataLoader[Any]:
-    workers: dict[str, Any] = {}
+    of_workers: dict[str, Any] = {}
     if num_workers > 0:
         samples.reading = torch.full((num_workers,), -1).share_memory_()
-        workers = {
+        of_workers = {
             "timeout": timeout_sec,
-            "multiprocessing_context": START_METHOD,
+            "multiprocessing_context": workers.START_METHOD,
             "persistent_workers": True,
             "prefetch_factor": prefetch_batches,
-            "worker_init_fn": _init_worker,
+            "worker_init_fn": workers.begin,
         }
-    return DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         samples,  # type: ignore[arg-type]
         batch_size=batch_size,
         sampler=sampler,
@@ -233,25 +226,14 @@ def _data_loader(
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # or each epoch would draw a number from torch's default generator
-        **workers,
+        **of_workers,
     )
+    workers.end_at_exit(loader)
+    return loader
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _init_worker(worker_id: int) -> None:
-    """Leave stopping to the main process, which may need batches until it has saved: launchers signal whole groups.
-
-    But end with it, however it ends: as its fork, a worker holds its sockets, and the other ranks would wait for a rank
-    that is gone.
-    """
-    signal_when_parent_dies(signal.SIGKILL)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    torch.set_num_threads(1)
 
 
 def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -272,30 +254,10 @@ def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _silent(loader: DataLoader[Any]) -> ResourceError:
-    """Name the worker that the next batch was to come from, and end all: they do not end by themselves.
-
-    torch has no public call for either.
-    """
-    iterator: Any = loader._iterator
+    """Name the worker that gave no batch, and end all: they do not end by themselves."""
     samples: Any = loader.dataset
-    worker_id = iterator._task_info[iterator._rcvd_idx][0]
-    error = worker_silent(worker_id, iterator._workers[worker_id].pid, loader.timeout, samples.at(worker_id))
-    signal_handling._remove_worker_pids(id(iterator))  # or torch would raise because they are killed
-    iterator._worker_pids_set = False
-    for worker in iterator._workers:
-        worker.kill()
+    worker_id = workers.awaited(loader)
+    pid = workers.process_id(loader, worker_id)
+    error = worker_silent(worker_id, pid, loader.timeout, samples.at(worker_id))
+    workers.stop(loader, kill=True)
     return error
-
-
-def _stop_workers(loader: DataLoader[Any]) -> None:
-    """End the loader's worker processes now. torch has no public call for this; it does it when the iterator is
-    collected.
-    """
-    iterator = loader._iterator
-    loader._iterator = None
-    if iterator is None or loader.num_workers == 0:
-        return
-    iterator._shutdown_workers()  # type: ignore[attr-defined]
-    for worker in iterator._workers:  # type: ignore[attr-defined]
-        if worker.is_alive():  # stuck in a read; it ignores SIGTERM
-            worker.kill()

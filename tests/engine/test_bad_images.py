@@ -146,6 +146,11 @@ def test_data_sets_without_files_have_none_to_leave_out(tmp_path: Path, capsys: 
 # ------------------------------------------------------------------------------------------------ data workers
 
 
+def children() -> set[str]:
+    """Process ids of this process's children."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
 @pytest.mark.parametrize("where", ["training", "evaluation"])
 def test_a_worker_that_hangs_is_named_in_time(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
@@ -157,14 +162,14 @@ def test_a_worker_that_hangs_is_named_in_time(
     os.mkfifo(pipe)
     if where == "evaluation":
         bad_image(folder).unlink()
-    started = time.monotonic()
+    started, before = time.monotonic(), children()
     given = words(folder, tmp_path / "run", data__num_workers=2, data__timeout_sec=1.5)
     code, error = ended(capsys, given)
     index = 29 if where == "training" else 0
     assert code == 5 and "gave no batch for 1.5 s (data.timeout_sec)" in error
     assert f"{pipe.parent.name}/{pipe.name} (image {index})" in error and "data worker" in error
     assert time.monotonic() - started < 12
-    assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == ""
+    assert children() <= before
 
 
 class Faulty:

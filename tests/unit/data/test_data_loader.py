@@ -204,7 +204,8 @@ os._exit(7)
 
 def test_a_killed_worker_is_a_resource_error(image_folder: Path) -> None:
     # In a process of its own: torch's handler of dead children raises wherever the program is, pytest included.
-    run = subprocess.run([sys.executable, "-c", KILLED, str(image_folder / "train")], capture_output=True, text=True)
+    words = [sys.executable, "-c", KILLED, str(image_folder / "train")]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert run.returncode == 7, run.stderr
     assert len(run.stdout.splitlines()) == 2 and "data.num_workers" in run.stdout
     assert worker_death(RuntimeError("something else")) is None

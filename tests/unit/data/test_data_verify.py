@@ -183,13 +183,15 @@ def test_two_at_once_and_places_that_take_no_file(image_folder: Path, tmp_path: 
     def second(verdict: Verdict) -> None:
         if not verdict.path.endswith("cat/000.JPEG"):
             return
-        if os.fork() == 0:  # locks are between processes
+        child = os.fork()  # locks are between processes
+        if child == 0:
             try:
                 verified(image_folder, tmp_path / "m.json")
             except UsageError as error:
                 os._exit(7 if "another process" in str(error) else 8)
-            os._exit(9)
-        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+            finally:
+                os._exit(9)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     verified(image_folder, tmp_path / "m.json", seen=second, num_threads=1)
     assert codes == [7, 7]
