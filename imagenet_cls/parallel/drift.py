@@ -26,8 +26,10 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 # What bits are read as. Not more than 32 at once: a product keeps only the lowest bit of the highest of 64.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
-# Elements hashed at once: what this takes in memory stays small beside a model.
-_PIECE = 2**20
+# Words of a row: as many as fit into a core's own memory with their products. And rows at once: on a GPU a launch costs
+# more, and what products take there stays small beside a model.
+_ROW = 2**16
+_ROWS_ON_CPU, _ROWS_ON_GPU = 1, 64
 
 # Names that an error lists.
 _SHOWN = 3
@@ -83,20 +85,24 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     words = {name: _as_integers(tensor) for name, tensor in tensors.items()}
     sums: dict[str, int] = {}
     for device in {tensor.device for tensor in words.values()}:
-        here = {name: tensor for name, tensor in words.items() if tensor.device == device}
-        factors = _factors(min(_PIECE, max(tensor.numel() for tensor in here.values())), device)
-        hashes = torch.stack([_hash(tensor, factors) for tensor in here.values()])
-        sums |= zip(here, hashes.tolist(), strict=True)
+        factors = _factors(2 * _ROW, device)
+        here = {name: _hash(tensor, factors) for name, tensor in words.items() if tensor.device == device}
+        sums |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
     return {name: sums[name] for name in tensors}
 
 
 def _hash(words: Tensor, factors: Tensor) -> Tensor:
-    """Of whole numbers (elements,): an int64 scalar on their device. Pieces are joined as digits, to an odd base."""
-    pieces = [(factors[: piece.numel()] * piece).sum() for piece in words.split(_PIECE)]
-    total = pieces[0]
-    for piece in pieces[1:]:
-        total = total * _GOLDEN + piece
-    return total
+    """Of whole numbers (elements,): an int64 scalar on their device. factors: of the places in a row, then of the rows.
+
+    A word's factor is the product of its row's and its place's, so that a few will do for any length.
+    """
+    in_row, of_row = factors.split(_ROW)
+    whole = words.numel() // _ROW * _ROW
+    at_once = _ROWS_ON_CPU if words.device.type == "cpu" else _ROWS_ON_GPU
+    rows = [(in_row * some).sum(1) for some in words[:whole].view(-1, _ROW).split(at_once)]
+    rest = words[whole:]
+    sums = torch.cat([*rows, (in_row[: rest.numel()] * rest).sum().view(1)])
+    return (sums * of_row[: sums.numel()]).sum()
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
@@ -173,9 +179,9 @@ def refuse_drift(tensors: Mapping[str, Tensor], step: int, agreed_at: int, group
             ResourceError(
                 f"{_where(apart)} of {group.world_size} {verb} other bits than the rest after step {step}, in "
                 f"{_some(names)}.\n"
-                "Suspect a GPU or a memory there, or a model that changes itself by what one rank sees; "
-                "parallel.check_every_steps=null trains it unchecked.\n"
-                f"All agreed after step {agreed_at}: go on from a checkpoint of then or before (--resume-from)."
+                "Suspect a GPU or a memory there, GPUs of different kinds, or a model that changes itself by what one "
+                "rank sees; parallel.check_every_steps=null trains it unchecked.\n"
+                f"All agreed after step {agreed_at}, and no checkpoint was written since: go on with --resume."
             ),
             group,
         )

@@ -96,6 +96,7 @@ class RunningStatistics:
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
         buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
         self.buffers: list[Tensor] = buffers
+        self.sizes = [buffer.numel() for buffer in buffers]
         self.equal_already = all(is_synchronized(norm) for norm in norms)
         self.group = group
         self.remember()
@@ -110,10 +111,8 @@ class RunningStatistics:
         if self.last is None:
             return
         flat = self._flat() if self.equal_already else all_mean(self._flat(), self.group)
-        flat = torch.where(skipped, self.last, flat)
-        pieces = flat.split([buffer.numel() for buffer in self.buffers])
-        torch._foreach_copy_(self.buffers, [p.view_as(b) for p, b in zip(pieces, self.buffers, strict=True)])
-        self.last = flat
+        torch.where(skipped, self.last, flat, out=self.last)
+        torch.split_with_sizes_copy(self.last, self.sizes, out=self.buffers)
 
     def _flat(self) -> Tensor:
-        return torch.cat([buffer.reshape(-1) for buffer in self.buffers])
+        return torch.cat(self.buffers)
