@@ -97,10 +97,10 @@ def test_ctrl_c_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=5)
+        assert_all_gone(folder, 5)
     assert process.returncode == 130, errors
     assert "stopped by SIGINT" in errors and len(errors.splitlines()) <= 3, errors
-    assert_all_gone(folder, 5)
     assert_saved(folder)
 
 
@@ -113,10 +113,10 @@ def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str)
         time.sleep(0.7)
         assert process.poll() is None, "it is waiting for the step's end"
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=4)
+        _, errors = process.communicate(timeout=2)
+        assert_all_gone(folder, 5)
     assert process.returncode == 130, errors
     assert len(errors.splitlines()) <= 3, errors
-    assert_all_gone(folder, 5)
     assert not list((folder / "checkpoints").glob("step-*"))
 
 
@@ -155,18 +155,42 @@ def test_a_rank_that_dies_takes_the_others_with_it(digits: Path, tmp_path: Path,
     assert "rank 1 was killed by SIGKILL" in errors and len(errors.splitlines()) <= 3, errors
 
 
-@pytest.mark.parametrize("launcher", STARTING)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
-    """A terminal that closes sends SIGHUP to the launcher's whole process group."""
+    """A terminal that closes sends SIGHUP to the launcher's whole process group.
+
+    SIGTERM comes to the launcher, which passes it on, and twice, as from impatient schedulers; without a launcher, to
+    the process and its data worker.
+    """
     folder = tmp_path / "run"
     with started(launcher, digits, folder, prefix=["nohup"]) as (process, _):
         os.killpg(process.pid, signal.SIGHUP)
         done = steps_done(folder)
         wait_for(lambda: steps_done(folder) >= done + 5 or process.poll() is not None, "five more steps")
         assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
-        assert_all_gone(folder, 5)
+        asked_at = time.monotonic()
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGTERM) if launcher == "alone" else process.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        _, errors = process.communicate(timeout=5)
+        assert_all_gone(folder, asked_at + 5 - time.monotonic())
     assert process.returncode == 143, errors
     assert "stopped by SIGTERM" in errors and len(errors.splitlines()) <= 3, errors
+    assert_saved(folder)
+
+
+@pytest.mark.parametrize(("launcher", "number"), [("dist_train.sh", signal.SIGTERM), ("spawn", signal.SIGUSR2)])
+def test_a_stop_is_the_same_wherever_it_is_asked_for(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, number: signal.Signals
+) -> None:
+    """One rank is asked, or the launcher. And although ranks that fail would be started again, these are not."""
+    monkeypatch.setenv("MAX_RESTARTS", "1")
+    folder = tmp_path / "run"
+    with started(launcher, digits, folder) as (process, pids):
+        os.kill(pids[1] if launcher == "dist_train.sh" else process.pid, number)
+        _, errors = process.communicate(timeout=30)
+        assert_all_gone(folder, 5)
+    assert process.returncode == 128 + number, errors
+    assert f"stopped by {number.name}" in errors and len(errors.splitlines()) <= 3, errors
+    assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 1, "it was started once"
     assert_saved(folder)
