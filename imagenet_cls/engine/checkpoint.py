@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,9 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
             _remove(aside)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        needed = sum(map(size_bytes, filter(None, groups.values()))) + sum(map(len, texts.values()))
+        sizes = [*map(size_bytes, filter(None, groups.values())), *map(len, texts.values())]
         raise ResourceError(
-            f"could not write {final}: {_reason(error)}{_room(folder, needed)}\n"
+            f"could not write {final}: {_reason(error)}{_room(folder, sizes)}\n"
             "Older checkpoints are as they were. Make room or mend the folder, then go on with --resume."
         ) from error
     return final
@@ -106,12 +106,14 @@ def _reason(error: OSError | SafetensorError) -> str:
     return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)
 
 
-def _room(folder: Path, needed_bytes: int) -> str:
+def _room(folder: Path, sizes_bytes: Sequence[int]) -> str:
+    """What files of these sizes and a manifest need, in whole blocks, and what is free."""
     try:
-        free_bytes = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        disk = os.statvfs(folder if folder.exists() else folder.parent)
     except OSError:
         return ""
-    return f" ({needed_bytes:,} bytes needed, {free_bytes:,} free)"
+    blocks = 1 + sum(-(-size // disk.f_frsize) for size in sizes_bytes)
+    return f" ({blocks * disk.f_frsize:,} bytes needed, {disk.f_bavail * disk.f_frsize:,} free)"
 
 
 def read_checkpoint(path: Path) -> Snapshot:
