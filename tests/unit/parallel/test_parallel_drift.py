@@ -25,11 +25,15 @@ def reference(tensor: torch.Tensor) -> int:
     def signed(number: int) -> int:
         return (number + 2**63) % 2**64 - 2**63
 
+    def factor(place: int) -> int:
+        mixed = signed(place * 0x9E3779B97F4A7C15)
+        return signed((mixed ^ (mixed >> 29)) * 0x9E3779B97F4A7C15) | 1
+
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
     total = 0
-    for place, word in enumerate(tensor.contiguous().reshape(-1).view(kind).tolist(), start=1):
-        mixed = signed(place * 0x9E3779B97F4A7C15)
-        total += word * (signed((mixed ^ (mixed >> 29)) * 0x9E3779B97F4A7C15) | 1)
+    for place, word in enumerate(tensor.contiguous().reshape(-1).view(kind).tolist()):
+        row, column = divmod(place, drift._ROW)
+        total += word * factor(column + 1) * factor(drift._ROW + row + 1)
     return signed(total)
 
 
@@ -68,16 +72,21 @@ def test_the_order_in_memory_makes_no_difference() -> None:
     assert hash_of(images.transpose(0, 1)) != hash_of(images)
 
 
-def test_large_tensors_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drift, "_PIECE", 4)
-    tensor = torch.arange(11.0)
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("length", [0, 3, 4, 11, 12])
+def test_large_tensors_are_hashed_row_by_row(monkeypatch: pytest.MonkeyPatch, length: int, at_once: int) -> None:
+    """However many rows at once: the same on every device."""
+    monkeypatch.setattr(drift, "_ROW", 4)
+    monkeypatch.setattr(drift, "_ROWS_ON_CPU", at_once)
+    tensor = torch.arange(length, dtype=torch.float32)
+    assert hash_of(tensor) == reference(tensor)
     seen = {hash_of(tensor)}
-    for place in range(11):
-        changed = tensor.clone()
-        changed[place] = torch.nextafter(changed[place], torch.tensor(99.0))
-        seen.add(hash_of(changed))
-    assert len(seen) == 12
-    assert hash_of(tensor[[4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10]]) not in seen, "pieces that change places"
+    for first in range(length):
+        for second in range(first):
+            swapped = tensor.clone()
+            swapped[[first, second]] = tensor[[second, first]]
+            seen.add(hash_of(swapped))
+    assert len(seen) == 1 + length * (length - 1) // 2
 
 
 def test_all_tensors_at_once_in_their_order() -> None:

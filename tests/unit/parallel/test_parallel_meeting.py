@@ -16,7 +16,15 @@ from bed import free_port, run
 
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel.group import start_group
-from imagenet_cls.parallel.meeting import Meeting, failed_meeting, find_meeting, refuse_file, wait_for_machine
+from imagenet_cls.parallel.meeting import (
+    Meeting,
+    call_roll,
+    failed_meeting,
+    find_meeting,
+    open_store,
+    refuse_file,
+    wait_for_machine,
+)
 from imagenet_cls.parallel.place import Place
 
 FIRST, SECOND = Place(0, 0, 2, 2), Place(1, 1, 2, 2)
@@ -88,6 +96,47 @@ def test_a_rank_that_does_not_come_is_not_told_in_a_stores_keys() -> None:
         store.wait(["never set"], timedelta(seconds=0.1))
     told = str(failed_meeting(raised.value, Meeting("host0", 29500), SECOND, 0.1)).splitlines()
     assert len(told) == 3 and "another rank did not come" in told[1]
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_all_that_came_learn_who_did_not(tmp_path: Path, by_file: bool) -> None:
+    """Four ranks, of which 1 and 3 do not come; each here is a thread with a store of its own."""
+    meeting = Meeting(file=tmp_path / "store") if by_file else Meeting("127.0.0.1", int(free_port()))
+    told: dict[int, str] = {}
+
+    def come(rank: int, timeout_sec: float) -> None:
+        place = Place(rank, rank, 4, 4)
+        with pytest.raises(TimeoutError) as error:
+            call_roll(open_store(meeting, place, 20.0), place, timeout_sec)
+        told[rank] = str(error.value)
+
+    ranks = [threading.Thread(target=come, args=(0, 1.0)), threading.Thread(target=come, args=(2, 20.0))]
+    for rank in ranks:
+        rank.start()
+        time.sleep(0.2)
+    for rank in ranks:
+        rank.join(30)
+    assert told == dict.fromkeys((0, 2), "ranks 1, 3 of 4 did not come")
+
+
+def test_the_first_rank_itself_may_be_the_one_that_does_not_come(tmp_path: Path) -> None:
+    """Where a launching process serves the store, or a file is it."""
+    with pytest.raises(TimeoutError, match="rank 0 of 2 did not come"):
+        call_roll(open_store(Meeting(file=tmp_path / "store"), SECOND, 20.0), SECOND, 0.1)
+
+
+def test_nobody_waits_for_a_rank_that_came_late_but_came(tmp_path: Path) -> None:
+    meeting = Meeting(file=tmp_path / "store")
+
+    def come(place: Place) -> None:
+        call_roll(open_store(meeting, place, 20.0), place, 20.0)
+
+    late = threading.Timer(0.3, come, (SECOND,))
+    late.start()
+    begin = time.monotonic()
+    come(FIRST)
+    late.join(20)
+    assert 0.2 < time.monotonic() - begin < 5
 
 
 def test_a_program_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -> None:

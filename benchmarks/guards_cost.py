@@ -1,0 +1,215 @@
+"""What the guards of a training step cost, each measured alone: `python benchmarks/guards_cost.py`.
+
+On the CPU, with the tensors of a ResNet-50 where their size matters, and with two gloo ranks where ranks talk. Each row
+is the median over blocks of its calls; what happens less often than once a step is divided among the steps. The sum is set against
+a step of 100 ms, which is what a GPU takes for some 256 images.
+"""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.config.schema import LogConfig, ParallelConfig
+from imagenet_cls.engine.agree import digest_of_sources, tensors_held
+from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.saving import Behind
+from imagenet_cls.parallel.drift import DriftCheck, bit_sums
+from imagenet_cls.parallel.group import Group, start_group
+from imagenet_cls.parallel.heartbeat import Heartbeat, Member
+from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.stop import StopRequest
+from imagenet_cls.parallel.wrap import RunningStatistics
+from imagenet_cls.seeding import hash_key, seed_generators
+
+CPU = torch.device("cpu")
+STEP_SEC = 0.1
+# Between two stop flags: a shorter step than any, but long enough for a flag to arrive.
+PAUSE_SEC = 0.005
+# As a job on one machine has them.
+HEARTBEAT_RANKS = 8
+
+
+class Row(NamedTuple):
+    """calls: measured. a_step: how often it happens in a step."""
+
+    guard: str
+    calls: int
+    call_sec: float
+    a_step: float
+    note: str = ""
+
+    @property
+    def step_sec(self) -> float:
+        return self.call_sec * self.a_step
+
+
+def measured(action: Callable[[], object], calls: int) -> float:
+    """Seconds of a call: the median of up to 100 blocks of calls, since something else may run on the machine."""
+    action()
+    blocks = min(100, calls)
+    seconds = []
+    for _ in range(blocks):
+        begin = time.perf_counter()
+        for _ in range(calls // blocks):
+            action()
+        seconds.append((time.perf_counter() - begin) / (calls // blocks))
+    return median(seconds)
+
+
+def resnet50() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """With gradients and, after one step, momentum."""
+    torch.manual_seed(0)
+    model = timm.create_model("resnet50").train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def on_one_rank(calls: int) -> Iterator[Row]:
+    group = Group(Place(), CPU)
+    model, optimizer = resnet50()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+
+    def key_of_a_micro_batch() -> None:
+        seed_generators(hash_key("batch", 0, 12345, 0, 0), CPU)
+
+    def finite() -> Tensor:
+        return (~torch.isfinite(norm)).float()
+
+    yield Row("key of a micro-batch's draws", calls, measured(key_of_a_micro_batch, calls), 1)
+    yield Row("is the norm finite", calls, measured(finite, calls), 1)
+    few = max(3, calls // 100)
+    yield Row("norm of the gradient", few, measured(lambda: nn.utils.get_total_norm(gradients), few), 1, _NORM)
+    statistics, skipped = RunningStatistics(model, group), torch.tensor(False)
+    yield Row("BatchNorm's statistics settled", calls, measured(lambda: statistics.settle(skipped), calls), 1)
+    meter = Meter(group, 256, 10, overflow_is_normal=False)
+    every = LogConfig().every_steps
+    loss = torch.tensor(1.0)
+    yield Row("meter: a step noted", calls, measured(lambda: meter.add(1, 0, 0.1, loss, norm, skipped), calls), 1)
+
+    def look() -> None:
+        meter.rows, meter.values = [(1, 0, 0.1)] * every, values
+        records = meter.flush()
+        meter.note_nonfinite(records)
+        meter.check_finite(records)
+
+    values = meter.values[:every]
+    yield Row(f"meter: {every} steps read", calls, measured(look, calls), 1 / every)
+    batches = meter.waiting_for(iter(lambda: 0, 1))
+    yield Row("meter: wait for a batch timed", calls, measured(lambda: next(batches), calls), 1)
+    behind = Behind()
+    yield Row("has a save failed", calls, measured(behind.check, calls), 1)
+    every = ParallelConfig().check_every_steps or 0
+    drift = DriftCheck(group, every, 0, dict)
+    yield Row("is the ranks' comparison due", calls, measured(lambda: drift.check_if_due(1), calls), 1)
+    held = tensors_held(model, timm.create_model("resnet50"), optimizer)
+    few = max(3, calls // 500)
+    yield Row("hash of weights, average, momentum", few, measured(lambda: bit_sums(held), few), 1 / every, _HASH)
+
+
+def heartbeats(calls: int) -> Row:
+    """Sending to, and hearing, every other rank once a second; the thread does both."""
+    ours, theirs = Heartbeat(0, "127.0.0.1", 600.0), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    theirs.bind(("127.0.0.1", 0))
+    address = ("127.0.0.1", theirs.getsockname()[1])
+    ours._run = b"8 bytes."
+    ours._others = {1: Member(1, "host", "127.0.0.1", address[1], 1)}
+    theirs.connect(("127.0.0.1", ours.me.port))
+
+    def beat_and_hear() -> None:
+        ours._send(0, [address])
+        theirs.send(theirs.recv(64)[:8] + (1).to_bytes(4, "big") + b"\0")
+        ours._note(ours._socket.recv(64))
+
+    sec = measured(beat_and_hear, calls)
+    theirs.close()
+    return Row("heartbeat to and from a rank", calls, sec, (HEARTBEAT_RANKS - 1) * STEP_SEC, _BEAT)
+
+
+def on_two_ranks(rank: int, folder: str, calls: int) -> None:
+    """A rank's part of what needs two: the flags of a stop request, the comparison's collective."""
+    torch.set_num_threads(1)
+    group = start_group(Place(rank, rank, 2, 2), CPU, "auto", "gloo", f"file://{folder}/store", 60.0)
+    stop = StopRequest(group)
+    sec = measured(stop.agreed, calls)
+    stop.close()
+
+    paused, spent = StopRequest(group), []
+    for _ in range(calls):
+        time.sleep(PAUSE_SEC)
+        begin = time.perf_counter()
+        paused.agreed()
+        spent.append(time.perf_counter() - begin)
+    paused.close()
+    check = DriftCheck(group, 1, 0, lambda: {"one": torch.ones(1)})
+    steps = iter(range(1, 10**9))
+    compare = measured(lambda: check.check(next(steps)), calls)
+    if rank == 0:
+        lines = [sec, median(spent), compare]
+        Path(folder, "seconds").write_text(" ".join(map(str, lines)))
+    os._exit(0)
+
+
+def between_ranks(calls: int) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=on_two_ranks, args=(rank, folder, calls)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        back_to_back, with_time, compare = map(float, Path(folder, "seconds").read_text().split())
+    yield Row("stop flag between ranks", calls, with_time, 1, _FLAG.format(back_to_back * 1e6))
+    yield Row("comparison between ranks", calls, compare, 1 / (ParallelConfig().check_every_steps or 1))
+
+
+_NORM = (
+    "on one CPU core, 102 MB read; on a GPU a matter of memory bandwidth. Not in the sum: it is reported as `grad_norm`"
+)
+_HASH = "on one CPU core, 307 MB read"
+_BEAT = f"both sides of it, with {HEARTBEAT_RANKS} ranks, in a thread of its own"
+_FLAG = f"{PAUSE_SEC * 1e3:.0f} ms after the one before" + "; without a pause, on the way there and back, {:.0f} us"
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| guard | calls | us a call | us a step | |", "|---|---:|---:|---:|---|"]
+    lines += [
+        f"| {row.guard} | {row.calls} | {row.call_sec * 1e6:.1f} | {row.step_sec * 1e6:.1f} | {row.note} |"
+        for row in rows
+    ]
+    total = sum(row.step_sec for row in rows if row.note is not _NORM)
+    lines.append(f"| all of them | | | {total * 1e6:.0f} | {100 * total / STEP_SEC:.2f} % of {STEP_SEC * 1e3:.0f} ms |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=10_000, help="of each guard; of those on whole models fewer")
+    calls = parser.parse_args().calls
+    torch.set_num_threads(1)
+    rows = [*between_ranks(calls), heartbeats(calls), *on_one_rank(calls)]
+    print(f"torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}, one thread\n")
+    print(table(rows))
+    package = Path(__file__).resolve().parents[1] / "imagenet_cls"
+    begin = time.perf_counter()
+    digest_of_sources(package)
+    print(f"\nonce, at the start: digest of the package's sources {1e3 * (time.perf_counter() - begin):.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What only a GPU does: overflow in half precision, which is no error, and memory that runs out for real."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from bed import arguments, state_digest, train_here
+from torch import Tensor, nn
+from torch.nn import functional
+
+from imagenet_cls.errors import ResourceError
+from imagenet_cls.report.log import close_log
+
+TINY = {
+    "data__name": "synthetic",
+    "data__kwargs": "{train_images: 88, val_images: 20, num_classes: 10, size_px: 16}",
+    "train__global_batch_size": 8,
+    "train__epochs": 2,
+    "device": "cuda",
+}
+
+
+def steep(logits: Tensor, targets: Tensor) -> Tensor:
+    """Whose gradient, times the loss scale that a run begins with, does not fit into half precision."""
+    return 1000 * functional.cross_entropy(logits, targets)
+
+
+def greedy(num_classes: int) -> nn.Module:
+    class Greedy(nn.Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            if self.training:
+                torch.empty(1 << 45, dtype=torch.uint8, device=images.device)
+            return super().forward(images.flatten(1))
+
+    return Greedy(768, num_classes)
+
+
+@pytest.mark.gpu
+def test_overflow_of_the_loss_scale_is_no_error_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    changes = TINY | {"train__precision": "fp16", "train__deterministic": "true", "optimizer__lr": 1e-5}
+    changes |= {"loss__name": f"{__name__}:steep", "train__max_nonfinite_steps": 1, "checkpoint__every_steps": 3}
+    train_here(arguments(tmp_path, tmp_path / "whole", "noisy", **changes))
+    train_here(arguments(tmp_path, tmp_path / "parts", "noisy", **changes, train__max_steps=3))
+    train_here([*arguments(tmp_path, tmp_path / "parts", "noisy", **changes), "--resume"])
+    close_log()
+    for folder in (tmp_path / "whole", tmp_path / "parts"):
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [record for record in records if record["kind"] == "train"]
+        assert steps[0].get("skipped") and not steps[-1].get("skipped") and len(steps) == 22
+        assert not any("NaN" in record.get("message", "") for record in records)
+    assert state_digest(tmp_path / "whole") == state_digest(tmp_path / "parts")
+
+
+@pytest.mark.gpu
+def test_memory_that_runs_out_is_told_with_batch_image_size_peak_and_total(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError) as error:
+        train_here(arguments(tmp_path, tmp_path / "run", **TINY, **{"model.name": f"{__name__}:greedy"}))
+    close_log()
+    first, second, third = str(error.value).splitlines()
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30
+    sizes = r"8 images at once of 16 px \(\d+ of 16 px in evaluation\)"
+    assert re.fullmatch(rf"memory ran out on cuda:0: {sizes}, peak \S+ of {total:.2f} GiB", first)
+    assert "CUDA out of memory" in second and third.count(", or ") == 2
