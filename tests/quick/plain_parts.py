@@ -137,7 +137,7 @@ def parameter_groups(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
     decay = optimizer.weight_decay
     spared: Any = getattr(model, "no_weight_decay", set)()
     if optimizer.layer_decay is not None:
-        return param_groups_layer_decay(model, decay, spared, optimizer.layer_decay)
+        return param_groups_layer_decay(model, decay, spared, layer_decay=optimizer.layer_decay)
     if optimizer.bias_weight_decay is not None:
         return param_groups_weight_decay(model, decay, spared)
     norms = [p for module in model.modules() if isinstance(module, nn.BatchNorm2d) for p in module.parameters()]
