@@ -1,14 +1,16 @@
 """Log files: `logs/rank<r>.log` in the run folder takes every message and warning that is not meant for the screen.
 
-Owns where Python's `logging` and `warnings` go in this process, which is global by their nature; `close_log` puts back
-what can be. Refuses the screen: libraries (torch, timm, huggingface_hub) attach their own handlers to stderr, and those
-are moved into the file. Called by `engine` on every rank, once the libraries are imported; tracebacks of a run go to
-the same file.
+Owns where Python's `logging` and `warnings`, and what ends a thread, go in this process, which is global by their
+nature; `close_log` puts back what can be. Refuses the screen: libraries (torch, timm, huggingface_hub) attach their own
+handlers to stderr, and those are moved into the file. Called by `engine` on every rank, once the libraries are
+imported; tracebacks of a run go to the same file.
 """
 
+import contextlib
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 
 from imagenet_cls.report.jsonl import writing
@@ -42,6 +44,7 @@ def open_log(folder: Path, rank: int) -> logging.Logger:
     root.setLevel(logging.INFO)
     _take_from_screen(root)
     logging.captureWarnings(True)
+    threading.excepthook = _log_thread_error
     return logging.getLogger(LOGGER_NAME)
 
 
@@ -50,9 +53,18 @@ def close_log() -> None:
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, RankLog)]:
         root.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # the file is closed, its last lines may be lost
+            handler.close()
         root.setLevel(logging.WARNING)
         logging.captureWarnings(False)
+        threading.excepthook = threading.__excepthook__
+
+
+def _log_thread_error(ended: threading.ExceptHookArgs) -> None:
+    """What ended a thread, such as TensorBoard's on a full disk: whoever waits for the thread learns it by itself."""
+    if ended.exc_type is not SystemExit and ended.exc_value is not None:
+        name = ended.thread.name if ended.thread is not None else "a thread"
+        logging.getLogger(LOGGER_NAME).error("%s ended early", name, exc_info=ended.exc_value)
 
 
 def _take_from_screen(root: logging.Logger) -> None:
