@@ -1,8 +1,8 @@
 """What the guards of a training step cost, each measured alone: `python benchmarks/guards_cost.py`.
 
 On the CPU, with the tensors of a ResNet-50 where their size matters, and with two gloo ranks where ranks talk. Each row
-is the median over blocks of its calls; what happens less often than once a step is divided among the steps. The sum is set against
-a step of 100 ms, which is what a GPU takes for some 256 images.
+is the median over blocks of its calls; what happens less often than once a step is divided among the steps. The sum is
+set against a step of 100 ms, which is what a GPU takes for some 256 images.
 """
 
 import argparse

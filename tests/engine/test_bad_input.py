@@ -1,11 +1,14 @@
 """What users get wrong, each through the command line: the exit code, at most three lines, and nothing written over."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from torch.nn import functional
 
 from imagenet_cls.cli import test_command as evaluate_command  # else pytest takes it for a test
 from imagenet_cls.cli import train_command
+from imagenet_cls.data import EpochSampler
 from imagenet_cls.ranks import main
 from imagenet_cls.report.log import close_log
 
@@ -295,7 +299,7 @@ def test_two_runs_at_once_on_one_folder(refused: Refused, digits: Path, tmp_path
         config = (tmp_path / "run" / "config.yaml").read_bytes()
         refused(2, words, "holds a run already")
         for flag in ("--resume", "--overwrite"):
-            refused(2, [*words, flag], f"in use by process {first.pid}", "--work-dir")
+            refused(2, [*words, flag], f"in use by process {first.pid} on {gethostname()}", "--work-dir")
         assert (tmp_path / "run" / "config.yaml").read_bytes() == config
         assert first.poll() is None
     finally:
@@ -322,12 +326,25 @@ def own_loss(after: int) -> dict[str, Any]:
     return {"loss.name": f"{__name__}:turning_nan", "loss.kwargs": f"{{after: {after}}}"}
 
 
+# Made-up images, so that a run of 22 steps takes no time: what ends it does not look at images.
+TINY = {
+    "data__name": "synthetic",
+    "data__kwargs": "{train_images: 88, val_images: 20, num_classes: 10, size_px: 16}",
+    "train__global_batch_size": 8,
+}
+
+
 def test_a_loss_that_turns_nan_ends_the_run_and_spares_the_last_checkpoint(
     refused: Refused, digits: Path, tmp_path: Path
 ) -> None:
-    train_here(arguments(digits, tmp_path / "good", **own_loss(1000)))
-    words = arguments(digits, tmp_path / "run", **own_loss(13), train__max_nonfinite_steps=4)
-    refused(6, words, "in 4 steps in a row, the last one step 17 (loss nan", "Lower optimizer.lr")
+    train_here(arguments(digits, tmp_path / "good", **TINY, **own_loss(1000)))
+    words = arguments(digits, tmp_path / "run", **TINY, **own_loss(13), train__max_nonfinite_steps=4)
+    sampler = EpochSampler(88, 8, rank=0, world_size=1, seed=0)
+    sampler.set_epoch(1, start_step=5)  # the 17th step of all, from 1 on
+    seen = [f"synthetic/train[{index}]" for _, index, _ in islice(sampler, 8)]
+    told = f"It was the loss on rank 0 of 1, from {', '.join(seen[:3])} and 5 more (logs/rank0.log)."
+    refused(6, words, "in 4 steps in a row, the last one step 17 (loss nan, lr", told, "Lower optimizer.lr")
+    assert ", ".join(seen) in (tmp_path / "run" / "logs" / "rank0.log").read_text()
     checkpoints = tmp_path / "run" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-0000011"]
     assert contents(checkpoints / "step-0000011")["model.safetensors"]
@@ -335,15 +352,31 @@ def test_a_loss_that_turns_nan_ends_the_run_and_spares_the_last_checkpoint(
     steps = [record for record in records if record["kind"] == "train"]
     assert [record["step"] for record in steps if record.get("skipped")] == [14, 15, 16, 17]
     # The cause mended, it goes on from there and ends as the run that was never disturbed.
-    train_here([*arguments(digits, tmp_path / "run", **own_loss(1000)), "--resume", "--allow-change", "loss.kwargs"])
+    mended = arguments(digits, tmp_path / "run", **TINY, **own_loss(1000))
+    train_here([*mended, "--resume", "--allow-change", "loss.kwargs"])
     assert losses(tmp_path / "run") == losses(tmp_path / "good")
     assert evaluations(tmp_path / "run")[-1]["loss"] == evaluations(tmp_path / "good")[-1]["loss"]
 
 
-def test_a_few_nan_steps_are_left_out_and_told(digits: Path, tmp_path: Path) -> None:
+def test_a_few_nan_steps_are_left_out_and_told(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Fewer in a row than the limit: the run ends well, and its weights are finite."""
-    train_here(arguments(digits, tmp_path / "run", **own_loss(18), train__max_nonfinite_steps=10))
+    changes = TINY | own_loss(18) | {"train__max_nonfinite_steps": 10, "log__every_steps": 3}
+    train_here(arguments(digits, tmp_path / "run", **changes))
     assert all(record["loss"] < 3 for record in evaluations(tmp_path / "run"))
+    told = " ".join(capsys.readouterr().out.split())
+    assert "3 steps from 19 to 21: loss or gradient was NaN or infinite (3 such steps since the start)" in told
+    assert "step 22: loss or gradient was NaN or infinite (4 such steps since the start)" in told
+
+
+def test_weights_that_give_nan_are_never_the_best(digits: Path, tmp_path: Path) -> None:
+    """One huge step, and nothing is finite any more; images of one class are still right, by what NaN sorts to."""
+    changes = TINY | {"optimizer__lr": 1e19, "train__max_nonfinite_steps": 1000}
+    train_here(arguments(digits, tmp_path / "run", **changes))
+    assert all(not math.isfinite(float(record["loss"])) for record in evaluations(tmp_path / "run"))
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-0000022" / "state.json").read_text())
+    assert state["progress"]["best"] == {}
 
 
 def huge(num_classes: int) -> torch.nn.Module:
