@@ -1,6 +1,6 @@
 """Signals that ask for a stop, at a known moment: all ranks finish the same step, save, and say how it goes on.
 
-With launchers, and what a terminal sends: test_launchers_die.py. In a real SLURM: test_slurm_requeue.py.
+With launchers, and what a terminal sends: test_launchers_die.py.
 """
 
 import signal
