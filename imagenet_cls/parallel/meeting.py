@@ -121,10 +121,13 @@ def open_store(meeting: Meeting, place: Place, timeout_sec: float) -> "Store":
         os.environ.get("MASTER_ADDR"),
         os.environ.get("MASTER_PORT"),
     ) == (meeting.host, str(meeting.port))
-    return dist.TCPStore(
+    store = dist.TCPStore(
         meeting.host, meeting.port, is_master=place.is_main and not served,
         timeout=timedelta(seconds=timeout_sec), wait_for_workers=False, multi_tenant=True,
     )  # fmt: skip
+    # A launcher's store outlives the ranks that it starts again, with all that they left in it. Where rank 0 serves, it
+    # is new each time, and the launchers of several machines may have counted different numbers of restarts.
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store) if served else store
 
 
 def call_roll(store: "Store", place: Place, timeout_sec: float) -> None:
@@ -133,8 +136,7 @@ def call_roll(store: "Store", place: Place, timeout_sec: float) -> None:
     Rank 0 counts and tells the others, so that all say the same; where it is missing itself, each counts. Raises what
     torch raises where the store is gone.
     """
-    # Of the ranks that a launcher starts again, those before may have left theirs.
-    prefix = f"imagenet_cls/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    prefix = "roll call"
     keys = [f"{prefix}/rank {rank}" for rank in range(place.world_size)]
     wait = timedelta(seconds=timeout_sec)
     store.set(keys[place.rank], "here")
@@ -143,14 +145,14 @@ def call_roll(store: "Store", place: Place, timeout_sec: float) -> None:
         if place.is_main:
             store.wait(keys, wait)
         else:
-            store.wait([f"{prefix}/roll"], wait + timedelta(seconds=_VERDICT_SEC))
-            absent = json.loads(store.get(f"{prefix}/roll"))
+            store.wait([f"{prefix}/absent"], wait + timedelta(seconds=_VERDICT_SEC))
+            absent = json.loads(store.get(f"{prefix}/absent"))
     except RuntimeError as error:  # torch's DistStoreError, but a file's store raises the plain one
         if "timeout" not in str(error).lower():
             raise
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if place.is_main:
-        store.set(f"{prefix}/roll", json.dumps(absent))
+        store.set(f"{prefix}/absent", json.dumps(absent))
     if absent:
         if place.is_main:
             time.sleep(_VERDICT_SEC)  # the store may go with this process
