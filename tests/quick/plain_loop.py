@@ -60,78 +60,85 @@ def train_plainly(path: Path, root: Path, seed: int, start: nn.Module | None = N
     np.random.seed(seed)
     torch.manual_seed(seed)
     train_images, val_images = digits(root)
-    per_epoch = len(train_images) // cfg.train.global_batch_size
-    if cfg.data.repeats_multiple:
-        per_epoch = len(train_images) // cfg.data.repeats_multiple * cfg.data.repeats_multiple
-        per_epoch //= cfg.train.global_batch_size
+    plain = Plain(cfg, len(train_images), start)
+    erasing = cfg.augment.erasing
+    box = (*erasing.scale, *erasing.ratio, erasing.mode, 1, erasing.max_count, cfg.augment.splits, "cpu")
+    erase = RandomErasing(erasing.prob, *box)
+    for epoch in range(cfg.train.epochs):
+        plain.start_epoch(epoch)
+        for views, targets in parts.train_batches(train_images, cfg, epoch, seed):
+            plain.step(erase(torch.cat(views)), targets)
+        if cfg.schedule.name == "plateau":
+            plain.top1s.append(top1_pct(plain.model, val_images, cfg))
+    average = None if plain.ema is None else top1_pct(plain.ema.module, val_images, cfg)
+    return Trained(plain.model, top1_pct(plain.model, val_images, cfg), average)
 
-    model = build_model(cfg, start)
-    lr = cfg.optimizer.lr
-    if cfg.optimizer.lr_base_batch:
-        lr *= cfg.train.global_batch_size / cfg.optimizer.lr_base_batch
-    optimizer = parts.build_optimizer(model, cfg.optimizer, lr)
-    set_rates = parts.schedule(optimizer, cfg, lr, per_epoch)
-    mixup = parts.mixup(cfg, NUM_CLASSES)
-    criterion = parts.loss_function(cfg, mixup is not None)
-    erasing, splits = cfg.augment.erasing, cfg.augment.splits
-    erase = RandomErasing(
-        erasing.prob,
-        *erasing.scale,
-        erasing.ratio[0],
-        erasing.ratio[1],
-        erasing.mode,
-        1,
-        erasing.max_count,
-        splits,
-        "cpu",
-    )
-    ema = build_ema(model, cfg)
 
-    def compute_loss(images: Tensor, targets: Tensor) -> Tensor:
-        outputs = model(images)
-        if cfg.distill.kind == "none":
-            return criterion(outputs, targets)
-        assert start is not None and cfg.distill.kind == "hard"
+class Plain:
+    """What a loop holds, and its step. top1s: of the evaluations so far, for a schedule that asks."""
+
+    def __init__(self, cfg: Any, num_images: int, start: nn.Module | None):
+        """num_images: in the training set. start: as in `train_plainly`."""
+        per_epoch = parts.samples_per_epoch(num_images, cfg.data.repeats_multiple) // cfg.train.global_batch_size
+        lr = cfg.optimizer.lr
+        if cfg.optimizer.lr_base_batch:
+            lr *= cfg.train.global_batch_size / cfg.optimizer.lr_base_batch
+        self.cfg, self.teacher = cfg, start
+        self.model = build_model(cfg, start)
+        self.optimizer = parts.build_optimizer(self.model, cfg.optimizer, lr)
+        self.set_rates = parts.schedule(self.optimizer, cfg, lr, per_epoch)
+        self.mixup = parts.mixup(cfg, NUM_CLASSES)
+        self.criterion = parts.loss_function(cfg, self.mixup is not None)
+        self.ema = build_ema(self.model, cfg)
+        self.steps, self.top1s = 0, list[float]()
+
+    def start_epoch(self, epoch: int) -> None:
+        set_training(self.model, self.cfg)
+        if self.mixup is not None and self.cfg.mix.off_epoch is not None:
+            self.mixup.mixup_enabled = epoch < self.cfg.mix.off_epoch
+
+    def step(self, images: Tensor, targets: Tensor) -> None:
+        """images: float (B, 3, S, S), normalised and erased; with splits, one view of all after the other."""
+        train = self.cfg.train
+        self.set_rates(self.steps, self.top1s)
+        if self.mixup is not None:
+            images, targets = self.mixup(images, targets)
+        self.backward(images, targets)
+        if train.sam_rho is not None and self.steps % train.sam_every_steps == 0:
+            with at_highest_loss(self.model, self.optimizer, train.sam_rho):
+                self.backward(images, targets)
+        clip(self.model, train)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        if self.ema is not None and self.steps % self.cfg.ema.every_steps == 0:
+            self.ema.update(self.model, self.steps // self.cfg.ema.every_steps)
+
+    def backward(self, images: Tensor, targets: Tensor) -> None:
+        at_once = self.cfg.train.micro_batch_size or len(images)
+        for some, their_targets in zip(images.split(at_once), targets.split(at_once), strict=True):
+            (self.loss(some, their_targets) * len(some) / len(images)).backward()
+
+    def loss(self, images: Tensor, targets: Tensor) -> Tensor:
+        outputs, distill = self.model(images), self.cfg.distill
+        if distill.kind == "none":
+            return self.criterion(outputs, targets)
+        assert self.teacher is not None and distill.kind == "hard"
         outputs, from_teacher = outputs
         with torch.no_grad():
-            best = start(images).argmax(1)
-        share = cfg.distill.alpha
-        return (1 - share) * criterion(outputs, targets) + share * functional.cross_entropy(from_teacher, best)
-
-    step, top1s = 0, []
-    for epoch in range(cfg.train.epochs):
-        set_training(model, cfg)
-        if mixup is not None and cfg.mix.off_epoch is not None:
-            mixup.mixup_enabled = epoch < cfg.mix.off_epoch
-        for views, targets in parts.train_batches(train_images, cfg, epoch, seed):
-            set_rates(step, top1s)
-            images = erase(torch.cat(views))
-            if mixup is not None:
-                images, targets = mixup(images, targets)
-            backward(compute_loss, images, targets, cfg.train.micro_batch_size)
-            if cfg.train.sam_rho is not None and step % cfg.train.sam_every_steps == 0:
-                with at_highest_loss(optimizer, cfg.train.sam_rho):
-                    backward(compute_loss, images, targets, cfg.train.micro_batch_size)
-            clip(model, cfg.train)
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            if ema is not None and step % cfg.ema.every_steps == 0:
-                ema.update(model, step // cfg.ema.every_steps)
-        if cfg.schedule.name == "plateau":
-            top1s.append(top1_pct(model, val_images, cfg))
-    average = None if ema is None else top1_pct(ema.module, val_images, cfg)
-    return Trained(model, top1_pct(model, val_images, cfg), average)
+            best = self.teacher(images).argmax(1)
+        return (1 - distill.alpha) * self.criterion(outputs, targets) + distill.alpha * functional.cross_entropy(
+            from_teacher, best
+        )
 
 
 def build_model(cfg: Any, start: nn.Module | None) -> nn.Module:
+    """Without gradient checkpointing: that must change nothing but memory."""
     model: nn.Module = timm.create_model(cfg.model.name, num_classes=NUM_CLASSES, **cfg.model.kwargs)
     if cfg.model.split_bn:
         model = convert_splitbn_model(model, cfg.augment.splits)
     if cfg.distill.kind != "none":
         model.set_distilled_training(True)
-    if cfg.train.grad_checkpointing:
-        model.set_grad_checkpointing(True)
     if cfg.model.checkpoint is not None:
         assert start is not None
         model.load_state_dict(start.state_dict())
@@ -159,26 +166,21 @@ def build_ema(model: nn.Module, cfg: Any) -> ModelEmaV3 | None:
     return ModelEmaV3(model, ema.decay or 0.5**halvings, use_warmup=ema.warmup)
 
 
-def backward(compute_loss: Any, images: Tensor, targets: Tensor, at_once: int | None) -> None:
-    at_once = at_once or len(images)
-    for some, their_targets in zip(images.split(at_once), targets.split(at_once), strict=True):
-        (compute_loss(some, their_targets) * len(some) / len(images)).backward()
-
-
 @contextmanager
-def at_highest_loss(optimizer: torch.optim.Optimizer, rho: float) -> Iterator[None]:
-    """SAM: up along the gradient for the second backward pass."""
+def at_highest_loss(model: nn.Module, optimizer: torch.optim.Optimizer, rho: float) -> Iterator[None]:
+    """SAM: up along the gradient for the second backward pass, which leaves BatchNorm's statistics alone."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-    before = [p.detach().clone() for p in parameters]
+    kept = [*parameters, *model.buffers()]
+    before = [tensor.detach().clone() for tensor in kept]
     with torch.no_grad():
         for parameter in parameters:
             parameter += rho * parameter.grad / norm
     optimizer.zero_grad()
     yield
     with torch.no_grad():
-        for parameter, value in zip(parameters, before, strict=True):
-            parameter.copy_(value)
+        for tensor, value in zip(kept, before, strict=True):
+            tensor.copy_(value)
 
 
 def clip(model: nn.Module, train: Any) -> None:

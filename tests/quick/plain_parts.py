@@ -95,6 +95,10 @@ def train_batches(images: Images, cfg: Any, epoch: int, seed: int) -> DataLoader
     return DataLoader(dataset, cfg.train.global_batch_size, sampler=sampler, drop_last=True)
 
 
+def samples_per_epoch(num_images: int, multiple: int | None) -> int:
+    return num_images // multiple * multiple if multiple else num_images
+
+
 def eval_batch(images: Images, cfg: Any) -> tuple[Tensor, Tensor]:
     """All validation images as one batch."""
     resize_px = cfg.eval.resize_px or math.floor(cfg.eval.crop_px / cfg.eval.crop_pct)
@@ -139,7 +143,7 @@ def parameter_groups(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
     if optimizer.layer_decay is not None:
         return param_groups_layer_decay(model, decay, spared, layer_decay=optimizer.layer_decay)
     if optimizer.bias_weight_decay is not None:
-        return param_groups_weight_decay(model, decay, spared)
+        return param_groups_weight_decay(model, decay, no_weight_decay_list=spared)
     norms = [p for module in model.modules() if isinstance(module, nn.BatchNorm2d) for p in module.parameters()]
     if optimizer.norm_weight_decay is None:
         norms = []
