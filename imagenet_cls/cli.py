@@ -36,6 +36,14 @@ def add_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
+def add_allow_import(parser: argparse.ArgumentParser) -> None:
+    """What a checkpoint's own config may run: see `models.trust`."""
+    parser.add_argument(
+        "--allow-import", metavar="NAME", action="append", default=[],
+        help="let the checkpoint call this my_module:my_factory, or import this module; may be repeated",
+    )  # fmt: skip
+
+
 def split_words(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that are changes to the config (key=value), and the others: at most as many as `names`."""
     words = [*arguments.words, *(arguments.cfg_options or [])]
@@ -141,6 +149,7 @@ def test_parser() -> argparse.ArgumentParser:
     )
     add_words(parser)
     parser.add_argument("--out", metavar="FILE", help="write a row for each image: .csv, or else a JSON object a line")
+    add_allow_import(parser)
     add_rank_options(parser)
     return parser
 
@@ -170,7 +179,10 @@ def test_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, group
     checkpoint = Path(words[1]) if len(words) > 1 else None
     on_main(group, lambda: refuse_unwritable_out(arguments, loaded))
     with naming_what_gave_out():
-        origin, results, rows = evaluate_weights(loaded.config, checkpoint, group, arguments.out is not None)
+        keep_predictions = arguments.out is not None
+        origin, results, rows = evaluate_weights(
+            loaded.config, checkpoint, group, keep_predictions, arguments.allow_import
+        )
     if not group.is_main:
         return
     print(origin)
@@ -196,6 +208,7 @@ def predict_command(argv: Sequence[str]) -> None:
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns")
     parser.add_argument("--top", type=positive, default=5, metavar="K", help="classes to show for each image")
     parser.add_argument("--weights", choices=("raw", "ema"), help="default: the average where the checkpoint has one")
+    add_allow_import(parser)
     parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:1")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -207,7 +220,8 @@ def predict_command(argv: Sequence[str]) -> None:
     from imagenet_cls.parallel.group import choose_device
 
     paths = find_images(arguments.images)
-    predictor = Predictor(Path(arguments.checkpoint), choose_device(arguments.device, Place()), arguments.weights)
+    device = choose_device(arguments.device, Place())
+    predictor = Predictor(Path(arguments.checkpoint), device, arguments.weights, arguments.allow_import)
     for line in predictor.damage:
         print(line, file=sys.stderr)
     rows = predictor.predict(paths, arguments.top, with_logits=arguments.logits)

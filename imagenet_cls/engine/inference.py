@@ -1,11 +1,12 @@
 """Using trained weights: evaluation of any weights on a config's data, and prediction with a checkpoint folder alone.
 
-Called by `cli` for `tools/test.py` and `tools/predict.py`. Writes nothing.
+Refuses to call what a checkpoint's own config names, unless it is a library's model or the user named it, too
+(`models.trust`). Called by `cli` for `tools/test.py` and `tools/predict.py`. Writes nothing.
 """
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,8 @@ from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageEr
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import build_model, first_line
 from imagenet_cls.models.resize import resize_model, size_remedy
-from imagenet_cls.models.weights import load_weights, without_split_bn
+from imagenet_cls.models.trust import refuse_foreign_code
+from imagenet_cls.models.weights import load_weights, misfit, without_split_bn
 from imagenet_cls.parallel.data_parallel import spread
 from imagenet_cls.parallel.group import Group, on_main
 from imagenet_cls.parallel.reduce import gather_to_main, hand_out
@@ -54,18 +56,18 @@ class Weights:
 
 
 def evaluate_weights(
-    config: Config, checkpoint: Path | None, group: Group, keep_predictions: bool
+    config: Config, checkpoint: Path | None, group: Group, keep_predictions: bool, allow_import: Collection[str] = ()
 ) -> tuple[str, dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Evaluate weights on the config's validation images; every image exactly once. A collective.
 
     checkpoint: a checkpoint or run folder of ours, foreign weights, or None for the published weights that the config
-    names. Returns a sentence about the weights, the results by kind, and on rank 0 (where asked for) one row for each
-    image: image, target, top-5 classes and probabilities, of the EMA weights where there are some, else of the raw
-    ones.
+    names. allow_import: what a checkpoint may import beyond what the config names. Returns a sentence about the
+    weights, the results by kind, and on rank 0 (where asked for) one row for each image: image, target, top-5 classes
+    and probabilities, of the EMA weights where there are some, else of the raw ones.
     """
     data = open_datasets(config.data, ("val",))
     assert data.val is not None
-    weights = load_on_all_ranks(config, checkpoint, len(data.classes), group)
+    weights = load_on_all_ranks(config, checkpoint, len(data.classes), group, allow_import)
     if weights.classes is not None and weights.classes != data.classes:
         raise DataError(
             f"the validation images have {len(data.classes)} classes ({_first(data.classes)}), the checkpoint was "
@@ -107,12 +109,14 @@ def fit_to_size(model: nn.Module, name: str, size_px: int) -> str | None:
         raise ConfigError([f"eval.crop_px: {text}"]) from error
 
 
-def load_on_all_ranks(config: Config, checkpoint: Path | None, num_classes: int, group: Group) -> Weights:
+def load_on_all_ranks(
+    config: Config, checkpoint: Path | None, num_classes: int, group: Group, allow_import: Collection[str] = ()
+) -> Weights:
     """Rank 0 reads the weights and hands them to the others, which need no file and no network. A collective."""
     own: list[Weights] = []
 
     def read() -> tuple[Weights, list[str]]:
-        own.append(load_any_weights(config, checkpoint, num_classes))
+        own.append(load_any_weights(config, checkpoint, num_classes, allow_import))
         return replace(own[0], models={}), list(own[0].models)
 
     told, kinds = on_main(group, read)
@@ -122,15 +126,21 @@ def load_on_all_ranks(config: Config, checkpoint: Path | None, num_classes: int,
     return replace(told, models=models)
 
 
-def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) -> Weights:
-    """Raises CheckpointError where the weights do not fit the model, UsageError where there are none."""
+def load_any_weights(
+    config: Config, checkpoint: Path | None, num_classes: int, allow_import: Collection[str] = ()
+) -> Weights:
+    """Raises CheckpointError where the weights do not fit the model, UsageError where there are none.
+
+    The config is the user's, so a checkpoint may call what it names, and what allow_import adds.
+    """
     if checkpoint is not None and checkpoint.is_dir():
         snapshot, _, damage = find_checkpoint(checkpoint)
         stored = config_from_dict(snapshot.state["config"])
+        trusted = {config.model.name, *config.imports, *allow_import}
         averaged = len(snapshot.state.get("averaged", []))
         note = f", an average of {averaged} checkpoints" if averaged else ""
         return Weights(
-            models=_models_of(snapshot, stored),
+            models=_models_of(snapshot, stored, trusted),
             config=replace(stored.model, pretrained=False, checkpoint=None),
             imports=stored.imports,
             num_classes=snapshot.state["num_classes"],
@@ -157,8 +167,12 @@ def load_any_weights(config: Config, checkpoint: Path | None, num_classes: int) 
     return Weights({"raw": model}, bare, config.imports, count, None, mean, std, origin, [])
 
 
-def _models_of(snapshot: Snapshot, config: Config) -> dict[str, nn.Module]:
-    """The models of a checkpoint, on the CPU: raw, and averaged where it holds an average. Raises CheckpointError."""
+def _models_of(snapshot: Snapshot, config: Config, trusted: Collection[str]) -> dict[str, nn.Module]:
+    """The models of a checkpoint, on the CPU: raw, and averaged where it holds an average. Raises CheckpointError.
+
+    config: the checkpoint's own. trusted: what it may call besides the libraries' models.
+    """
+    refuse_foreign_code(config.model, config.imports, trusted, str(snapshot.path))
     models = {}
     for kind, tensors in (("raw", snapshot.model), ("ema", snapshot.ema)):
         if tensors is None:
@@ -170,13 +184,13 @@ def _models_of(snapshot: Snapshot, config: Config) -> dict[str, nn.Module]:
                 f"{snapshot.path}: its model {config.model.name} can't be built here: {first_line(error)}\n"
                 "Start from the folder that has its module, with the library versions named in its state.json."
             ) from error
-        try:
-            models[kind].load_state_dict(without_split_bn(tensors))
-        except RuntimeError as error:
+        kept = without_split_bn(tensors)
+        if lacks := misfit(models[kind].state_dict(), kept):
             raise CheckpointError(
-                f"{snapshot.path}: does not fit {config.model.name} as this version of its library builds it: "
-                f"{str(error).splitlines()[-1].strip()}\nInstall the versions named in its state.json."
-            ) from error
+                f"{snapshot.path}: does not fit {config.model.name} as this version of its library builds it: {lacks}\n"
+                "Install the versions named in its state.json."
+            )
+        models[kind].load_state_dict(kept)
     return models
 
 
@@ -217,15 +231,22 @@ class Predictor:
     `eval.flip_tta` is on, as its run evaluated them.
 
     checkpoint: one, or a run folder, which stands for its best one. weights: `raw`, `ema`, or None for those that made
-    a run's checkpoint the best, or of a single checkpoint the average where it has one. damage: a line for each better
-    checkpoint that was passed over. Raises CheckpointError.
+    a run's checkpoint the best, or of a single checkpoint the average where it has one. allow_import: the factory and
+    modules that its config may name besides the libraries' models. damage: a line for each better checkpoint that was
+    passed over. Raises CheckpointError.
     """
 
-    def __init__(self, checkpoint: Path, device: torch.device, weights: str | None = None):
+    def __init__(
+        self,
+        checkpoint: Path,
+        device: torch.device,
+        weights: str | None = None,
+        allow_import: Collection[str] = (),
+    ):
         snapshot, best, self.damage = find_checkpoint(checkpoint)
         assert snapshot.path is not None
         config = config_from_dict(snapshot.state["config"])
-        models = _models_of(snapshot, config)
+        models = _models_of(snapshot, config, allow_import)
         kind = weights or best or ("ema" if "ema" in models else "raw")
         if kind not in models:
             raise CheckpointError(f"{snapshot.path} holds no {kind} weights.\nIt holds: {', '.join(models)}.")

@@ -27,6 +27,7 @@ from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, Stopped
 from imagenet_cls.models.freeze import set_training
+from imagenet_cls.models.weights import misfit
 from imagenet_cls.optim.build import state_names
 from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
 from imagenet_cls.parallel.place import Place
@@ -75,10 +76,12 @@ def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Gr
 def dry_run(config: Config, options: RunOptions, group: Group) -> None:
     """Everything short of the first update: build the parts, show the banner, try one batch. Writes nothing."""
     parts = build(config, group)
-    with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
-        reporter.banner(banner(parts, options, Progress()))
-        reporter.say(try_one_batch(parts))
-    parts.train_loader.close()
+    try:
+        with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
+            reporter.banner(banner(parts, options, Progress()))
+            reporter.say(try_one_batch(parts))
+    finally:
+        parts.train_loader.close()
 
 
 def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
@@ -190,14 +193,13 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
 
 def load_weights_of(snapshot: Snapshot | None, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Raises CheckpointError where the config builds another model than the checkpoint holds."""
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
+    if lacks := misfit(model.state_dict(), tensors):
         where = f"{snapshot.path}: " if snapshot else ""
         raise CheckpointError(
-            f"{where}holds another model than this config builds: {str(error).splitlines()[-1].strip()[:200]}\n"
+            f"{where}holds another model than this config builds: {lacks}\n"
             "Resume with the model that it was trained with, or start anew from its weights with model.checkpoint."
-        ) from error
+        )
+    model.load_state_dict(tensors)
 
 
 def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[str, str]]:

@@ -2,19 +2,20 @@
 
 Owns reading a checkpoint file into a plain state dict (`read_weights`) and fitting it to a model (`load_weights`).
 Refuses, without executing anything, pickles that hold more than tensors and plain values; refuses whatever is not a
-whole checkpoint, and weights that do not fit but for a head of another size and position embeddings of another grid.
-Our own checkpoint folders are `engine.checkpoint`'s. Called by `engine.build`, `engine.inference` and
-`engine.averaging`.
+whole checkpoint, and weights that do not fit but for a head of another size and position embeddings of another grid;
+in one wording for all (`misfit`). Our own checkpoint folders are `engine.checkpoint`'s. Called by `engine.model`,
+`engine.inference`, `engine.averaging` and `engine.run`.
 
-Formats: `.safetensors`, and torch pickles as written by timm (`state_dict`), torchvision's reference scripts (`model`),
-pytorch/examples (`state_dict`), or a bare state dict; from a model that was wrapped by DataParallel,
-DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order.
+Formats, told by content and not by suffix: safetensors, and torch pickles as written by timm (`state_dict`),
+torchvision's reference scripts (`model`), pytorch/examples (`state_dict`), or a bare state dict; from a model that was
+wrapped by DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any
+order.
 """
 
 import argparse
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,28 @@ NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The weights in a file, by parameter name, on the CPU, without wrappers' prefixes.
 
-    path: a `.safetensors` file, or one that `torch.save` wrote. Raises CheckpointError (at most three lines) for
+    path: a safetensors file, or one that `torch.save` wrote. Raises CheckpointError (at most three lines) for
     anything that is missing, truncated, not a checkpoint, or unsafe to load.
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such file; check the path")
-    if path.suffix == ".safetensors":
+    if _is_safetensors(path):
         state: Any = _read_safetensors(path)
     else:
         state = _find_state_dict(_read_pickle(path), path)
     return _strip_prefixes(state)
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether a file opens as the format does: the length of its header in eight bytes, then the header, a JSON object.
+
+    By content, so that a pickle called `.safetensors` is told what it is, and refused for what it would run.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(9)[8:] == b"{"
+    except OSError as error:
+        raise CheckpointError(f"can't read {str(path)!r}: {error.strerror or error}; check the path") from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -136,13 +149,10 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
     if head_may_differ and any(name in state and _only_size_differs(own[name], state[name]) for name in head):
         left_out = [name for name in head if name in state]
     kept = {name: value for name, value in state.items() if name not in left_out}
-    missing, unexpected = _differing_names(own, kept)
-    missing = [name for name in missing if name not in left_out]
-    shapes = [f"{n} {tuple(kept[n].shape)} for {tuple(own[n].shape)}" for n in _differing_shapes(own, kept)]
-    if missing or unexpected or shapes:
-        lacks = [_some("missing", missing), _some("unexpected", unexpected), _some("of another shape", shapes)]
+    wanted = {name: value for name, value in own.items() if name not in left_out and not _is_counter(name)}
+    if lacks := misfit(wanted | {name: own[name] for name in kept if name in own}, kept):
         raise CheckpointError(
-            f"the checkpoint's weights don't fit this model: {'; '.join(filter(None, lacks))}\n"
+            f"the checkpoint's weights don't fit this model: {lacks}\n"
             "set model.name and model.kwargs to what the checkpoint was trained with"
         )
     try:
@@ -158,6 +168,22 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
     return sentence
 
 
+def misfit(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+    """How `state` differs from a model's `own` names and shapes: counts, and the first three of each kind; "" if it
+    doesn't. One line, for a message that goes on with what to do."""
+    shapes = [f"{n} {tuple(state[n].shape)} for {tuple(own[n].shape)}" for n in _differing_shapes(own, state)]
+    kinds = {
+        "missing": [name for name in own if name not in state],
+        "unexpected": [name for name in state if name not in own],
+        "of another shape": shapes,
+    }
+    counted = {kind: names for kind, names in kinds.items() if names}
+    return "; ".join(
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in counted.items()
+    )
+
+
 def without_split_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Without the BatchNorm layers that `model.split_bn` adds, which only training looks at."""
     return {name: value for name, value in state.items() if ".aux_bn." not in name}
@@ -167,11 +193,8 @@ def _only_size_differs(own: Tensor, given: Tensor) -> bool:
     return own.ndim == given.ndim > 0 and own.shape[0] != given.shape[0] and own.shape[1:] == given.shape[1:]
 
 
-def _differing_names(own: Iterable[str], state: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Names that only the model has, and names that only the checkpoint has."""
-    own, state = list(own), list(state)
-    missing = [name for name in own if name not in set(state) and not name.endswith("num_batches_tracked")]
-    return missing, [name for name in state if name not in set(own)]
+def _is_counter(name: str) -> bool:
+    return name.endswith("num_batches_tracked")
 
 
 def _differing_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
@@ -185,7 +208,8 @@ def _fit(model: nn.Module, state: dict[str, Tensor], head: list[str]) -> tuple[d
     the patches of a ViT for another patch size, which makes another model of it.
     """
     own = model.state_dict()
-    if not any(_differing_names(own, state)) and set(_differing_shapes(own, state)) <= set(head):
+    same_names = all(_is_counter(name) for name in own.keys() ^ state.keys())
+    if same_names and set(_differing_shapes(own, state)) <= set(head):
         return state, []
     fitted = resize_weights(model, state)
     changed = _differing_shapes(state, fitted)
@@ -198,8 +222,3 @@ def _fit(model: nn.Module, state: dict[str, Tensor], head: list[str]) -> tuple[d
         more = f" and {len(resized) - 1} more" if len(resized) > 1 else ""
         notes.append(f"position embeddings resized to this model's grid ({first}{more})")
     return fitted, notes
-
-
-def _some(kind: str, names: list[str]) -> str:
-    listing = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} {kind} ({listing})" if names else ""

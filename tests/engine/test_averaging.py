@@ -106,13 +106,14 @@ def test_the_newest_of_a_run(run: Path, digits: Path, tmp_path: Path, call: Call
     assert [(Path(entry["checkpoint"]), entry["weights"]) for entry in state["averaged"]] == [
         (path, kind) for path in checkpoints(run)[-3:]
     ]
-    words = [DEMO, f"data.root={digits}", "data.num_workers=0", "augment.size_px=16", "eval.crop_px=16"]
+    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
     code, out, err = call(evaluate_command, *words, tmp_path / "swa")
     assert (code, err) == (0, "") and "over 359 images" in out and "\nraw: top-1" in out and "\nema" not in out
     assert "step 55, an average of 3 checkpoints" in out
     best = max(record["top1_pct"] for record in evaluations(run))
     assert float(out.partition("top-1 ")[2].partition(" ")[0]) > best - 15  # it has not fallen apart
-    code, out, _ = call(predict_command, folder, next((digits / "train" / "7").glob("*.jpg")))
+    image = next((digits / "train" / "7").glob("*.jpg"))
+    code, out, _ = call(predict_command, folder, image, "--allow-import", "bed:noisy")
     assert code == 0 and " %" in out
 
 

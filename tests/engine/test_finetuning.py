@@ -224,7 +224,7 @@ def test_a_checkpoint_at_another_size(digits: Path, tmp_path: Path, call: Callab
     code, out, err = call(evaluate_command, *words, tmp_path / "vit")
     assert (code, err) == (0, "") and "resized for 64 px" in out and out.count("over 359 images") == 2
     train_here(arguments(digits, tmp_path / "plain", train__max_steps=1))
-    code, _, err = call(evaluate_command, *words, tmp_path / "plain")
+    code, _, err = call(evaluate_command, *words, tmp_path / "plain", "--allow-import", "bed:plain")
     assert code == 2 and err.startswith("eval.crop_px: bed:plain can't take 64 px") and len(err.splitlines()) == 1
     code, _, err = call(train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64}))
     assert code == 2 and "eval.crop_px" in err and "model.kwargs.dynamic_img_size to true" in err

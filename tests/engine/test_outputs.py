@@ -23,6 +23,8 @@ from imagenet_cls.ranks import main
 from imagenet_cls.report.log import close_log
 
 SECRET = "do-not-write-this-down"
+# A checkpoint calls no code of its own but what is named here, or in the config.
+OURS = ("--allow-import", "bed:noisy")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -156,11 +158,11 @@ def test_weights_load_in_timm_and_name_the_same(resnet: Path, digits: Path, call
 def test_predicting_files_folders_and_patterns(small: Path, digits: Path, call: Callable) -> None:
     folder = digits / "train" / "7"
     files = sorted(folder.glob("*.jpg"))
-    code, out, err = call(predict_command, small, folder, "--top", "2")
+    code, out, err = call(predict_command, small, folder, "--top", "2", *OURS)
     assert (code, err) == (0, "")
     assert [line.partition(": ")[0] for line in out.splitlines()] == [str(path) for path in files]
     assert all(line.count(" %") == 2 for line in out.splitlines())
-    code, out, _ = call(predict_command, small, folder / "*0.jpg", files[1], "--csv", "--top", "3")
+    code, out, _ = call(predict_command, small, folder / "*0.jpg", files[1], "--csv", "--top", "3", *OURS)
     rows = list(csv.reader(out.splitlines()))
     assert rows[0] == ["image", "class_1", "probability_1", "class_2", "probability_2", "class_3", "probability_3"]
     assert [row[0] for row in rows[1:]] == [*(str(path) for path in files if path.stem.endswith("0")), str(files[1])]
@@ -173,7 +175,7 @@ def test_predicting_what_is_no_image(small: Path, digits: Path, tmp_path: Path, 
     (tmp_path / "text.jpg").write_text("not an image")
     (tmp_path / "none").mkdir()
     for word in ("broken.jpg", "text.jpg", "nowhere.jpg", "none", "*.png"):
-        code, out, err = call(predict_command, small, tmp_path / word)
+        code, out, err = call(predict_command, small, tmp_path / word, *OURS)
         assert (code, out) == (3, "") and str(tmp_path / word) in err and len(err.splitlines()) <= 3, word
     code, _, err = call(predict_command, tmp_path, good)
     assert code == 4 and "neither a checkpoint" in err
@@ -184,7 +186,7 @@ def test_predicting_what_is_no_image(small: Path, digits: Path, tmp_path: Path, 
 def test_evaluating_a_checkpoint_repeats_the_runs_own_numbers(small: Path, digits: Path, call: Callable) -> None:
     at = {(r["step"], r["weights"]): r for r in evaluations(small)}
     best = max(at.values(), key=lambda record: record["top1_pct"])["step"]
-    words = [DEMO, f"data.root={digits}", "data.num_workers=0", "augment.size_px=16", "eval.crop_px=16"]
+    words = [DEMO, f"data.root={digits}", "data.num_workers=0", "augment.size_px=16", "eval.crop_px=16", *OURS]
     for checkpoint, step in ((small / "checkpoints" / "step-0000011", 11), (newest(small), 22), (small, best)):
         code, out, err = call(evaluate_command, *words, checkpoint)
         assert (code, err) == (0, "")
@@ -200,7 +202,8 @@ def test_evaluating_a_checkpoint_repeats_the_runs_own_numbers(small: Path, digit
 def test_predictions_of_an_evaluation_are_there_once_each(
     small: Path, digits: Path, tmp_path: Path, call: Callable, suffix: str
 ) -> None:
-    words = [DEMO, f"data.root={digits}", "data.num_workers=0", "augment.size_px=16", "eval.crop_px=16", newest(small)]
+    size = ["augment.size_px=16", "eval.crop_px=16"]
+    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", *size, newest(small)]
     code, out, _ = call(evaluate_command, *words, "--out", tmp_path / f"x{suffix}")
     assert code == 0 and "wrote 359 predictions" in out
     if suffix == ".csv":
@@ -263,11 +266,12 @@ def test_a_checkpoint_whose_model_is_elsewhere(digits: Path, tmp_path: Path, cal
         train_here(arguments(digits, tmp_path / "run", **changes))
         for name in ("own_network", "own_names"):
             del sys.modules[name]
-        assert call(predict_command, tmp_path / "run", image)[0] == 0
+        words = [tmp_path / "run", image, "--allow-import", "own_names", "--allow-import", "own_network:build"]
+        assert call(predict_command, *words)[0] == 0
         assert "own_names" in sys.modules
     for name in ("own_network", "own_names"):
         del sys.modules[name]
-    code, _, err = call(predict_command, tmp_path / "run", image)
+    code, _, err = call(predict_command, *words)
     assert code == 4 and "can't be built here" in err and "own_n" in err and len(err.splitlines()) <= 3
 
 
