@@ -61,8 +61,9 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     final = checkpoint_path(folder, snapshot.state["step"])
     temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
     groups = {"model": snapshot.model, "ema": snapshot.ema, "optimizer": snapshot.optimizer}
-    numbers = {"optimizer": snapshot.optimizer_numbers, "state": {"format": FORMAT, **snapshot.state}}
-    texts = {name: _json(value) for name, value in numbers.items()}
+    state = {"format": FORMAT, **snapshot.state}
+    # The config in it keeps the order of its keys: of optimizer.lr_scales the first pattern that fits counts.
+    texts = {"optimizer": _json(snapshot.optimizer_numbers), "state": _json(state, sort_keys=False)}
     try:
         if not folder.exists():
             folder.mkdir()
@@ -126,7 +127,9 @@ def read_checkpoint(path: Path) -> Snapshot:
         parsed = {name: load_tensors(data) for name, data in content.items() if name.endswith(".safetensors")}
         state = json.loads(content["state.json"])
         numbers = json.loads(content["optimizer.json"])
-    except (SafetensorError, ValueError, KeyError) as error:
+        if not isinstance(state, dict) or not isinstance(state.get("progress"), dict):
+            raise ValueError("state.json says nothing of a run")
+    except (SafetensorError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: can't be read: {error}\nUse another checkpoint.") from error
     if state.pop("format", None) != FORMAT:
         raise CheckpointError(
@@ -156,7 +159,10 @@ def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
             )
         content = {}
         for name, digest in files.items() if only is None else [(only, files[only])]:
-            content[name] = (path / Path(name).name).read_bytes()
+            file = path / name
+            if file.parent != path or not file.is_file():  # not out of the folder, and not into /dev/zero
+                raise FileNotFoundError(f"no file {name!r}")
+            content[name] = file.read_bytes()
             if _digest(content[name]) != digest:
                 raise CheckpointError(f"{path}: damaged ({name} does not match its digest).\nUse another checkpoint.")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -304,8 +310,8 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_bytes(_json(value))
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+def _json(value: Any, sort_keys: bool = True) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=sort_keys) + "\n").encode()
 
 
 def _fsync(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints: what comes back, what is noticed, and what a kill at any moment leaves."""
 
+import json
 import os
 import resource
 import shutil
@@ -13,6 +14,10 @@ import torch
 
 from imagenet_cls.engine.checkpoint import (
     Snapshot,
+    _canonical,
+    _digest,
+    _manifest,
+    _write_json,
     checkpoint_path,
     find_checkpoint,
     list_checkpoints,
@@ -119,6 +124,29 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         read_checkpoint(write_checkpoint(tmp_path, foreign))
 
 
+def test_what_a_manifest_names_lies_in_the_folder_and_is_a_file(tmp_path: Path) -> None:
+    """A folder that came from elsewhere must not make us read another's files, or one without an end."""
+    path = write_checkpoint(tmp_path, snapshot(1))
+    listed = json.loads((path / "manifest.json").read_text())["files"]
+    for name, place in (("../step-0000001/state.json", None), ("/dev/zero", None), ("endless", "/dev/zero")):
+        if place is not None:
+            (path / name).symlink_to(place)
+        files = listed | {name: listed["state.json"]}
+        (path / "manifest.json").write_text(json.dumps({"files": files, "sha256": _digest(_canonical(files))}))
+        with pytest.raises(CheckpointError, match=f"not a whole checkpoint .no file '{name}'"):
+            read_checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null", '{"progress": 1}'])
+def test_a_state_that_is_none_is_an_error_in_words(tmp_path: Path, text: str) -> None:
+    path = write_checkpoint(tmp_path, snapshot(1))
+    (path / "state.json").write_text(text)
+    (path / "manifest.json").unlink()
+    _write_json(path / "manifest.json", _manifest(path))
+    with pytest.raises(CheckpointError, match="can't be read"):
+        read_checkpoint(path)
+
+
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in range(1, 8):
         write_checkpoint(tmp_path, snapshot(step))
@@ -202,15 +230,13 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path, same
     """The only checkpoint there is, replaced by one of the same step or followed by a newer one."""
     old = snapshot(5, value=0.25)
     new = snapshot(5 if same_step else 6, value=0.75)
-    moments = 0
     outcomes = set()
-    while True:
-        moments += 1
-        folder = tmp_path / str(moments)
+    for moment in range(1, 200):
+        folder = tmp_path / str(moment)
         write_checkpoint(folder, old)
-        was_killed = killed_at(moments, folder, new)
+        was_killed = killed_at(moment, folder, new)
         found, damage = newest_whole(folder)
-        assert found is not None and damage == [], moments
+        assert found is not None and damage == [], moment
         outcomes.add(found.state["note"])
         assert_same(found, new if found.state["note"] == 0.75 else old)
         # The next write finds its way through whatever was left, and leaves nothing of it.
@@ -220,7 +246,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path, same
         assert all(read_checkpoint(path) for path in list_checkpoints(folder))
         if not was_killed:
             break
-    assert moments > 15 and outcomes == {0.25, 0.75}
+    assert not was_killed and moment > 15 and outcomes == {0.25, 0.75}
 
 
 def test_a_disk_that_refuses_leaves_what_was_there(tmp_path: Path) -> None:
