@@ -238,26 +238,27 @@ def _as_it_is(batch: Any) -> Any:
 
 def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; errors that workers handed over are raised, and a worker's death is put in words."""
-    try:
-        for batch in loader:
-            if isinstance(batch, UserError):
-                raise batch
-            yield tuple(batch)  # pinning makes a list of it
-    except (ConnectionError, EOFError) as error:  # the worker died while it handed over a batch
-        with suppress(RuntimeError):
-            time.sleep(1.0)  # torch's signal handler will raise as well, once, wherever we are then: let it be here
-        raise worker_killed(f"{type(error).__name__}: {error}") from None
-    except RuntimeError as error:
-        if TIMED_OUT in str(error):
-            raise _silent(loader) from None
-        raise worker_death(error) or error from None
+    with workers.Watch(loader, lambda: _silent(loader)) as watch:
+        try:
+            for batch in watch.batches():
+                if isinstance(batch, UserError):
+                    raise batch
+                yield tuple(batch)  # pinning makes a list of it
+        except (OSError, EOFError, RuntimeError) as error:
+            if watch.error is not None or TIMED_OUT in str(error):
+                told = watch.error or _silent(loader)
+                workers.stop(loader, kill=True)  # they do not end by themselves
+                raise told from None
+            if isinstance(error, ConnectionError | EOFError):  # the worker died while it handed over a batch
+                with suppress(RuntimeError):
+                    time.sleep(1.0)  # torch's signal handler will raise as well, once, wherever we are: let it be here
+                raise worker_killed(f"{type(error).__name__}: {error}") from None
+            raise (worker_death(error) if isinstance(error, RuntimeError) else None) or error from None
 
 
 def _silent(loader: DataLoader[Any]) -> ResourceError:
-    """Name the worker that gave no batch, and end all: they do not end by themselves."""
+    """Name the worker that gives no batch."""
     samples: Any = loader.dataset
-    worker_id = workers.awaited(loader)
+    worker_id = workers.suspect(loader)
     pid = workers.process_id(loader, worker_id)
-    error = worker_silent(worker_id, pid, loader.timeout, samples.at(worker_id))
-    workers.stop(loader, kill=True)
-    return error
+    return worker_silent(worker_id, pid, loader.timeout, samples.at(worker_id), workers.is_stopped(pid))

@@ -33,12 +33,16 @@ def worker_killed(reason: str) -> ResourceError:
     )
 
 
-def worker_silent(worker_id: int, pid: int | None, timeout_sec: float, image: str) -> ResourceError:
-    """A worker lives and gives nothing. image: where it is."""
+def worker_silent(
+    worker_id: int, pid: int | None, timeout_sec: float, image: str, is_stopped: bool = False
+) -> ResourceError:
+    """A worker lives and gives nothing. image: where it is. is_stopped: it stands still by a signal."""
+    cause = "most often a disk or network that hangs: see whether that file can be read, and go on with --resume"
+    if is_stopped:
+        cause = "somebody stopped that process (SIGSTOP, a debugger, a suspended job): go on with --resume"
     return ResourceError(
         f"data worker {worker_id} (process {pid}) gave no batch for {timeout_sec:g} s (data.timeout_sec); "
-        f"it is at {image}\n"
-        "most often a disk or network that hangs: see whether that file can be read, and go on with --resume"
+        f"it is at {image}\n{cause}"
     )
 
 

@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ START_METHOD = "fork" if sys.platform == "linux" else None
 
 # How long workers may take to end when they are asked to. They have nothing to save.
 _PATIENCE_SEC = 2.0
+
+# How much longer than torch a `Watch` waits: torch's own clock names a silent worker first, wherever it runs.
+_GRACE_SEC = 1.0
 
 _loaders: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
 
@@ -62,15 +67,85 @@ def process_id(loader: DataLoader[Any], worker_id: int) -> int | None:
     return iterator._workers[worker_id].pid
 
 
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process stands still by a signal (SIGSTOP) or under a debugger; False where /proc can't tell."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")
+
+
+def suspect(loader: DataLoader[Any]) -> int:
+    """The worker to name where no batch comes: one that stands still, since it may hold up the others; else the one
+    that is awaited."""
+    every = range(len(getattr(loader._iterator, "_workers", ())))
+    return next((i for i in every if is_stopped(process_id(loader, i))), awaited(loader))
+
+
+class Watch:
+    """Ends the workers of a loader whose next batch is awaited for too long, so that the wait ends with an error.
+
+    torch's own limit is for a batch that nobody announces. One that is announced is fetched over a socket from the
+    process that made it, without a limit: a worker that stands still between the two would hold its loader forever.
+    A kill closes the socket. (What goes through the pipe is too short to be torn.) Time in which this process stood
+    still itself is not waited: a clock of ticks counts.
+    """
+
+    def __init__(self, loader: DataLoader[Any], describe: Callable[[], Exception]):
+        """describe: makes the error to raise; called before the workers are ended."""
+        self.loader, self.describe = loader, describe
+        self.error: Exception | None = None
+        self._awaited: int | None = None  # the number of the batch that is waited for
+        self._done = threading.Event()
+
+    def __enter__(self) -> "Watch":
+        if self.loader.num_workers > 0:
+            threading.Thread(target=self._look, name="data worker watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def batches(self) -> Iterator[Any]:
+        """The loader's batches, each waited for under watch."""
+        self._awaited = 0
+        for number, batch in enumerate(self.loader, 1):
+            self._awaited = None
+            yield batch
+            self._awaited = number
+        self._awaited = None
+
+    def _look(self) -> None:
+        limit_sec = self.loader.timeout + _GRACE_SEC
+        tick_sec = min(1.0, limit_sec / 4)
+        ticks, before = 0, None
+        while not self._done.wait(tick_sec):
+            now = None if self.loader._iterator is None else self._awaited
+            ticks = ticks + 1 if now is not None and now == before else 0
+            before = now
+            if ticks * tick_sec >= limit_sec:
+                self.error = self.describe()
+                _kill(_disowned(self.loader._iterator))
+                return
+
+
+def _disowned(iterator: Any) -> list[Any]:
+    """The workers of a loader's iterator, of which torch forgets that they are its: else it would raise, wherever this
+    program is, because they are killed."""
+    if iterator._worker_pids_set:
+        iterator._worker_pids_set = False
+        signal_handling._remove_worker_pids(id(iterator))
+    return iterator._workers
+
+
 def stop(loader: DataLoader[Any], kill: bool = False) -> None:
     """End the loader's workers, by asking, or with `kill` at once. Returns when none is left, after seconds at most."""
     iterator: Any = loader._iterator
     loader._iterator = None
     if iterator is None or loader.num_workers == 0:
         return
-    workers = iterator._workers
-    signal_handling._remove_worker_pids(id(iterator))  # or torch would raise because they are killed
-    iterator._worker_pids_set = False
+    workers = _disowned(iterator)
     # One that was killed may have taken a lock along that asking needs, and then that would never end.
     if not kill and all(worker.is_alive() for worker in workers):
         patience = threading.Timer(_PATIENCE_SEC, _kill, [workers])

@@ -2,6 +2,7 @@
 dead children raises wherever a program is."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data.loader import TrainLoader
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.transforms import train_transform
+from imagenet_cls.errors import ResourceError
 
 SCRIPT = """
 import os, signal, sys, time
@@ -76,10 +78,12 @@ class Images:
         return ""
 
 
-def begun(images: Images) -> tuple[TrainLoader, Iterator[object]]:
+def begun(images: Images, timeout_sec: float = 60.0) -> tuple[TrainLoader, Iterator[object]]:
     """A loader with two workers, and its first epoch behind the first batch."""
     transform = train_transform(AugmentConfig(size_px=8))
-    loader = TrainLoader(images, transform, EpochSampler(16, 4, 0, 1, seed=1), 4, 1, num_workers=2)
+    loader = TrainLoader(
+        images, transform, EpochSampler(16, 4, 0, 1, seed=1), 4, 1, num_workers=2, timeout_sec=timeout_sec
+    )
     epoch = loader.epoch(0)
     next(epoch)
     return loader, epoch
@@ -119,3 +123,29 @@ def test_workers_that_are_stuck_are_not_waited_for_long(tmp_path: Path) -> None:
     assert time.monotonic() - started < 8
     assert not any(worker.is_alive() for worker in workers)
     loader.close()  # nothing is left to close
+
+
+def test_workers_that_stand_still_with_a_batch_to_hand_over(capfd: pytest.CaptureFixture[str]) -> None:
+    """All that an epoch needs is announced, and has to be fetched from its maker's process."""
+    loader, epoch = begun(Images(), timeout_sec=1.0)
+    workers = loader.loader._iterator._workers  # type: ignore[union-attr]
+    wait_for(lambda: sorted(loader.loader.dataset.reading.tolist()) != [-1, -1], "the workers to begin", 30)  # type: ignore[attr-defined]
+    time.sleep(0.5)  # and their batches are in the pipe
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(ResourceError, match=r"gave no batch for 1 s.*\n.*SIGSTOP"):
+        list(epoch)
+    assert 0.9 < time.monotonic() - started < 5
+    assert not any(worker.is_alive() for worker in workers)
+    again = loader.epoch(0)  # with new workers
+    assert len(list(again)) == 4
+    loader.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_time_in_which_nobody_waits_for_a_batch_is_not_counted() -> None:
+    loader, epoch = begun(Images(), timeout_sec=0.5)
+    time.sleep(3.0)  # a long step
+    assert len(list(epoch)) == 3
+    loader.close()
