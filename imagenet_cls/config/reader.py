@@ -71,10 +71,16 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        # Unicode's other ends of a line would be folded into one of ours, but for those that are escaped.
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar(STR, text, style)
+
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
         return super().represent_sequence(tag, sequence, flow_style=True)  # `[0.08, 1.0]`, on one line
 
 
+_Dumper.add_representer(str, _Dumper.represent_str)
 for _tag, _pattern, _first in _IMPLICIT:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))

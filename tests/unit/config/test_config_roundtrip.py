@@ -16,7 +16,26 @@ from imagenet_cls.config.schema import COMPONENT_DEFAULTS, Config
 # `${` begins an interpolation and `???` means no value: the two texts that no config can hold.
 TEXT = st.text(max_size=20).filter(lambda text: "${" not in text and text.lstrip("\\") != "???")
 TRAPS = st.sampled_from(
-    ["no", "null", "~", "1e-4", "010", "1:30", "0x1F", "2020-01-01", "<<", "=", "a: b", "# x", "", " ", "- a"]
+    [
+        "no",
+        "null",
+        "~",
+        "1e-4",
+        "010",
+        "1:30",
+        "0x1F",
+        "2020-01-01",
+        "<<",
+        "=",
+        "a: b",
+        "# x",
+        "",
+        " ",
+        "- a",
+        "a\x85b",
+        "\u2028",
+        "\u2029 ",
+    ]
 )
 NUMBERS = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False)
 PLAIN = st.none() | st.booleans() | NUMBERS | TEXT | TRAPS
