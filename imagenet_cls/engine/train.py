@@ -50,12 +50,13 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
         saver.save()
 
     while True:
+        signal_number = 0
         if evaluation_due(p, progress):
-            improved = evaluate_all(p, progress, reporter)
-            if improved or save_due(p, progress.step):
+            improved, signal_number = evaluate_all(p, progress, reporter, stop)
+            if improved or signal_number or save_due(p, progress.step):
                 save()
-        if progress.step >= plan.total_steps:
-            return 0
+        if signal_number or progress.step >= plan.total_steps:
+            return signal_number
 
         epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
         set_training(p.model, cfg.model)
@@ -135,16 +136,28 @@ def save_due(p: Parts, step: int) -> bool:
     return by_steps or by_epochs or step >= p.plan.total_steps
 
 
-def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
-    """Evaluate the raw and the averaged weights, record both, and say whether either is the best so far."""
+class _Stopped(Exception):
+    """The ranks agreed to stop, in the middle of an evaluation. Holds the signal."""
+
+
+def evaluate_all(p: Parts, progress: Progress, reporter: Reporter, stop: StopRequest) -> tuple[bool, int]:
+    """Evaluate the raw and the averaged weights, record both, and say whether either is the best so far.
+
+    Returns that, and 0; or False and the signal that the run is to stop for. Then nothing was recorded, and a run that
+    goes on evaluates this step from the start.
+    """
     models: dict[str, nn.Module] = {"raw": p.model} | ({} if p.ema is None else {"ema": p.ema.module})
     e = p.evaluation
+    # The shards' sizes differ by one image, so some ranks may have a batch that others have not.
+    batches_of_all = -(-(e.num_images // p.group.world_size) // (p.config.eval.batch_size * p.plan.devices))
 
     def showing_progress() -> Iterator[Batch]:
         """This rank's batches; the others keep pace, so that its share tells how far all are."""
         done = 0
         reporter.evaluating(done, e.num_images)
-        for batch in e.batches():
+        for number, batch in enumerate(e.batches()):
+            if number < batches_of_all and (signal_number := stop.agreed()):
+                raise _Stopped(signal_number)
             yield batch
             done = min(done + len(batch[1]) * p.group.world_size, e.num_images)
             reporter.evaluating(done, e.num_images)
@@ -152,8 +165,12 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
     models = {kind: e.on_devices(model) for kind, model in models.items()}
     flip = p.config.eval.flip_tta
     outputs = outputs_of(models, showing_progress(), e.preprocess, p.group.device, e.autocast_dtype, flip)
+    try:
+        results = evaluate(outputs, list(models), p.group)
+    except _Stopped as stopped:
+        return False, stopped.args[0]
     improved = False
-    for kind, result in evaluate(outputs, list(models), p.group).items():
+    for kind, result in results.items():
         record: dict[str, Any] = {
             "kind": "eval",
             "step": progress.step,
@@ -170,4 +187,4 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter) -> bool:
     progress.evaluated_step = progress.step
     if progress.step % (p.plan.steps_per_epoch * p.config.eval.every_epochs) == 0:  # not where max_steps cut the run
         progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
-    return improved
+    return improved, 0

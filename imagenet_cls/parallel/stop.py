@@ -51,7 +51,7 @@ class StopRequest:
     def agreed(self) -> int:
         """The signal that the run has to stop for, or 0; the same answer on every rank at the same step.
 
-        To be called once after each optimizer step by every rank.
+        To be called by every rank equally often: after each optimizer step, and before batches of an evaluation.
         """
         if self.group.control is None:
             return self.signal

@@ -113,8 +113,9 @@ def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str)
         time.sleep(0.7)
         assert process.poll() is None, "it is waiting for the step's end"
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=4)
+        process.wait(timeout=2)
         assert_all_gone(folder, 5)
+        errors = process.communicate()[1]
     assert process.returncode == 130, errors
     assert len(errors.splitlines()) <= 3, errors
     assert not list((folder / "checkpoints").glob("step-*"))

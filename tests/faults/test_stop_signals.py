@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import ForkedRuns, Strike
-from same_run import ACCUMULATION, assert_same_run, checkpoints, resumed_at, words_for
+from same_run import ACCUMULATION, assert_same_run, checkpoints, records, resumed_at, words_for
 
 ByRanks = Callable[[int], Path]
 
@@ -51,6 +51,29 @@ def test_sigterm_saves_the_same_step_and_nothing_is_lost(
     assert forked.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
     assert resumed_at(output) == step
     assert_same_run(folder, undisturbed(ranks))
+
+
+def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(
+    forked: ForkedRuns, few_images: ByRanks, tmp_path: Path
+) -> None:
+    """Rank 1 is asked in its first of five batches. The flag is passed on before the second, and read before the third.
+
+    What was counted is thrown away. Were there a third batch, rank 0 would not survive it.
+    """
+    words = {name: words_for(few_images(2), tmp_path / name, 2, eval__batch_size=4) for name in ("run", "whole")}
+    output, of_both_weights = tmp_path / "output.txt", 2
+    asked = [Strike("in_evaluation", 5 * of_both_weights + 1, 1, TERM)]
+    too_late = [Strike("in_evaluation", (5 + 3) * of_both_weights, 0)]
+    assert forked.run(words["run"], output, 2, asked + too_late) == [143, 143], output.read_text()
+    assert "stopped by SIGTERM after step 20 of 40, saved in " in output.read_text()
+    assert checkpoints(tmp_path / "run")[-1] == 20
+    assert [line["step"] for line in records(tmp_path / "run") if line["kind"] == "eval"] == [10, 10]
+
+    output.unlink()
+    assert forked.run([*words["run"], "--resume"], output, 2) == [0, 0], output.read_text()
+    assert resumed_at(output) == 20
+    assert forked.run(words["whole"], output, 2) == [0, 0], output.read_text()
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def scontrol(folder: Path, refusal: str = "") -> dict[str, str]:

@@ -93,3 +93,50 @@ def test_a_started_rank_that_can_not_find_its_place_leaves_its_words_to_the_laun
     rank = subprocess.run([sys.executable, TRAIN, DEMO], env=env, cwd=REPOSITORY, capture_output=True, text=True)
     assert (rank.returncode, rank.stderr) == (2, "")
     assert "RANK=2 with WORLD_SIZE=2" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+
+
+# Prints what is asked for at the exit, and what only a whole tear-down would come to.
+PROGRAM = """
+import atexit, sys, threading, time
+from imagenet_cls.ranks import main
+class Last:
+    def __del__(self):
+        print("taken down")
+kept = Last()
+def late():
+    time.sleep(0.2)
+    print("thread")
+def command(words):
+    threading.Thread(target=late).start()
+    atexit.register(print, "asked for")
+    if "interrupt" in words:
+        raise KeyboardInterrupt
+    return 7
+sys.exit(main(command))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "code", "told"),
+    [
+        ([], [], 7, ["thread", "asked for"]),
+        ([], ["interrupt"], 130, ["asked for"]),
+        (["-m", "cProfile"], [], 0, ["thread", "asked for"]),
+    ],
+    ids=["an end", "a Ctrl-C", "under a profiler"],
+)
+def test_a_program_does_at_its_end_what_was_asked_for_and_no_more(
+    tmp_path: Path, options: list[str], words: list[str], code: int, told: list[str]
+) -> None:
+    """What takes seconds with torch: Ctrl-C waits for no thread either. A profiler gets to write what it found."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    env = environment(PYTHONPATH=str(REPOSITORY))
+    command = [sys.executable, *options, str(script), *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line in told] == told and done.stderr == ""
+    if options:
+        assert any("function calls" in line for line in lines)
+    else:
+        assert (done.returncode, lines) == (code, told)
