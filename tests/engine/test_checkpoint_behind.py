@@ -1,0 +1,121 @@
+"""Saving behind the training: what a save costs the steps, when its errors show, and which checkpoints stay."""
+
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bed import arguments, evaluations, losses, noisy, train_here
+from torch import Tensor, nn
+
+from imagenet_cls.engine import saving
+from imagenet_cls.engine.checkpoint import Snapshot, list_checkpoints, read_checkpoint, step_of
+from imagenet_cls.errors import ResourceError
+from imagenet_cls.report.log import close_log
+
+STEPS = 11
+LONG_SEC = 20.0
+# What happens in the forward of a step, to the network.
+EVENTS: dict[int, Callable[[nn.Module], object]] = {}
+
+
+class Eventful(nn.Sequential):
+    def __init__(self, num_classes: int):
+        super().__init__(*noisy(num_classes))
+        self.step = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.step += self.training
+        if self.training and self.step in EVENTS:
+            EVENTS[self.step](self)
+        return super().forward(images)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    EVENTS.clear()
+    yield
+    EVENTS.clear()
+    close_log()
+
+
+def words_for(digits: Path, folder: Path, **changes: Any) -> list[str]:
+    settings = {"model__name": f"{Path(__file__).stem}:Eventful", "train__epochs": 1, "ema__decay": 0.8}
+    return arguments(digits, folder, **(settings | {"checkpoint__every_steps": 4} | changes))
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(step_of(path) for path in list_checkpoints(folder / "checkpoints"))
+
+
+def join_writer(_: object) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join(LONG_SEC)
+
+
+def test_a_write_that_hangs_stops_no_step_and_sees_none(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of step 4 begins after three more steps, and holds the bits of step 4; the last one is waited for."""
+    keep_all = {"checkpoint__keep_last": "null"}
+    train_here(words_for(digits, tmp_path / "plain", **keep_all))
+    close_log()
+    go_on, in_time, write = threading.Event(), [], saving.write_checkpoint
+    EVENTS[7] = lambda _: go_on.set()
+
+    def late(folder: Path, snapshot: Snapshot) -> Path:
+        in_time.append(go_on.wait(LONG_SEC))
+        time.sleep(0.1)  # the last one, too, is not there by itself
+        return write(folder, snapshot)
+
+    monkeypatch.setattr(saving, "write_checkpoint", late)
+    train_here(words_for(digits, tmp_path / "late", **keep_all))
+    assert in_time == [True] * 3
+    assert not any(thread.name == "checkpoint" for thread in threading.enumerate())
+    assert saved(tmp_path / "late") == saved(tmp_path / "plain") == [4, 8, STEPS]
+    for step in (4, 8, STEPS):
+        for name in ("model", "ema", "optimizer"):
+            file = Path("checkpoints", f"step-{step:07d}", f"{name}.safetensors")
+            assert (tmp_path / "late" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+    assert losses(tmp_path / "late") == losses(tmp_path / "plain")
+
+
+def test_an_error_surfaces_at_the_next_step(digits: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    reached = []
+    EVENTS[3] = lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    EVENTS[5] = join_writer
+    EVENTS[6] = reached.append
+    try:
+        with pytest.raises(ResourceError, match=r"step-0000004: File too large \(.* bytes needed"):
+            train_here(words_for(digits, tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert reached == [] and saved(tmp_path) == []
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_the_newest_and_the_best_stay_and_nothing_else(digits: Path, tmp_path: Path, keep_last: int) -> None:
+    """From step 25 on the weights are worth nothing, so the best are old ones."""
+
+    def forget(network: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(0.0)
+
+    for step in range(25, 3 * STEPS + 1):
+        EVENTS[step] = forget
+    train_here(words_for(digits, tmp_path, train__epochs=3, checkpoint__keep_last=keep_last, optimizer__lr=0.1))
+    best = {}
+    for kind in ("raw", "ema"):
+        results = [record for record in evaluations(tmp_path) if record["weights"] == kind]
+        best[kind] = max(results, key=lambda record: record["top1_pct"])["step"]  # the first of equals
+    assert max(best.values()) < 3 * STEPS
+    written = [4, 8, 11, 12, 16, 20, 22, 24, 28, 32, 33]
+    assert saved(tmp_path) == sorted({*written[-keep_last:], *best.values()})
+    assert all(read_checkpoint(path) for path in list_checkpoints(tmp_path / "checkpoints"))
