@@ -30,6 +30,13 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(repr(word) for word in found)}?" if found else ""
 
 
+def did_you_mean_part(pattern: str, names: Iterable[str]) -> str:
+    """`did_you_mean` for a pattern of dotted names, such as `layer1.*`: it may mean one of them, or all of a part."""
+    parts = [name.split(".") for name in names]
+    wholes = dict.fromkeys(".".join([*words[:depth], "*"]) for words in parts for depth in range(1, len(words)))
+    return did_you_mean(pattern, [*wholes, *(".".join(words) for words in parts)])
+
+
 def is_factory_name(name: str) -> bool:
     """Whether a component's name is of the form `my_module:my_factory`."""
     module, colon, attribute = name.partition(":")

@@ -75,6 +75,7 @@ def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) 
         "train.global_batch_size": 128,
         "log.every_steps": 1,
         "log.tensorboard": "false",
+        "log.plots": "false",  # takes longer than all the rest
         "ema.decay": "null",
     }
     settings |= {name.replace("__", "."): value for name, value in changes.items()}

@@ -416,6 +416,8 @@ class LogConfig:
     every_steps: int = 50
     # Write event files for TensorBoard (rank 0 only).
     tensorboard: bool = True
+    # Draw the curves of loss, top-1 and learning rate into plots/ at the end (rank 0 only).
+    plots: bool = True
 
 
 @dataclass(frozen=True)

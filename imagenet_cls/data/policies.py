@@ -2,7 +2,7 @@
 
 Owns `augment.policy` and `augment.policy_kwargs`: from a name to a function on uint8 images, and everything that can be
 wrong with the name. Refuses to draw by keys: a policy draws while it is applied, from the default generators of torch,
-`random` and numpy, which are seeded for each sample. Called by `transforms`; `check_policy` by `engine.build`.
+`random` and numpy, which are seeded for each sample. Called by `transforms`; `check_policy` by `engine.check`.
 """
 
 import re

@@ -34,7 +34,7 @@ from imagenet_cls.parallel.reduce import differing
 # What may differ from machine to machine.
 _LOCAL = {
     "data.root", "data.manifest", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "device", "expect",
-    "imports", "log.tensorboard",
+    "imports", "log.tensorboard", "log.plots",
     "model.checkpoint", "model.pretrained", "distill.teacher.checkpoint", "distill.teacher.pretrained",
     "parallel.init_method", "parallel.timeout_sec",
 }  # fmt: skip
@@ -95,7 +95,7 @@ def versions() -> dict[str, str]:
 
 def refuse_differing_configs(config: Config, group: Group) -> None:
     """Raise ConfigError on every rank unless all have the same config, but for a machine's own keys. A collective."""
-    own = {key: repr(value) for key, value in flatten(config_to_dict(config)).items()}
+    own = {key: repr(value) for key, value in settings_of(config).items()}
     own = {key: value for key, value in own.items() if key not in _LOCAL and key.partition(".")[0] not in _LOCAL}
     lines = [
         f"{key}: not the same on {name_ranks(ranks)} as on rank 0; start every rank with the same config and changes"
@@ -132,6 +132,11 @@ def tensors_held(model: nn.Module, ema: nn.Module | None, optimizer: torch.optim
         name = names[id(parameter)]
         tensors |= {f"{key} of {name}": value for key, value in state.items() if isinstance(value, Tensor)}
     return tensors
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted key, and the order of `optimizer.lr_scales`: the first pattern that fits counts."""
+    return flatten(config_to_dict(config)) | {"optimizer.lr_scales": list(config.optimizer.lr_scales)}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -126,7 +126,8 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
                     f"saved in {where}\nGo on with the same command and --resume.",
                     code,
                 )
-            reporter.plot()
+            if config.log.plots:
+                reporter.plot()
             reporter.say(last_words(parts, progress, options.work_dir))
     except Exception:
         logging.getLogger("imagenet_cls").exception("the run ended early")

@@ -1,8 +1,10 @@
 """Changes to a built model that keep its weights: a BatchNorm for each split of a batch, and less memory.
 
-Owns `model.split_bn` and `train.grad_checkpointing`. Refuses models that can't keep fewer activations. Called by
-`engine.build`: `split_batch_norm` once the weights are loaded and before anything is frozen, since it makes new
-parameters; `checkpoint_activations` last, just before ranks are joined, since SyncBN may put new layers in.
+Owns `model.split_bn` and `train.grad_checkpointing`. Refuses models that can't keep fewer activations, and models whose
+BatchNorm can't be split. Called by `engine.model`: `split_batch_norm` once the weights are loaded and before anything
+is frozen, since it makes new parameters; `checkpoint_activations` last, just before ranks are joined, since SyncBN may
+put new layers in. `models.check` asks beforehand, on a model without memory (`splitting_problem`,
+`checkpointing_problem`).
 """
 
 from functools import cache
@@ -21,9 +23,24 @@ def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Modu
 
     The conversion is timm's: the first part goes through the layer that was there, which is also what evaluation uses;
     the others through `aux_bn` layers below it, which start with its weights and statistics. Changes the model in place
-    and returns it. The batch must be a multiple of `splits`.
+    and returns it. The batch must be a multiple of `splits`. Raises ConfigError for what `splitting_problem` names.
     """
-    return convert_splitbn_model(model, splits) if cfg.split_bn else model
+    if not cfg.split_bn:
+        return model
+    problem = splitting_problem(model)
+    if problem is not None:
+        raise ConfigError([f"{problem.key}: {problem.message}"])
+    return convert_splitbn_model(model, splits)
+
+
+def splitting_problem(model: nn.Module) -> Problem | None:
+    """What keeps a model's BatchNorm from being split: there is none, or not of images only (LeViT's is of tokens)."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    others = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, nn.BatchNorm2d)})
+    if layers and not others:
+        return None
+    has = f"has {', '.join(others)}, and only BatchNorm2d can be split" if layers else "has no BatchNorm to split"
+    return Problem("model.split_bn", f"{type(model).__name__} {has}; set it to false, or take another model")
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """Stage 2 of the checks for the `model` section: names, tags, published weights and kwargs, before anything is started.
 
 Owns `check_model`. Refuses names that neither timm nor torchvision knows, keywords that the model's own constructor
-does not take or look at, torchvision models that return auxiliary outputs, and what can't be frozen or computed anew in
-backward. Reads no data, downloads nothing. Called by `engine.check`.
+does not take or look at, torchvision models that return auxiliary outputs, and what can't be frozen, split or computed
+anew in backward. Reads no data, downloads nothing. Called by `engine.check`.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from imagenet_cls.lookup import (
     keyword_names,
     missing_kwargs,
 )
-from imagenet_cls.models.adapt import checkpointing_problem
+from imagenet_cls.models.adapt import checkpointing_problem, splitting_problem
 from imagenet_cls.models.build import TORCHVISION, first_line
 from imagenet_cls.models.freeze import freeze_problems
 
@@ -57,7 +57,8 @@ def check_model(model: ModelConfig, grad_checkpointing: bool = False) -> list[Pr
     if built is not None:
         problems += freeze_problems(built, model, model.num_classes or 1000)
         unfit = checkpointing_problem(built) if grad_checkpointing else None
-        problems += [unfit] if unfit is not None else []
+        unsplit = splitting_problem(built) if model.split_bn else None
+        problems += [problem for problem in (unfit, unsplit) if problem is not None]
     return problems
 
 

@@ -3,11 +3,11 @@
 Owns `model.freeze`, `model.head_only` and `model.freeze_bn`. Nothing is converted: parameters lose `requires_grad`, and
 BatchNorm is put into evaluation mode, so names, classes and checkpoints stay as they are. Refuses patterns that fit no
 parameter, a head that can't be told, and a model with nothing left to train. Called by `models.check` (what would be
-refused, on a model without memory), by `engine.build` (before ranks are joined: DistributedDataParallel must know what
-has no gradient) and by `engine.train` (the modes, wherever training goes on).
+refused, on a model without memory), by `engine.model` (before ranks are joined: DistributedDataParallel must know what
+has no gradient), by `engine.train` and, for one batch tried out, `engine.run` (the modes, wherever training goes on).
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ConfigError, Problem
-from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.lookup import did_you_mean_part
 from imagenet_cls.models.build import head_names
 
 
@@ -104,10 +104,7 @@ def _frozen_names(model: nn.Module, cfg: ModelConfig, num_classes: int) -> set[s
     return frozen
 
 
-def _remedy(pattern: str, names: Iterable[str]) -> str:
-    """What could have been meant: a parameter, or all of a module, which is what most patterns name."""
-    parts = [name.split(".") for name in names]
-    modules = [".".join(words[:end]) for words in parts for end in range(1, len(words))]
-    candidates = [*dict.fromkeys(f"{module}.*" for module in modules), *(".".join(words) for words in parts)]
-    tops = dict.fromkeys(words[0] for words in parts)
-    return did_you_mean(pattern, candidates) or f" (its parts: {', '.join(f'{top}.*' for top in tops)})"
+def _remedy(pattern: str, names: Sequence[str]) -> str:
+    """What could have been meant, else what there is."""
+    tops = dict.fromkeys(name.partition(".")[0] for name in names)
+    return did_you_mean_part(pattern, names) or f" (its parts: {', '.join(f'{top}.*' for top in tops)})"

@@ -3,7 +3,7 @@
 Owns the three ways to another size: weights resized as they are loaded into a model that was built for it
 (`resize_weights`), a finished model resized (`resize_model`), and the words about what to put into a config
 (`size_remedy`). The interpolation is the model library's own. Refuses nothing: what comes out is compared by who
-called. Called by `models.weights`, `engine.inference` and `engine.build`.
+called. Called by `models.weights`, `engine.inference` and `engine.model`.
 """
 
 import sys

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import ConfigError
-from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.lookup import did_you_mean_part
 
 Kind = Literal["weight", "norm", "bias", "token", "scale"]
 
@@ -127,7 +127,5 @@ def pattern_scales(names: Collection[str], patterns: Mapping[str, float]) -> dic
 
 
 def _fits_nothing(pattern: str, names: list[str]) -> str:
-    parts = [name.split(".") for name in names]
-    modules = {".".join([*path[:depth], "*"]): None for path in parts for depth in range(1, len(path))}
     examples = ", ".join(names[:2] + names[-1:])
-    return f"{pattern!r} fits no parameter{did_you_mean(pattern, [*modules, *names])} (the model has {examples}, ...)"
+    return f"{pattern!r} fits no parameter{did_you_mean_part(pattern, names)} (the model has {examples}, ...)"

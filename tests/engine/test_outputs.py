@@ -40,7 +40,8 @@ def resnet_words(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     """timm's resnet18 at 32 px, two steps, with everything that a run can write."""
     folder = tmp_path_factory.mktemp("resnet") / "run"
     size = {"augment.size_px": 32, "eval.crop_px": 32}
-    more = {"train.max_steps": 2, "log.tensorboard": "true", "ema.decay": 0.5, "optimizer.lr": 0.001}
+    more = {"train.max_steps": 2, "log.tensorboard": "true", "log.plots": "true"}
+    more |= {"ema.decay": 0.5, "optimizer.lr": 0.001}
     return arguments(digits, folder, **{"model.name": "resnet18"}, **size, **more)
 
 
@@ -127,6 +128,10 @@ def test_the_rest_of_the_folder(resnet: Path) -> None:
     assert [path.name for path in (resnet / "logs").iterdir()] == ["rank0.log"]
     assert all(Image.open(path).size[0] > 100 for path in (resnet / "plots").glob("*.png"))
     assert list((resnet / "plots").glob("*.png"))
+
+
+def test_curves_are_drawn_where_they_are_asked_for(small: Path) -> None:
+    assert evaluations(small) and not (small / "plots").exists()
 
 
 # ------------------------------------------------------------------------------------------------ use of weights
@@ -226,8 +231,9 @@ def test_a_place_for_predictions_that_cannot_be_written_is_told_first(
     code, out, err = call(evaluate_command, *words, "--out", tmp_path / "none" / "x.csv")
     assert (code, out) == (2, "") and "can't write" in err and "--out" in err
     (tmp_path / "old.csv").write_text("old")
-    code, _, _ = call(evaluate_command, *words[:-1], tmp_path / "nowhere.pth", "--out", tmp_path / "old.csv")
-    assert code == 4 and (tmp_path / "old.csv").read_text() == "old"
+    code, out, err = call(evaluate_command, *words, "--out", tmp_path / "old.csv")
+    assert (code, out) == (2, "") and "old.csv is there already" in err and "--out" in err
+    assert (tmp_path / "old.csv").read_text() == "old"
 
 
 def test_foreign_weights(small: Path, digits: Path, tmp_path: Path, call: Callable) -> None:

@@ -132,11 +132,10 @@ def main() -> None:
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
     import imagenet_cls.parallel.launch  # noqa: F401
-    from imagenet_cls.report import plots, reporter
+    from imagenet_cls.report import plots
 
     torch.set_num_threads(1)
     plots.draw_batch(numpy.zeros((1, 3, 8, 8), numpy.uint8), ["0"])
-    reporter.plot_run = lambda *_: []  # takes longer than all the rest
     gc.freeze()  # else each fork's collector would copy the pages of all modules
     started_at = 0.0
     for line in sys.stdin:

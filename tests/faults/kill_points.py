@@ -22,7 +22,6 @@ import imagenet_cls.engine.run as engine_run
 from imagenet_cls.data.loader import _TrainSamples
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.report.jsonl import MetricsFile
-from imagenet_cls.report.reporter import Reporter
 
 Passed = Callable[[], None]
 
@@ -108,7 +107,7 @@ def between_epochs(passed: Passed) -> None:
 
 def after_the_last_step(passed: Passed) -> None:
     """Everything is saved; the last words are not said."""
-    before(Reporter, "plot", passed)
+    before(engine_run, "last_words", passed)
 
 
 def half_a_record(passed: Passed) -> None:

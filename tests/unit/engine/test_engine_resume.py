@@ -1,14 +1,17 @@
 """Which changes of a config and its data a resumed run lets through."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bed import arguments
 
 from imagenet_cls.config.load import config_to_dict, load_config
+from imagenet_cls.engine.agree import flatten
 from imagenet_cls.engine.build import Parts, build
-from imagenet_cls.engine.resume import flatten, refuse_changes
+from imagenet_cls.engine.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from imagenet_cls.engine.resume import refuse_changes
 from imagenet_cls.engine.saving import describe_run
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.parallel.group import Group
@@ -43,6 +46,28 @@ def test_a_changed_recipe_is_refused_unless_allowed(digits: Path) -> None:
         refuse_changes(before, changed, ["train.epochs", "optimizer.l"])  # half a name is no name
     assert len(refuse_changes(before, changed, ["train.epochs", "optimizer"])) == 3
     assert len(refuse_changes(before, changed, ["train.epochs", "optimizer.lr", "optimizer.kwargs"])) == 3
+
+
+def test_the_order_of_patterns_is_part_of_the_recipe(digits: Path, tmp_path: Path) -> None:
+    """Of `lr_scales` the first pattern that fits counts. The checkpoint keeps their order, whatever their names."""
+
+    def written(*factors: str) -> dict[str, Any]:
+        parts = parts_for(digits, optimizer__lr_scales="{" + ", ".join(factors) + "}")
+        state = describe_run(parts) | {"step": 1, "progress": {"step": 1}}
+        return read_checkpoint(write_checkpoint(tmp_path / "checkpoints", Snapshot({}, {}, {}, state))).state
+
+    one, other = ('"2.*": 0.5', '"*.weight": 2')
+    same, swapped = (
+        parts_for(digits, optimizer__lr_scales=f"{{{first}, {second}}}")
+        for first, second in ((one, other), (other, one))
+    )
+    before = written(one, other)
+    assert refuse_changes(before, same, ()) == []
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.lr_scales: \['2\.\*', '\*\.weight'\] -> \['\*\.weight', '2\.\*'\]"
+    ):
+        refuse_changes(before, swapped, ())
+    assert len(refuse_changes(before, swapped, ["optimizer.lr_scales"])) == 1
 
 
 def test_another_optimizer_is_refused_whatever_is_allowed(digits: Path) -> None:

@@ -66,6 +66,17 @@ def test_a_model_with_splits_and_back() -> None:
     torch.testing.assert_close(again.eval()(images_of(9)), split.eval()(images_of(9)), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("levit_128s", "has BatchNorm1d, and only BatchNorm2d can be split"), ("test_vit", "has no BatchNorm")],
+)
+def test_models_whose_batch_norm_cannot_be_split_are_told(name: str, reason: str) -> None:
+    (problem,) = check_model(ModelConfig(name=name, split_bn=True))
+    assert problem.key == "model.split_bn" and reason in problem.message and check_model(ModelConfig(name=name)) == []
+    with pytest.raises(ConfigError, match=rf"model\.split_bn: .*{reason}"):
+        split_batch_norm(timm.create_model(name), SPLIT, 3)
+
+
 # ------------------------------------------------------------------------------------------------- gradient checkpoints
 
 
