@@ -162,9 +162,14 @@ def load_for_testing(arguments: argparse.Namespace) -> Loaded:
 
 
 def refuse_unwritable_out(arguments: argparse.Namespace, loaded: Loaded) -> None:
-    """Raise UsageError where --out could not be written: before the evaluation, which may take an hour, not after."""
+    """Raise UsageError where --out could not be written, or would replace a file: before the evaluation, which may take
+    an hour, not after.
+    """
     if arguments.out is not None:
-        write_rows(Path(arguments.out), [], mode="a")
+        path = Path(arguments.out)
+        if path.is_file() and path.stat().st_size > 0:
+            raise UsageError(f"{path} is there already\nName another file with --out, or move that one away.")
+        write_rows(path, [], mode="a")
 
 
 def test_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, groups: "list[Group]") -> None:

@@ -90,7 +90,7 @@ def validation_labels(source: Source) -> dict[str, str]:
         if source.labels.suffix == ".csv":
             return _labels_from_solution(source.labels)
         return _labels_from_devkit(source.labels)
-    except (tarfile.TarError, EOFError, KeyError, ValueError, IndexError, TypeError) as error:
+    except (tarfile.TarError, csv.Error, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(f"{source.labels}: broken as validation labels ({reason})\ndownload it again") from None
 

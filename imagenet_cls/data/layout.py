@@ -24,8 +24,9 @@ def is_image(name: bytes) -> bool:
 
 
 def listed(names: Sequence[str], count: int = 3) -> str:
-    """The first `count` names, and an ellipsis where there are more."""
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+    """The first `count` names, and an ellipsis where there are more; of a name of any length 100 characters at most."""
+    shown = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:count]]
+    return ", ".join(shown) + (", ..." if len(names) > count else "")
 
 
 def scan_images(base: bytes, folder: bytes) -> list[bytes]:

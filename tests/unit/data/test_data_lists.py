@@ -95,12 +95,25 @@ def test_a_class_that_is_listed_twice_is_refused(folder: Path) -> None:
         index_list(write(folder, "t.txt", "images/b.jpg cat\n"), folder)
 
 
+LONG = "9" * 5000
+
+
+def test_absurd_labels_are_not_printed_whole(folder: Path) -> None:
+    for label in (LONG, LONG[:900], "a" * 70_000):
+        with pytest.raises(DataError, match=r"t\.txt:1: label '") as error:
+            index_list(write(folder, "t.txt", f"images/b.jpg {label}\nimages/c.jpg 0\n"), folder, ("a", "b"))
+        assert len(str(error.value)) < 700
+    with pytest.raises(DataError, match=r"t\.csv:2: 'x+\.\.\. is not `path,label`") as error:
+        index_list(write(folder, "t.csv", f"images/b.jpg,cat\n{'x' * 70_000}\n"), folder)
+    assert len(str(error.value)) < 700
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("t.csv", "images/b.jpg,cat\n" + "x" * 200_000 + ",dog\n", r"t\.csv:\d: not CSV: field larger"),
         ("t.txt", "images/" + "n" * 300 + ".jpg dog\n", r"t\.txt:1: no image"),
-        ("t.txt", "images/b.jpg " + "9" * 5000 + "\nimages/c.jpg 0\n", None),
+        ("t.txt", f"images/b.jpg {LONG}\nimages/c.jpg 0\n", None),
     ],
 )
 def test_absurd_lines_are_told_or_taken_as_they_are(folder: Path, name: str, text: str, said: str | None) -> None:

@@ -144,6 +144,16 @@ def test_flat_val_folder_with_the_devkit(tmp_path: Path) -> None:
     assert_complete(tmp_path / "out")
 
 
+@pytest.mark.parametrize("row", [f"a,{'x' * 200_000}", "a", "a,"])
+def test_a_solution_file_with_a_row_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str) -> None:
+    (tmp_path / "in").mkdir()
+    solution = write_kaggle(tmp_path / "in") / "LOC_val_solution.csv"
+    solution.write_text(f"{solution.read_text()}{row}\n")
+    assert prepare_main([str(tmp_path / "in"), str(tmp_path / "out"), *COUNTS]) == 3
+    error = capsys.readouterr().err
+    assert "LOC_val_solution.csv: broken as validation labels" in error and len(error) < 700
+
+
 def evil(folder: Path, change: Callable[[tarfile.TarInfo], None]) -> None:
     member = tarfile.TarInfo("ILSVRC2012_val_00000001.JPEG")
     change(member)
