@@ -1,0 +1,83 @@
+"""A save that fails on rank 0, which alone writes: all ranks leave, one says why, and the run can go on."""
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed import noisy, state_digest
+from forked_runs import ForkedRuns
+from same_run import ACCUMULATION, STEPS, checkpoints, records, words_for
+from torch import nn
+
+RANKS = 2
+LIMIT_BYTES = 20_000  # the weights of a checkpoint take more, the records of all steps less
+_SETTLING_PASSES = 2  # that DDP's buckets take before the first step
+
+Folder = Callable[[int], Path]
+
+
+class Limited(nn.Sequential):
+    """Between two steps, which the environment names, rank 0 may write small files only."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(*noisy(num_classes))
+        first, last = map(int, os.environ.get("LIMITED_STEPS", "0 0").split())
+        self.limited, self.passes = range(first, last + 1), -_SETTLING_PASSES
+
+    def forward(self, images: Any) -> Any:
+        self.passes += self.training
+        step = -(-self.passes // ACCUMULATION)
+        if self.training and os.environ["RANK"] == "0":
+            most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES if step in self.limited else most_bytes, most_bytes))
+        return super().forward(images)
+
+
+def words(few_images: Folder, folder: Path, on_error: str) -> list[str]:
+    changes = {"checkpoint__on_error": on_error, "log__tensorboard": "false"}
+    return [
+        word.replace("bed:noisy", f"{Path(__file__).stem}:Limited")
+        for word in words_for(few_images(RANKS), folder, RANKS, **changes)
+    ]
+
+
+def told(output: Path) -> str:
+    return "".join(output.read_text().splitlines())  # the console breaks lines
+
+
+@pytest.mark.parametrize(("limited", "at", "left"), [("12 999", 15, [5, 10]), (f"{STEPS - 2} 999", STEPS, [30, 35])])
+def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
+    forked: ForkedRuns, few_images: Folder, undisturbed: Folder, tmp_path: Path, limited: str, at: int, left: list[int]
+) -> None:
+    """In the middle, and at the end, which is waited for by all."""
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    codes = forked.run(words(few_images, folder, "stop"), output, RANKS, LIMITED_STEPS=limited)
+    assert codes[0] == 5 and codes[1] != 0, codes
+    if at == STEPS:
+        assert codes == [5, 5]
+    assert told(output).count(f"step-{at:07d}: File too large (") == 1, told(output)
+    assert "Traceback" not in told(output)
+    steps = [record["step"] for record in records(folder) if record["kind"] == "train"]
+    assert at <= len(steps) <= at + 5
+    assert checkpoints(folder)[-2:] == left
+    assert forked.run([*words(few_images, folder, "stop"), "--resume"], output, RANKS) == [0] * RANKS
+    assert f"at step {left[-1]}" in told(output)
+    assert state_digest(folder) == state_digest(undisturbed(RANKS))
+    assert records(folder) == records(undisturbed(RANKS))
+
+
+def test_training_goes_on_where_it_is_told_to(
+    forked: ForkedRuns, few_images: Folder, undisturbed: Folder, tmp_path: Path
+) -> None:
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    goes_on = words(few_images, folder, "continue")
+    assert forked.run(goes_on, output, RANKS, LIMITED_STEPS="12 17") == [0] * RANKS, told(output)
+    assert told(output).count("training goes on (checkpoint.on_error)") == 1  # the save of step 15
+    assert state_digest(folder) == state_digest(undisturbed(RANKS))
+    assert records(folder) == records(undisturbed(RANKS))
+    assert checkpoints(folder) == checkpoints(undisturbed(RANKS))
+    last = [*words(few_images, tmp_path / "last", "continue")]
+    assert forked.run(last, output, RANKS, LIMITED_STEPS=f"{STEPS - 2} 999") == [5] * RANKS
