@@ -124,7 +124,11 @@ def read_checkpoint(path: Path) -> Snapshot:
     """
     content = verified_files(path)
     try:
-        parsed = {name: load_tensors(data) for name, data in content.items() if name.endswith(".safetensors")}
+        parsed = {
+            name: dict(sorted(load_tensors(data).items()))  # their order is chance
+            for name, data in content.items()
+            if name.endswith(".safetensors")
+        }
         state = json.loads(content["state.json"])
         numbers = json.loads(content["optimizer.json"])
         if not isinstance(state, dict) or not isinstance(state.get("progress"), dict):

@@ -61,7 +61,7 @@ def _is_safetensors(path: Path) -> bool:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return safetensors.torch.load_file(path, device="cpu")
+        return dict(sorted(safetensors.torch.load_file(path, device="cpu").items()))  # their order is chance
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} is not a whole safetensors file: {_one_line(error)}\n"
@@ -85,7 +85,8 @@ def _read_pickle(path: Path) -> Any:
                 f"{str(path)!r} needs {refused[1]!r} to be loaded, which could run code: refused, nothing was run\n"
                 "save its state dict alone (tensors by name), best as .safetensors, where you trust the file"
             ) from error
-        raise CheckpointError(_not_whole(path, error)) from error
+        inner = str(error).partition("WeightsUnpickler error:")[2].strip()  # behind advice to load it unrestricted
+        raise CheckpointError(_not_whole(path, pickle.UnpicklingError(inner) if inner else error)) from error
     except (
         Exception
     ) as error:  # a broken file makes torch.load raise nearly anything: EOFError, KeyError, RuntimeError, ...
@@ -171,7 +172,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
 def misfit(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
     """How `state` differs from a model's `own` names and shapes: counts, and the first three of each kind; "" if it
     doesn't. One line, for a message that goes on with what to do."""
-    shapes = [f"{n} {tuple(state[n].shape)} for {tuple(own[n].shape)}" for n in _differing_shapes(own, state)]
+    shapes = [f"{n} {tuple(state[n].shape)} for {tuple(own[n].shape)}" for n in _differing_shapes(state, own)]
     kinds = {
         "missing": [name for name in own if name not in state],
         "unexpected": [name for name in state if name not in own],
@@ -198,6 +199,7 @@ def _is_counter(name: str) -> bool:
 
 
 def _differing_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """In the order of `state`."""
     return [name for name, value in state.items() if name in own and own[name].shape != value.shape]
 
 
