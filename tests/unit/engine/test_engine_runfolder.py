@@ -1,13 +1,12 @@
 """Who may write into a run folder."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from bed import environment
 
 from imagenet_cls.engine.runfolder import RunFolder, write_whole
 from imagenet_cls.errors import ResourceError, UsageError
@@ -59,24 +58,27 @@ def test_overwriting_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
     assert contents(tmp_path) == ["logs", "logs/rank0.log", "mine", "mine/plot.png", "notes.txt"]
 
 
+def hold(path: Path, pipe: Connection) -> None:
+    folder = RunFolder(path)
+    folder.open(resume=True, overwrite=False)
+    pipe.send("held")
+    pipe.poll(60)
+
+
 def test_a_second_process_is_kept_out_until_the_first_ends(tmp_path: Path) -> None:
     """The holder is another process, since the kernel's lock is between processes; its death frees the folder."""
-    script = (
-        "import sys, pathlib; from imagenet_cls.engine.runfolder import RunFolder\n"
-        "folder = RunFolder(pathlib.Path(sys.argv[1])); folder.open(True, False); print('held', flush=True); input()"
-    )
-    held = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=environment(PYTHONPATH=os.pathsep.join(sys.path)),
-    )  # fmt: skip
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    held = context.Process(target=hold, args=(tmp_path, theirs), daemon=True)
+    held.start()
     try:
-        assert held.stdout is not None and held.stdout.readline() == b"held\n"
+        assert ours.poll(60) and ours.recv() == "held"
         with pytest.raises(UsageError, match=rf"in use by process {held.pid} on ") as error:
             RunFolder(tmp_path).open(resume=True, overwrite=False)
         assert error.value.exit_code == 2
     finally:
         held.kill()
-        held.wait()
+        held.join(60)
     folder = RunFolder(tmp_path)
     folder.open(resume=True, overwrite=False)
     assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()

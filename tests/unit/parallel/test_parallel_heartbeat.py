@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from typing import Any
 
 import pytest
 from bed import wait_for
@@ -158,13 +159,18 @@ def test_ranks_are_listed_by_machine() -> None:
 # ------------------------------------------------------------------------------------ in their own processes
 
 
+def received(pipe: Connection) -> Any:
+    assert pipe.poll(60), "the other process says nothing"
+    return pipe.recv()
+
+
 def beat_in_a_process(pipe: Connection, rank: int) -> None:
     """Answers `loss` with what can be told, and `given up` with whether it wanted to end."""
     given_up: list[ResourceError] = []
     heart = Heartbeat(rank, "127.0.0.1", TIMEOUT_SEC)
     pipe.send(heart.me)
-    heart.start(pipe.recv(), given_up.append)
-    while (question := pipe.recv()) != "end":
+    heart.start(received(pipe), given_up.append)
+    while (question := received(pipe)) != "end":
         pipe.send(str(heart.loss()) if question == "loss" else bool(given_up))
 
 
@@ -172,23 +178,25 @@ def beat_in_a_process(pipe: Connection, rank: int) -> None:
 def processes() -> Iterator[list[tuple[SpawnProcess, Connection]]]:
     context = multiprocessing.get_context("spawn")
     made = []
-    for rank in range(3):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=beat_in_a_process, args=(theirs, rank), daemon=True)
-        process.start()
-        made.append((process, ours))
-    members = [pipe.recv() for _, pipe in made]
-    for _, pipe in made:
-        pipe.send(members)
-    time.sleep(0.4)
-    yield made
-    for process, _ in made:
-        process.kill()
+    try:
+        for rank in range(3):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=beat_in_a_process, args=(theirs, rank), daemon=True)
+            process.start()
+            made.append((process, ours))
+        members = [received(pipe) for _, pipe in made]
+        for _, pipe in made:
+            pipe.send(members)
+        time.sleep(0.4)
+        yield made
+    finally:
+        for process, _ in made:
+            process.kill()
 
 
 def ask(process: tuple[SpawnProcess, Connection], question: str) -> str | bool:
     process[1].send(question)
-    return process[1].recv()
+    return received(process[1])
 
 
 def test_slow_is_not_gone_and_time_that_one_was_stopped_itself_is_no_silence(

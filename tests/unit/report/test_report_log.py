@@ -36,8 +36,9 @@ def run(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     import os
 
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True, env={**os.environ, **env}, check=True
-    )
+        [sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True, env={**os.environ, **env}, check=True,
+        timeout=120,
+    )  # fmt: skip
 
 
 def test_everything_goes_into_the_file_and_nothing_onto_the_screen(tmp_path):
