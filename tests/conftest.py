@@ -5,6 +5,7 @@ Imports no torch: the tests of `config` measure how fast the program starts with
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 # Where `bed`, the tests' own network, is found by the name that a config gives it.
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+
+from forked import Forked  # noqa: E402
 
 # Before any import of torch, and inherited by the processes that tests start: the number of threads decides the bits of
 # a sum, and the test machine has two cores, which tests that run side by side share.
@@ -73,3 +76,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "digits"
     write_digits(root, "train")
     return root
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Where ranks come from that no launcher starts: see `forked.py`."""
+    with Forked() as forked:
+        yield forked

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import timm
 import torch
-from forked import meet, part, run_on_ranks
+from forked import Forked, meet, part
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
@@ -93,9 +93,9 @@ def synchronised(rank: int, world_size: int, folder: Path) -> None:
     compare(rank, world_size, folder, TRAINED, accumulation=1)
 
 
-def test_frozen_parts_stand_still_and_the_rest_trains_as_alone(tmp_path: Path) -> None:
-    run_on_ranks(frozen, 3, tmp_path)
+def test_frozen_parts_stand_still_and_the_rest_trains_as_alone(forked: Forked, tmp_path: Path) -> None:
+    forked.call(frozen, 3, tmp_path)
 
 
-def test_synchronised_batch_norm_is_computed_anew(tmp_path: Path) -> None:
-    run_on_ranks(synchronised, 2, tmp_path)
+def test_synchronised_batch_norm_is_computed_anew(forked: Forked, tmp_path: Path) -> None:
+    forked.call(synchronised, 2, tmp_path)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import DEMO
-from forked import meet, part, run_on_ranks
+from forked import Forked, meet, part
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -153,10 +153,10 @@ def all_lessons(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+def seen(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     """A lesson's findings, one for each rank."""
     folder = tmp_path_factory.mktemp("lessons")
-    run_on_ranks(all_lessons, RANKS, folder)
+    forked.call(all_lessons, RANKS, folder)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return lambda lesson: [found[lesson] for found in ranks]
 

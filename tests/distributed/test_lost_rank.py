@@ -8,29 +8,23 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import run_on_ranks
+from forked import Forked, meet
 
 
 def wait_for_data_for_ever(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is stopped; rank 0 waits for something that is no collective."""
-    import torch
-
-    from imagenet_cls.parallel.group import start_group
-    from imagenet_cls.parallel.place import Place
-
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
-    place = Place(rank, rank, world_size, world_size)
-    start_group(place, torch.device("cpu"), "auto", "gloo", f"file://{folder / 'store'}", 3.0)
+    meet(rank, world_size, folder / "store", timeout_sec=3.0)
     time.sleep(0.5)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 
 
-def test_a_rank_that_waits_for_its_data_ends_with_code_5_and_a_name(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_its_data_ends_with_code_5_and_a_name(forked: Forked, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(AssertionError) as failed:
-        run_on_ranks(wait_for_data_for_ever, 2, tmp_path)
+        forked.call(wait_for_data_for_ever, 2, tmp_path)
     errors = failed.value.args[0].partition("\nassert ")[0]  # what pytest adds
     assert time.monotonic() - began < 45
     named = f"lost contact with host {socket.gethostname()} (127.0.0.1; rank 1): nothing heard for "

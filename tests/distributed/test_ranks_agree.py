@@ -1,12 +1,12 @@
 """Law 2: the batch is global. One rank or two, however they were started: the same steps, samples and losses."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, evaluations, free_port, losses, run, train_here
+from bed import DIST_TRAIN, TRAIN, arguments, evaluations, losses, run, train_here
+from forked import Forked
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,13 @@ def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_pa
         assert abs(ours["top1_pct"] - alone["top1_pct"]) <= 100 / 359 + 1e-9  # one image on the edge may tip
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(3, 48), (4, 48)])
-def test_more_ranks_too(digits: Path, tmp_path: Path, ranks: int, batch: int) -> None:
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks_too(forked: Forked, digits: Path, tmp_path: Path, ranks: int) -> None:
     """Three is the odd one: nothing halves evenly, and sums are taken in another order."""
-    common = {"train.global_batch_size": batch, "train.max_steps": 6, "optimizer.lr": 0.01}
+    common = {"train.global_batch_size": 48, "train.max_steps": 6, "optimizer.lr": 0.01}
     train_here(arguments(digits, tmp_path / "one", **common))
-    done = run(["bash", DIST_TRAIN, *_with_ranks(arguments(digits, tmp_path / "many", **common), ranks)])
-    assert done.returncode == 0, done.stderr
+    output = tmp_path / "output.txt"
+    assert forked.run(arguments(digits, tmp_path / "many", **common), output, ranks) == [0] * ranks, output.read_text()
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert [e["images"] for e in evaluations(tmp_path / "many")] == [359]
 
@@ -65,31 +65,18 @@ def test_more_ranks_too(digits: Path, tmp_path: Path, ranks: int, batch: int) ->
     ],
 )
 def test_ranks_that_differ_end_before_they_train(
-    digits: Path, tmp_path: Path, changes: dict[str, object], code: int, words: str
+    forked: Forked, digits: Path, tmp_path: Path, changes: dict[str, object], code: int, words: str
 ) -> None:
-    """Started by hand, as on two machines that were not set up alike. One rank says so."""
+    """As on two machines that were not set up alike. One rank says so."""
+    common: dict[str, object] = {}
     if "data.root" in changes:
         shutil.copytree(digits, tmp_path / "other")
         (tmp_path / "other" / "train" / "3").rename(tmp_path / "other" / "train" / "three")
-        changes = {"data.root": tmp_path / "other", "data.name": "folder", "data.val": "null", "data.val_fraction": 0.2}
-    by_rank = [arguments(digits, tmp_path / "run"), arguments(digits, tmp_path / "run", **changes)]
-    if "data.name" in changes:
-        by_rank[0] = arguments(digits, tmp_path / "run", **(changes | {"data.root": digits}))
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, TRAIN, *own],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **address),
-            cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank, own in enumerate(by_rank)
-    ]  # fmt: skip
-    errors = [process.communicate(timeout=120)[1] for process in started]
-    assert [process.returncode for process in started] == [code, code], errors
-    assert words in errors[0] and not errors[1], errors
-    assert len(errors[0].strip().splitlines()) <= 3
+        common = {"data.name": "folder", "data.val": "null", "data.val_fraction": 0.2}
+        changes = common | {"data.root": tmp_path / "other"}
+    of_0, of_1 = (arguments(digits, tmp_path / "run", **own) for own in (common, changes))
+    output = tmp_path / "output.txt"
+    assert forked.run(of_0, output, 2, words_of_rank_1=of_1) == [code, code], output.read_text()
+    said = output.read_text()
+    assert said.count(words) == 1 and len(said.strip().splitlines()) <= 3, said
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def _with_ranks(words: list[str], ranks: int) -> list[str]:
-    return [words[0], str(ranks), *words[1:]]

@@ -20,7 +20,7 @@ import safetensors
 import torch
 import torch.distributed as dist
 from bed import DEMO, REPOSITORY, TRAIN, environment, free_port, is_alive, noisy, ranks_of, run
-from forked import part, run_on_ranks
+from forked import Forked, part
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -155,9 +155,9 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def left(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("apart")
-    run_on_ranks(every_case, RANKS, folder)
+    forked.call(every_case, RANKS, folder)
     return folder
 
 

@@ -1,7 +1,6 @@
 """SyncBN on two ranks is BatchNorm in one process on the joined batch: outputs, gradients, running statistics."""
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 import timm.layers
 import torch
-from bed import TRAIN, arguments, evaluations, losses, newest, run, train_here
-from forked import meet, part, run_on_ranks
+from bed import arguments, evaluations, losses, newest, train_here
+from forked import Forked, meet, part
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -115,8 +114,8 @@ def compare_all(rank: int, world_size: int, folder: Path) -> None:
     part(group)
 
 
-def test_two_ranks_equal_one_process_on_the_joined_batch(tmp_path: Path) -> None:
-    run_on_ranks(compare_all, 2, tmp_path)
+def test_two_ranks_equal_one_process_on_the_joined_batch(forked: Forked, tmp_path: Path) -> None:
+    forked.call(compare_all, 2, tmp_path)
 
 
 def test_one_rank_keeps_plain_layers() -> None:
@@ -150,15 +149,14 @@ def test_every_batch_norm_of_a_library_model_is_synchronised(name: str) -> None:
     assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
 
 
-def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(digits: Path, tmp_path: Path) -> None:
+def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(forked: Forked, digits: Path, tmp_path: Path) -> None:
     """From the command line. Each rank alone would normalise with 12 images, which is another run, as seen below."""
     common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
     train_here(arguments(digits, tmp_path / "one", "noisy", **common))
     train_here(arguments(digits, tmp_path / "halves", "noisy", **common, train__micro_batch_size=12))
-    words = [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn", "--gpus", "2"]
-    done = run([sys.executable, TRAIN, *words])
-    assert done.returncode == 0, done.stderr
-    assert "24 images at a time, those of all ranks (SyncBN)" in done.stdout
+    words, output = [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn"], tmp_path / "output.txt"
+    assert forked.run(words, output, 2) == [0, 0], output.read_text()
+    assert "24 images at a time, those of all ranks (SyncBN)" in output.read_text()
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4) and len(two) == 8
     assert losses(tmp_path / "halves") != pytest.approx(one, rel=1e-3)
@@ -192,5 +190,5 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_torchs_layer_and_ours_agree_on_a_gpu(tmp_path: Path) -> None:
-    run_on_ranks(ours_on_a_gpu, 2, tmp_path)
+def test_torchs_layer_and_ours_agree_on_a_gpu(forked: Forked, tmp_path: Path) -> None:
+    forked.call(ours_on_a_gpu, 2, tmp_path)

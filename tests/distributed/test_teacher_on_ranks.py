@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from bed import noisy
-from forked import meet, part, run_on_ranks
+from forked import Forked, meet, part
 from torch import Tensor
 
 from imagenet_cls.config.load import load_config
@@ -51,8 +51,8 @@ def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
     part(group)
 
 
-def test_only_rank_0_reads_and_all_have_the_same(tmp_path: Path) -> None:
+def test_only_rank_0_reads_and_all_have_the_same(forked: Forked, tmp_path: Path) -> None:
     network = noisy(5)
     network(torch.randn(4, 3, 16, 16) * 3 + 1)  # statistics that no other network begins with
     torch.save(network.state_dict(), tmp_path / "teacher.pth")
-    run_on_ranks(same_teacher_on_all_ranks, 2, tmp_path)
+    forked.call(same_teacher_on_all_ranks, 2, tmp_path)

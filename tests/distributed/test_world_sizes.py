@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import meet, part, run_on_ranks
+from forked import Forked, meet, part
 from torch import nn
 
 from imagenet_cls.config.schema import AugmentConfig
@@ -139,10 +139,10 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def found(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What rank 0 of each world size saw; the ranks' own assertions have passed then."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_on_ranks(everything, max(WORLD_SIZES), folder)
+    forked.call(everything, max(WORLD_SIZES), folder)
     return {size: json.loads((folder / f"{size}.json").read_text()) for size in WORLD_SIZES}
 
 
