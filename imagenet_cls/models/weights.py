@@ -76,8 +76,9 @@ def _read_pickle(path: Path) -> Any:
     nothing but hold attributes, and what it holds goes through the same restriction.
     """
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        # A file and not its path, whose suffix torch would believe.
+        with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL ([\w.]+)", str(error))
         if refused:
