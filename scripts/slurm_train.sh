@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Trains as a SLURM job, one task for each GPU, and waits for its end.
+# Trains as a SLURM job, one task for each GPU, and waits for its end; with BATCH=1 as a batch job, without waiting.
 #   GPUS=16 bash scripts/slurm_train.sh PARTITION JOB CONFIG [arguments of tools/train.py]
+#   BATCH=1 SBATCH_ARGS=--time=24:00:00 GPUS=16 bash scripts/slurm_train.sh PARTITION JOB CONFIG [arguments]
+# A batch job is told by SIGUSR2 120 s before its time limit: it saves, is queued again and goes on by itself, until it
+# is done. Its output is appended to slurm-NUMBER.out in the folder that it was submitted from.
 # In the environment: GPUS, tasks in all (8); GPUS_PER_NODE, at most so many on a machine (8); CPUS_PER_TASK (5);
-# SRUN_ARGS, further options of srun; GRES, instead of gpu:GPUS_PER_NODE (empty: none, for ranks on CPUs); PYTHON, the
-# interpreter, the repository's own .venv where there is one. All machines must see the repository and the data.
+# SRUN_ARGS and SBATCH_ARGS, further options of srun and of sbatch, such as --signal=USR2@300 where saving takes longer;
+# GRES, instead of gpu:GPUS_PER_NODE (empty: none, for ranks on CPUs); PYTHON, the interpreter, the repository's own
+# .venv where there is one. All machines must see the repository and the data.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 if [ $# -lt 3 ]; then
@@ -18,6 +22,10 @@ if [[ ! "$gpus" =~ ^[1-9][0-9]*$ ]] || [[ ! "$gpus_per_node" =~ ^[1-9][0-9]*$ ]]
     echo "error: GPUS=$gpus, GPUS_PER_NODE=$gpus_per_node: both are numbers, such as GPUS=16 GPUS_PER_NODE=8" >&2
     exit 2
 fi
+if [[ ! "${BATCH:-0}" =~ ^[01]$ ]]; then
+    echo "error: BATCH=$BATCH: 1 for a batch job that is queued again until it is done, 0 to wait for its end" >&2
+    exit 2
+fi
 if [ "$gpus" -lt "$gpus_per_node" ]; then gpus_per_node="$gpus"; fi
 gres="${GRES-gpu:$gpus_per_node}"
 if [ -z "${PYTHON:-}" ]; then
@@ -26,6 +34,15 @@ fi
 options=(--partition="$partition" --job-name="$job" --ntasks="$gpus" --ntasks-per-node="$gpus_per_node")
 options+=(--cpus-per-task="${CPUS_PER_TASK:-5}")
 if [ -n "$gres" ]; then options+=(--gres="$gres"); fi
-# A rank that fails ends the others at once. SRUN_ARGS is words, so it is not quoted.
+# A rank that fails ends the others at once.
+train=(--kill-on-bad-exit=1 "$PYTHON" -u "$root/tools/train.py" --launcher slurm "$@")
+# SRUN_ARGS and SBATCH_ARGS are words, so they are not quoted.
 # shellcheck disable=SC2086
-exec srun "${options[@]}" --kill-on-bad-exit=1 ${SRUN_ARGS:-} "$PYTHON" -u "$root/tools/train.py" --launcher slurm "$@"
+if [ "${BATCH:-0}" = 0 ]; then exec srun "${options[@]}" ${SRUN_ARGS:-} "${train[@]}"; fi
+# SLURM signals the ranks, which srun starts, and not the batch script. A command that is started again has
+# SLURM_RESTART_COUNT, and goes on as with --resume.
+# shellcheck disable=SC2086
+exec sbatch "${options[@]}" --signal=USR2@120 --requeue --open-mode=append ${SBATCH_ARGS:-} <<EOF
+#!/usr/bin/env bash
+exec srun --cpus-per-task="${CPUS_PER_TASK:-5}" ${SRUN_ARGS:-} $(printf '%q ' "${train[@]}")
+EOF

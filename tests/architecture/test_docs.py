@@ -23,7 +23,7 @@ verify_parser = runpy.run_path(str(ROOT / "tools" / "verify_data.py"))["parser"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()]
 # Named in the docs, but belonging to other programs or to the reader.
-FOREIGN_OPTIONS = {"--nproc-per-node", "--nnodes", "--bind-to", "--local-rank", "--shm-size"}
+FOREIGN_OPTIONS = {"--nproc-per-node", "--nnodes", "--bind-to", "--local-rank", "--shm-size", "--signal", "--time"}
 READERS_FILES = {"configs/mine.yaml"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -103,7 +103,7 @@ def test_the_readme_names_every_exit_code() -> None:
     table = (ROOT / "README.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
     codes = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in row.split(",")}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UserError)]
-    assert {kind.exit_code for kind in kinds} | {0, 1, 130, 143} == codes
+    assert {kind.exit_code for kind in kinds} | {0, 1, 130, 140, 143} == codes
 
 
 @pytest.mark.parametrize(

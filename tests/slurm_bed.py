@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 DAEMONS = ("slurmctld", "slurmd")
+# A requeued job waits for `cred_expire`, two minutes otherwise, and then for the scheduler.
 # The machines' names are addresses, so that the first of a step's list leads to rank 0, as names do in a cluster.
 CONFIG = """
 ClusterName=tests
@@ -23,6 +24,7 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -37,6 +39,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
 SwitchType=switch/none
+SchedulerParameters=sched_interval=1,bf_interval=1
 GresTypes=gpu
 NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:1 State=UNKNOWN
 NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} Gres=gpu:1 State=UNKNOWN

@@ -1,0 +1,76 @@
+"""A batch job of a real SLURM that is told of its time limit: it saves, is queued again, and ends in the same bits.
+
+What a rank says and does at SIGUSR2, and a SLURM that refuses: test_stop_signals.py.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import slurm_bed
+from bed import REPOSITORY, environment, steps_done, wait_for
+from same_run import STEPS, assert_same_run, words_for
+
+ByRanks = Callable[[int], Path]
+SCRIPT = str(REPOSITORY / "scripts" / "slurm_train.sh")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    if not slurm_bed.is_there():
+        pytest.skip("needs a SLURM (Debian: slurm-wlm)")
+    with slurm_bed.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as env:
+        yield env
+
+
+def call(words: list[str], folder: Path, **env: str) -> str:
+    done = subprocess.run(
+        words, env=environment(**env), cwd=folder, capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("pause_sec", "options"),
+    [
+        pytest.param(0.1, "--time=5", id="told by hand"),
+        # SLURM looks every 30 s, and tells a job that has less than 30 s left by then.
+        pytest.param(0.5, "--time=1 --signal=USR2@30", id="by its time limit", marks=pytest.mark.long),
+    ],
+)
+def test_a_batch_job_saves_before_its_time_limit_and_goes_on_by_itself(
+    few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path, slurm: dict[str, str], pause_sec: float, options: str
+) -> None:
+    folder = tmp_path / "a run"  # its words reach the ranks through two shells
+    words = words_for(few_images(2), folder, 2, model__kwargs__pause_sec=pause_sec)
+    env = {"BATCH": "1", "GPUS": "2", "GPUS_PER_NODE": "2", "GRES": "", "CPUS_PER_TASK": "1", "SBATCH_ARGS": options}
+    submitted = call(["bash", SCRIPT, "main", "tests", *words], tmp_path, **slurm, **env)
+    job = submitted.split()[-1]
+    output = tmp_path / f"slurm-{job}.out"
+
+    def said(text: str) -> bool:
+        return output.exists() and text in output.read_text()
+
+    if "--signal" not in options:
+        wait_for(lambda: steps_done(folder) >= 12, "step 12")
+        call(["scancel", "--signal=USR2", job], tmp_path, **slurm)
+    wait_for(lambda: said(f"SLURM will start job {job} again"), "the job to be queued again", 60)
+    assert steps_done(folder) < STEPS
+    wait_for(lambda: said("\ndone\n"), "the job to go on to its end")
+
+    text = output.read_text()
+    (stopped_at,) = re.findall(r"stopped by SIGUSR2 after step (\d+) of 40, saved in ", text)
+    assert f"at step {stopped_at}" in re.sub(r"\s+", " ", text[text.index("resumed from") :])
+    assert text.count("run folder") == 2, "both starts, of which the second was appended"
+    assert_same_run(folder, undisturbed(2))
+
+
+def test_without_a_batch_job_it_waits_and_takes_no_other_word_for_one(tmp_path: Path) -> None:
+    env = os.environ | {"BATCH": "yes"}
+    done = subprocess.run(
+        ["bash", SCRIPT, "main", "tests", "configs/demo.yaml"], env=env, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (2, "") and "BATCH=yes" in done.stderr
