@@ -11,6 +11,7 @@ import typing
 from functools import cache
 from typing import Any, Literal
 
+from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import Config
 from imagenet_cls.lookup import nearest
 
@@ -120,11 +121,11 @@ def unknown_key(path: KeyPath) -> tuple[str, KeyPath | None]:
     section, name = path[:-1], path[-1]
     if (*section, *name.split(".")) in leaves():
         nested = ": {".join(name.split(".")) + ": ..." + "}" * name.count(".")
-        return f"unknown key {'.'.join(path)!r}; dots are for the command line, in a file write {nested}", None
+        return f"unknown key {show('.'.join(path))}; dots are for the command line, in a file write {nested}", None
     names = [field.name for field in dataclasses.fields(sections()[section])]
     found = [(*section, near) for near in nearest(name, names)]
     found = found or [known for known in [*leaves(), *sections()] if known and known[-1] == name][:3]
-    message = f"unknown key {'.'.join(path)!r}"
+    message = f"unknown key {show('.'.join(path))}"
     if found:
         return f"{message}; did you mean {' or '.join(repr('.'.join(known)) for known in found)}?", found[0]
     if "kwargs" in names:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.origin import Origin, format_line, show, shown_path
+from imagenet_cls.config.origin import Origin, format_line, real_path, show, shown_path
 from imagenet_cls.config.reader import UnreadableError
 from imagenet_cls.config.schema import COMPONENT_DEFAULTS, KWARGS_OF
 from imagenet_cls.errors import Problem
@@ -24,6 +24,8 @@ from imagenet_cls.lookup import did_you_mean
 
 BASE = "_base_"
 DEFAULT = Origin("default")
+MAX_BASES = 50
+"""How many files a file may name as its bases, and how long a chain of them may be."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Findings:
         """Note a problem with `key`; `doubtful` where another key than that is put in doubt."""
         self.lines.append(format_line(origin, Problem(key, message)))
         self.doubtful.add(doubtful or key)
+
+
+def _may_be_a_path(text: str) -> bool:
+    return bool(text) and "\0" not in text
 
 
 def near_files(path: Path) -> str:
@@ -154,7 +160,7 @@ class _FileReader:
         except UnreadableError as error:
             self._unreadable(Origin(origin.layer, path, error.line), error.message)
             return []
-        self.done.add(path.resolve())
+        self.done.add(real_path(path))
         if root is None:  # an empty file says nothing, which is allowed: comments only, say
             return []
         if not isinstance(root, yaml.MappingNode):
@@ -177,17 +183,20 @@ class _FileReader:
             self._unreadable(origin, error.message)
             return []
         names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        if not isinstance(names, list) or not all(isinstance(name, str) and _may_be_a_path(name) for name in names):
             self._unreadable(origin, f"{BASE}: {show(value)} is not a path or a list of paths")
             return []
+        if len(names) > MAX_BASES or len(chain) > MAX_BASES:
+            self._unreadable(origin, f"{BASE}: more than {MAX_BASES} files; let one stand for several")
+            return []
         layers: list[Layer] = []
+        known = [real_path(file) for file in chain]
         for name in names:
             base = path.parent / name
-            known = [file.resolve() for file in chain]
-            if base.resolve() in known:
-                circle = [*chain[known.index(base.resolve()) :], base]
+            if real_path(base) in known:
+                circle = [*chain[known.index(real_path(base)) :], base]
                 self._unreadable(origin, f"{BASE}: a circle: {' -> '.join(shown_path(file) for file in circle)}")
-            elif base.resolve() not in self.done:
+            elif real_path(base) not in self.done:
                 try:
                     layers += self.layers(base, chain)
                 except FileNotFoundError:

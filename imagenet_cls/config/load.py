@@ -9,7 +9,7 @@ checkpoints).
 import typing
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -114,21 +114,26 @@ def _build(merged: Merged, findings: Findings) -> tuple[Config, dict[str, Origin
     origins = {".".join(path): origin for path, origin in merged.sections.items()}
     origins.update({".".join(path): entry.origin for path, entry in merged.entries.items()})
     entries = interpolate(_without_missing(merged, origins, findings), findings)
-    typed = deepcopy(_defaults())
+    values = {path: keys.default_of(path) for path in keys.leaves()}
+    values[("optimizer", "lr")] = 0.0  # stopgap: the one key that has no default
     for path, entry in entries.items():
-        hint = keys.leaves().get(path)
-        if hint is None or entry.origin is DEFAULT:
-            continue  # a keyword argument: set below with all of its kind; or what stands there already
-        fault = _assign(typed, path, hint, entry.value)
-        if fault:
-            findings.add(entry.origin, ".".join(path), fault)
-    values = nested({path: entry for path, entry in entries.items() if path not in keys.leaves()})
+        if path in values and entry.origin is not DEFAULT:
+            try:
+                values[path] = _converted(path, entry.value)
+            except ValueError as fault:
+                findings.add(entry.origin, ".".join(path), str(fault))
+    kwargs = deepcopy(nested({path: entry for path, entry in entries.items() if path not in values}))
     for path, hint in keys.leaves().items():
         if keys.is_kwargs(hint):
-            _assign(typed, path, hint, reduce(lambda inner, name: inner.get(name, {}), path, values))
-    config = OmegaConf.to_object(typed)
-    assert isinstance(config, Config)
-    return config, origins
+            values[path] = reduce(lambda inner, name: inner.get(name, {}), path, kwargs)
+    return _section((), values), origins
+
+
+def _section(path: keys.KeyPath, values: Mapping[keys.KeyPath, Any]) -> Any:
+    """The dataclass of a section, those below it included."""
+    names = [(*path, field.name) for field in fields(keys.sections()[path])]
+    inner = {name[-1]: _section(name, values) if name in keys.sections() else values[name] for name in names}
+    return keys.sections()[path](**inner)
 
 
 def _without_missing(merged: Merged, origins: Mapping[str, Origin], findings: Findings) -> dict[keys.KeyPath, Entry]:
@@ -154,28 +159,29 @@ def _without_missing(merged: Merged, origins: Mapping[str, Origin], findings: Fi
 
 
 @cache
-def _defaults() -> DictConfig:
-    """The schema for OmegaConf, to be copied: made anew it takes 20 ms. Frozen dataclasses come out of it read-only,
-    section by section, and are unlocked.
-    """
-    typed: DictConfig = OmegaConf.structured(Config)
-    for path in keys.sections():
-        OmegaConf.set_readonly(OmegaConf.select(typed, ".".join(path)) if path else typed, False)
-    typed.optimizer.lr = 0.0  # stopgap: the one key that has no default
-    return typed
+def _typed_sections() -> dict[keys.KeyPath, DictConfig]:
+    """OmegaConf's view of each section of the schema, in which values are converted. To make it takes 20 ms."""
+    whole: DictConfig = OmegaConf.structured(Config)
+    found = {path: OmegaConf.select(whole, ".".join(path)) if path else whole for path in keys.sections()}
+    for section in found.values():  # those of frozen dataclasses are read-only
+        OmegaConf.set_readonly(section, False)
+    return found
 
 
-def _assign(typed: DictConfig, path: keys.KeyPath, hint: Any, value: Any) -> str:
-    """Convert one value to its key's type and set it. Returns what is wrong with it; "" for nothing."""
+def _converted(path: keys.KeyPath, value: Any) -> Any:
+    """A value as its key's type has it. Raises ValueError with what is wrong with it."""
+    hint = keys.leaves()[path]
     bare, _ = keys.split_optional(hint)
     # OmegaConf takes numbers and words like 'on' for truth values, and dicts and lists of digits for text; a config
     # does not.
     fits = not (bare is bool and not isinstance(value, bool)) and not (bare is str and isinstance(value, list | dict))
     try:
         if fits:
-            OmegaConf.update(typed, ".".join(path), value, merge=False)
-            return ""
+            section = _typed_sections()[path[:-1]]
+            OmegaConf.update(section, path[-1], value, merge=False)
+            found = section[path[-1]]
+            return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
     except (OmegaConfBaseException, OverflowError, ValueError):
         pass
     near = did_you_mean(value, typing.get_args(bare)) if isinstance(value, str) and keys.is_text(bare) else ""
-    return f"{show(value)} is not {keys.words_of(hint)}{near}"
+    raise ValueError(f"{show(value)} is not {keys.words_of(hint)}{near}")

@@ -4,6 +4,7 @@ Owns `Origin`, the form of an error line, and how values look in messages. Calle
 by `engine.build` for what it finds wrong when names and signatures are compared (stage 2).
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +34,23 @@ class Origin:
         return self.layer if self.line is None else f"{self.layer}:{self.line}"
 
 
+def real_path(path: Path) -> Path:
+    """The file that a path leads to, whatever links are on the way, circles of them included."""
+    return Path(os.path.realpath(path))
+
+
 def shown_path(path: Path) -> str:
     """A path as a user knows it: relative to the working directory where it lies below, else as it is."""
     try:
-        return str(path.resolve().relative_to(Path.cwd()))
+        shown = str(real_path(path).relative_to(Path.cwd()))
     except (ValueError, OSError):
-        return str(path)
+        shown = str(path)
+    return shorten(shown, 300)
+
+
+def shorten(text: str, length: int) -> str:
+    """Its beginning, where it has more characters than `length`."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def show(value: Any) -> str:
@@ -53,13 +65,14 @@ def show(value: Any) -> str:
         text = f"{{{', '.join(f'{key}: {show(item)}' for key, item in value.items())}}}"
     else:
         text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return shorten(text, 100)
 
 
 def format_line(origin: Origin | None, problem: Problem) -> str:
     """One line: `configs/x.yaml:12: optimizer.lr: 'many' is not a number`. A part that is not known is left out."""
     where = "" if origin is None or origin.is_default else f"{origin}: "
-    return f"{where}{problem.key}: {problem.message}" if problem.key else f"{where}{problem.message}"
+    key = shorten(problem.key, 200)
+    return f"{where}{key}: {problem.message}" if key else f"{where}{problem.message}"
 
 
 def nearest_origin(key: str, origins: Mapping[str, Origin]) -> Origin | None:

@@ -1,8 +1,8 @@
 """YAML text to nodes and back: a strict, small subset, safe on text from anybody.
 
 Owns what counts as a number, a truth value and null, and what is refused: aliases (they can stand for gigabytes), tags,
-nesting deeper than `MAX_DEPTH`, several documents, and files of more than `MAX_BYTES`. Keeps each node's line, which is
-why nodes and not values are handed on. Called by `layers` (reading) and `load` (dumping).
+several documents, and what is larger than the limits below, which keep any file's reading under a second or two. Keeps
+each node's line, which is why nodes and not values are handed on. Called by `layers` (reading) and `load` (dumping).
 
 Differs from YAML 1.1 as PyYAML reads it, on purpose: `1e-4` is a number; `010` (octal there), `1:30` (90 there) and
 dates are text. `yes`, `no`, `on`, `off` are truth values as there, except for keys that hold text, where what was
@@ -18,7 +18,10 @@ import yaml
 from imagenet_cls.config import keys
 
 MAX_DEPTH = 24
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 19
+MAX_KEYS = 2_000  # about 200 are in the schema
+MAX_VALUES = 30_000  # a weight for each of ImageNet-21k's 21,841 classes fits
+MAX_DIGITS = 1_000
 
 _PREFIX = "tag:yaml.org,2002:"
 STR, INT, FLOAT, BOOL, NULL, SEQ, MAP = (
@@ -49,7 +52,7 @@ class UnreadableError(Exception):
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own form)
-    depth = 0
+    depth, keys, values = 0, 0, 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark
@@ -59,6 +62,13 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark)
+        if isinstance(parent, yaml.MappingNode) and index is None:
+            self.keys += 1
+        else:
+            self.values += 1
+        if self.keys > MAX_KEYS or self.values > MAX_VALUES:
+            too_much = f"more than {MAX_KEYS} keys or {MAX_VALUES} values; a config holds fewer"
+            raise yaml.MarkedYAMLError(problem=too_much, problem_mark=mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -168,6 +178,8 @@ def _scalar(tag: str, text: str, keep_text: bool, line: int) -> Any:
             return text
         if tag == BOOL:
             return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}[text.lower()]
+        if len(text) > MAX_DIGITS:
+            raise ValueError
         if tag == INT:
             return int(text.replace("_", ""), 0)
         lowered = text.lower().replace("_", "")
