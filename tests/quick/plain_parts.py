@@ -66,7 +66,11 @@ def train_transforms(augment: Any, size_px: int) -> tuple[Callable, Callable]:
 def policy(augment: Any, size_px: int) -> Callable:
     name = augment.policy
     if name.startswith("torchvision:"):
-        torchvisions = {"trivial_augment_wide": transforms.TrivialAugmentWide, "auto_augment": transforms.AutoAugment}
+        torchvisions: dict[str, Callable] = {
+            "trivial_augment_wide": transforms.TrivialAugmentWide,
+            "auto_augment": transforms.AutoAugment,
+            "rand_augment": transforms.RandAugment,
+        }
         kwargs = dict(augment.policy_kwargs)
         if "policy" in kwargs:
             kwargs["policy"] = transforms.AutoAugmentPolicy(kwargs["policy"])
@@ -159,7 +163,11 @@ def parameter_groups(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
 
 def build_optimizer(model: nn.Module, optimizer: Any, lr: float) -> torch.optim.Optimizer:
     groups = parameter_groups(model, optimizer)
-    torchs: dict[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    torchs: dict[str, type[torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adamw": torch.optim.AdamW,
+        "rmsprop": torch.optim.RMSprop,
+    }
     if optimizer.name in torchs:
         return torchs[optimizer.name](groups, lr=lr, **optimizer.kwargs)
     name = optimizer.name.removeprefix("timm:")

@@ -3,17 +3,19 @@
 Used by the tests; as a program it trains all of them with three seeds each and prints docs/quick.md:
 
     python tests/quick/quick_runs.py > docs/quick.md
+    python tests/quick/quick_runs.py RUNS > docs/quick.md    # keeps figures in the file RUNS, and makes none twice
 """
 
 import contextlib
 import io
+import json
 import os
 import platform
 import sys
 import tempfile
 import time
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import mean
 
@@ -32,6 +34,7 @@ BANDS: dict[str, dict[str, tuple[float, float]]] = {
     "resnet_mosaic": {"raw": (95, 100)},
     "resnet_one_cycle": {"raw": (93, 100)},
     "resnet_plateau": {"raw": (94, 100)},
+    "resnet_rmsprop": {"raw": (90, 100)},
     "resnet_rsb_a2": {"raw": (87, 98)},
     "resnet_sgd_step": {"raw": (95, 100)},
     "resnet_tv_v2": {"raw": (77, 96), "ema": (77, 96)},
@@ -99,7 +102,7 @@ same bands: `bash scripts/test.sh -m long tests/quick`. `python tests/quick/quic
 prints this page.
 
 Top-1 (%) on the 359 held-out digits, by seed; one image is 0.28. *average*: of the averaged weights. seconds: CPU time
-of one thread for a whole run of ours, with evaluation, the mean of the seeds{note}.
+of one thread for a whole run of ours, with evaluation, the mean of the seeds.
 
 | recipe | band | ours: seeds {seeds} | mean | plain: seeds {seeds} | mean | seconds |
 |---|---|---|---|---|---|---|
@@ -109,27 +112,50 @@ of one thread for a whole run of ours, with evaluation, the mean of the seeds{no
 """
 
 
-def measure(root: Path, folder: Path, log: io.TextIOBase) -> list[str]:
-    """Train everything, in turn: the rows of the table."""
-    rows = []
-    for path in sorted(QUICK.glob("*.yaml"), key=lambda path: (path.stem != TEACHER, path.stem)):
-        name, ours, plain, seconds = path.stem, [], [], []
-        for seed in SEEDS:
+class Runs:
+    """Figures of runs that were made, by recipe, loop and seed; those that are not there are made now."""
+
+    def __init__(self, folder: Path, kept: Path):
+        """folder: for the digits and the runs. kept: a file with a line of JSON for each run, appended to."""
+        self.folder, self.kept = folder, kept
+        lines = kept.read_text().splitlines() if kept.exists() else []
+        self.done = {(name, loop, seed): found for name, loop, seed, found in map(json.loads, lines)}
+
+    def __call__(self, name: str, loop: str, seed: int) -> Top1s:
+        """Top-1 (%) by kind of weights; of ours, `seconds` of CPU time, too."""
+        if (name, loop, seed) not in self.done:
             started = time.process_time()
-            with contextlib.redirect_stdout(io.StringIO()):
-                ours.append(train_ours(name, root, folder / f"{name}-{seed}", seed, folder / f"{TEACHER}-0"))
-            seconds.append(time.process_time() - started)
-            plain.append(train_plain(name, root, seed))
-            print(name, seed, ours[-1], plain[-1], f"{seconds[-1]:.1f} s", file=log, flush=True)
-        for kind in ours[0]:
-            low, high = BANDS.get(name, {}).get(kind, (0.0, 100.0))
+            found = self.ours(name, seed) if loop == "ours" else train_plain(name, self.folder / "digits", seed)
+            self.done[name, loop, seed] = found | ({"seconds": time.process_time() - started} if loop == "ours" else {})
+            with self.kept.open("a") as file:
+                print(json.dumps([name, loop, seed, self.done[name, loop, seed]]), file=file)
+        return self.done[name, loop, seed]
+
+    def ours(self, name: str, seed: int) -> Top1s:
+        with contextlib.redirect_stdout(io.StringIO()):
+            folder = self.folder / f"{name}-{seed}"
+            return train_ours(name, self.folder / "digits", folder, seed, self.teacher if name in STARTS_FROM else None)
+
+    @cached_property
+    def teacher(self) -> Path:
+        folder = self.folder / "teacher"
+        train_ours(TEACHER, self.folder / "digits", folder)
+        return folder
+
+
+def table(runs: Runs) -> list[str]:
+    """The rows of the page."""
+    rows = []
+    for name, bands in sorted(BANDS.items()):
+        seconds = mean(runs(name, "ours", seed)["seconds"] for seed in SEEDS)
+        for kind, (low, high) in bands.items():
             cells = [f"[{name}](../configs/quick/{name}.yaml)" + (" *average*" if kind == "ema" else "")]
             cells.append(f"{low:g} to {high:g}")
-            for runs in (ours, plain):
-                top1s = [run[kind] for run in runs]
+            for loop in ("ours", "plain"):
+                top1s = [runs(name, loop, seed)[kind] for seed in SEEDS]
                 cells += [", ".join(f"{top1:.1f}" for top1 in top1s), f"{mean(top1s):.1f}"]
-            rows.append("| " + " | ".join([*cells, f"{mean(seconds):.1f}"]) + " |")
-    return sorted(rows)
+            rows.append("| " + " | ".join([*cells, f"{seconds:.1f}"]) + " |")
+    return rows
 
 
 def cpu_name() -> str:
@@ -140,18 +166,19 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def main(note: str) -> None:
+def main(kept: Path | None) -> None:
     import timm
     import torch
     import torchvision
 
+    import imagenet_cls.engine.run  # noqa: F401  # its imports are no part of a run's time
+
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder) / "digits", Path(folder), sys.stderr)
+        rows = table(Runs(Path(folder), kept or Path(folder) / "runs.jsonl"))
     versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, torchvision, timm))
     print(
         PAGE.format(
-            note=note,
             seeds=", ".join(map(str, SEEDS)),
             rows="\n".join(rows),
             when=datetime.now(UTC).date().isoformat(),
@@ -164,4 +191,4 @@ def main(note: str) -> None:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[up]) for up in (1, 2)]
-    main("".join(f" ({word})" for word in sys.argv[1:]))
+    main(Path(sys.argv[1]) if sys.argv[1:] else None)

@@ -32,6 +32,7 @@ NOT_TRAINED = {
     "optimizer.lr_scaling": "its default, linear, is in use",
     "train.max_steps": "ends a run before its recipe does",
     "train.precision": "auto; bf16 and fp16 are for GPUs",
+    "train.channels_last": "its default, true, is in use",
     "train.compile": "takes longer than all of these runs",
     "train.deterministic": "for GPUs",
     "train.max_nonfinite_steps": "for runs that go wrong",
