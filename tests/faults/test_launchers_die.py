@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from bed import (
     steps_done,
     wait_for,
 )
+from same_run import assert_same_run, words_for
 
+ByRanks = Callable[[int], Path]
 LAUNCHERS = ["alone", "spawn", "dist_train.sh"]
 STARTING = LAUNCHERS[1:]
 
@@ -48,26 +50,31 @@ def command_for(launcher: str, digits: Path, folder: Path, pause_sec: float) -> 
 
 
 @contextmanager
-def started(
-    launcher: str, digits: Path, folder: Path, pause_sec: float = 0.05, prefix: Sequence[str] = ()
-) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
-    """(launching process, in a process group of its own; process ids by rank) once the first step is done."""
-    command = [*prefix, *command_for(launcher, digits, folder, pause_sec)]
+def watched(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in this folder, in a process group of its own. None of its processes outlives the context."""
     with subprocess.Popen(
         command, env=environment(**{MARK: str(folder)}), cwd=REPOSITORY, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
-        pids: dict[int, int] = {}
         try:
-            wait_for(lambda: steps_done(folder) >= 1 or process.poll() is not None, "the first step")
-            pids = ranks_of(folder)
-            assert process.poll() is None, process.communicate()[1]
-            assert len(pids) == (1 if launcher == "alone" else 2)
-            yield process, pids
+            yield process
         finally:
             for pid in processes_of(folder):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def started(
+    launcher: str, digits: Path, folder: Path, pause_sec: float = 0.05, prefix: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
+    """(launching process, process ids by rank) once the first step is done."""
+    with watched([*prefix, *command_for(launcher, digits, folder, pause_sec)], folder) as process:
+        wait_for(lambda: steps_done(folder) >= 1 or process.poll() is not None, "the first step")
+        pids = ranks_of(folder)
+        assert process.poll() is None, process.communicate()[1]
+        assert len(pids) == (1 if launcher == "alone" else 2)
+        yield process, pids
 
 
 def processes_of(folder: Path) -> list[int]:
@@ -135,7 +142,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(digits: Path, tmp_path: Pat
     ("launcher", "stuck"),
     [
         ("spawn", False),
-        pytest.param("dist_train.sh", False, marks=pytest.mark.long),  # and test_kill_and_resume.py
+        pytest.param("dist_train.sh", False, marks=pytest.mark.long),
         pytest.param("spawn", True, marks=pytest.mark.long),
         ("dist_train.sh", True),
     ],
@@ -180,18 +187,45 @@ def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_p
     assert_saved(folder)
 
 
-@pytest.mark.parametrize(("launcher", "number"), [("dist_train.sh", signal.SIGTERM), ("spawn", signal.SIGUSR2)])
+@pytest.mark.parametrize(
+    ("launcher", "number", "asked"),
+    [
+        ("dist_train.sh", signal.SIGTERM, "rank 1"),
+        ("dist_train.sh", signal.SIGUSR2, "the launcher"),
+        ("spawn", signal.SIGUSR2, "the launcher"),
+    ],
+)
 def test_a_stop_is_the_same_wherever_it_is_asked_for(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, number: signal.Signals
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, number: signal.Signals, asked: str
 ) -> None:
-    """One rank is asked, or the launcher. And although ranks that fail would be started again, these are not."""
+    """Although ranks that fail would be started again, these are not."""
     monkeypatch.setenv("MAX_RESTARTS", "1")
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, pids):
-        os.kill(pids[1] if launcher == "dist_train.sh" else process.pid, number)
+        os.kill(pids[1] if asked == "rank 1" else process.pid, number)
         _, errors = process.communicate(timeout=30)
         assert_all_gone(folder, 5)
     assert process.returncode == 128 + number, errors
     assert f"stopped by {number.name}" in errors and len(errors.splitlines()) <= 3, errors
     assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 1, "it was started once"
     assert_saved(folder)
+
+
+def test_ranks_that_are_started_again_go_on_by_themselves(
+    few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path
+) -> None:
+    """By a bare torchrun, whose store outlives the ranks, with all that they left in it.
+
+    By our script, on several machines: test_launchers.py.
+    """
+    folder = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    words = words_for(few_images(2), folder, 2, model__kwargs__pause_sec=0.05)
+    with watched([*torchrun, TRAIN, *words], folder) as process:
+        wait_for(lambda: steps_done(folder) >= 12 or process.poll() is not None, "step 12")
+        os.kill(ranks_of(folder)[1], signal.SIGKILL)
+        errors = process.communicate(timeout=120)[1]
+        assert_all_gone(folder, 5)
+    assert process.returncode == 0, errors
+    assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 2
+    assert_same_run(folder, undisturbed(2))
