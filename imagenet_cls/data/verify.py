@@ -240,7 +240,7 @@ class _Journal:
         self.entries: dict[bytes, list[Any]] = {}
 
     def __enter__(self) -> "_Journal":
-        self.file: IO[str] = self.path.open("a+", encoding="ascii", buffering=1)
+        self.file: IO[str] = self.path.open("a+", encoding="ascii", errors="surrogateescape", buffering=1)
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -277,11 +277,12 @@ class _Journal:
 
 
 def _parsed(line: str) -> list[Any] | None:
-    """A line of the journal; None for one that was not written to its end."""
+    """A line of the journal; None for one that was not written to its end, or is none of ours."""
     try:
-        return json.loads(line) if line.endswith("\n") else None
+        entry = json.loads(line) if line.endswith("\n") else None
     except ValueError:
         return None
+    return entry if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[0], str) else None
 
 
 @dataclass

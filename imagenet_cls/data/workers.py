@@ -1,7 +1,8 @@
 """Data workers as processes: they end when they should, and never outlive or hold up the process that they work for.
 
-Owns how they begin and how they are ended. torch asks them to end and waits; it has no public call for it, and what it
-does otherwise relies on SIGTERM, which ours ignore. Refuses to know what a batch is. Called by `loader`.
+Owns how they begin, how long one waits for them, and how they are ended. torch asks them to end and waits; it has no
+public call for it, and what it does otherwise relies on SIGTERM, which ours ignore. Refuses to know what a batch is.
+Called by `loader`.
 """
 
 import atexit
@@ -79,8 +80,7 @@ def is_stopped(pid: int | None) -> bool:
 def suspect(loader: DataLoader[Any]) -> int:
     """The worker to name where no batch comes: one that stands still, since it may hold up the others; else the one
     that is awaited."""
-    every = range(len(getattr(loader._iterator, "_workers", ())))
-    return next((i for i in every if is_stopped(process_id(loader, i))), awaited(loader))
+    return next((i for i in range(loader.num_workers) if is_stopped(process_id(loader, i))), awaited(loader))
 
 
 class Watch:

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 
 from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, EvalConfig
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches, worker_death
+from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
@@ -174,41 +172,6 @@ def test_workers_ignore_the_signals_of_a_group_and_end_at_close(
     assert len(list(epoch)) == 8
     loader.close()
     assert not workers & children()
-
-
-KILLED = """
-import os, signal, sys, torch
-from pathlib import Path
-from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.loader import TrainLoader, worker_death
-from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import FolderSource
-from imagenet_cls.data.transforms import train_transform
-from imagenet_cls.errors import ResourceError
-
-source, transform = FolderSource(index_folder(sys.argv[1])), train_transform(AugmentConfig(size_px=9))
-loader = TrainLoader(source, transform, EpochSampler(40, 8, 0, 1, 0), 4, 0, num_workers=1)
-epoch = loader.epoch(0)
-next(epoch)
-try:
-    os.kill(int(Path(f"/proc/self/task/{os.getpid()}/children").read_text()), signal.SIGKILL)
-    list(epoch)
-except ResourceError as error:
-    print(error, flush=True)
-except RuntimeError as error:  # torch's signal handler was faster than the loader
-    print(worker_death(error), flush=True)
-os._exit(7)
-"""
-
-
-def test_a_killed_worker_is_a_resource_error(image_folder: Path) -> None:
-    # In a process of its own: torch's handler of dead children raises wherever the program is, pytest included.
-    words = [sys.executable, "-c", KILLED, str(image_folder / "train")]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 7, run.stderr
-    assert len(run.stdout.splitlines()) == 2 and "data.num_workers" in run.stdout
-    assert worker_death(RuntimeError("something else")) is None
 
 
 def test_synthetic_batches_are_functions_of_their_key() -> None:

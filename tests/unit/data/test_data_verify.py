@@ -3,26 +3,33 @@
 import io
 import json
 import os
+import random
 import runpy
+import shutil
 import signal
 import struct
+import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.config.schema import AugmentConfig, DataConfig, EvalConfig
 from imagenet_cls.data import verify as verify_module
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.index import index_folder
+from imagenet_cls.data.loader import TrainLoader, eval_batches
 from imagenet_cls.data.manifest import FILE_NAME, Manifest, leave_out, read_manifest
 from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.data.transforms import EvalTransform, train_transform
 from imagenet_cls.data.verify import Verdict, images_below, read_image, verify
 from imagenet_cls.errors import DataError, ResourceError, Stopped, UsageError
 from imagenet_cls.ranks import main
@@ -123,6 +130,72 @@ def test_an_image_that_vanishes_between_listing_and_reading(image_folder: Path) 
     assert (verdict.reason, verdict.size_bytes, verdict.digest) == ("No such file or directory", None, "")
 
 
+def as_nobody(action: Callable[[], str]) -> str:
+    """What `action` returns or raises in a process of another user, who may read only what all may; in this one where
+    it is not root's.
+    """
+
+    def told() -> str:
+        try:
+            return action()
+        except DataError as error:
+            return str(error)
+
+    if os.getuid() != 0:
+        return told()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65_534)
+            os.setuid(65_534)
+            os.write(writing, told().encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:  # noqa: PTH123 (a descriptor)
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.fixture
+def locked(image_folder: Path) -> Iterator[Path]:
+    """A data set that everybody finds, with train/dog/004.JPEG that only its owner may read: not even that one."""
+    with tempfile.TemporaryDirectory() as place:  # `tmp_path` is closed to others
+        root = Path(place) / "data"
+        shutil.copytree(image_folder, root)
+        for path in (root.parent, root, *root.rglob("*")):
+            path.chmod(0o755)
+        (root / "train" / "dog" / "004.JPEG").chmod(0)
+        yield root
+
+
+def test_a_file_that_this_user_may_not_read(locked: Path) -> None:
+    def found() -> str:
+        manifest = verify(locked, images_below(locked), locked.parent / "m.json", 2, lambda verdict: None)
+        return repr([(bad.path, bad.reason, bad.size_bytes) for bad in manifest.bad])
+
+    def loaded() -> str:
+        source = open_datasets(DataConfig(root=str(locked))).train
+        assert source is not None
+        row = next(i for i in range(len(source)) if source.name(i) == "dog/004.JPEG")
+        source.load(row - 1)
+        source.load(row)
+        return "loaded"
+
+    locked.parent.chmod(0o777)  # the manifest is written by that user
+    size_bytes = (locked / "train" / "dog" / "004.JPEG").stat().st_size
+    assert as_nobody(found) == repr([("train/dog/004.JPEG", "Permission denied", size_bytes)])
+    said = as_nobody(loaded)
+    assert f"{locked}/train/dog/004.JPEG (image " in said and "Permission denied" in said
+    (locked / "train" / "dog").chmod(0)
+    said = as_nobody(loaded)
+    assert f"{locked}/train/dog: Permission denied\nmake it readable for this user" in said
+    (locked / "train" / "dog").chmod(0o755)
+
+
 def test_counts_and_digests(image_folder: Path, tmp_path: Path) -> None:
     """Against a plain loop over the files."""
     manifest = verified(image_folder, tmp_path / "m.json")
@@ -160,6 +233,8 @@ def test_stopped_and_gone_on(image_folder: Path, tmp_path: Path, monkeypatch: py
     # killed in the middle of a line; and an image that was read is another one now
     partial.write_text(partial.read_text()[:-30])
     noted = {json.loads(line)[0] for line in partial.read_text().splitlines()[:-1]}
+    with partial.open("ab") as file:
+        file.write(b'\n[1, "\xff"]\n{}\n')  # and what a disk makes of it
     touched = image_folder / "train" / "cat" / "003.JPEG"
     info = touched.stat()
     os.utime(touched, ns=(info.st_atime_ns, info.st_mtime_ns + 1))
@@ -360,12 +435,13 @@ def test_what_exclusion_refuses(one_bad: Path, image_folder: Path) -> None:
 # ------------------------------------------------------------------------------------- the order of a file system
 
 
-class Backwards:
-    """os.scandir, with the entries in reverse of the order of their names, or in that order."""
+class Shuffled:
+    """os.scandir, in an order of `seed`."""
 
-    def __init__(self, path: Any, reverse: bool):
+    def __init__(self, path: Any, seed: int):
         with SCANDIR(path) as entries:
-            self.entries = sorted(entries, key=lambda entry: os.fsencode(entry.name), reverse=reverse)
+            self.entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
+        random.Random(seed).shuffle(self.entries)
 
     def __enter__(self) -> "Iterator[os.DirEntry[Any]]":
         return iter(self.entries)
@@ -376,14 +452,30 @@ class Backwards:
 SCANDIR = os.scandir
 
 
+def first_batches(root: Path, num_workers: int) -> list[torch.Tensor]:
+    """Of the training part, and of a validation part that is held out of it."""
+    opened = open_datasets(DataConfig(root=str(root), val=None, val_fraction=0.3))
+    assert opened.train is not None and opened.val is not None
+    sampler = EpochSampler(len(opened.train), 4, 0, 1, seed=3)
+    loader = TrainLoader(opened.train, train_transform(AugmentConfig(size_px=24)), sampler, 4, 3, num_workers)
+    batches = [tensor for batch in islice(loader.epoch(0), 3) for tensor in (batch.images, batch.targets)]
+    loader.close()
+    transform = EvalTransform(EvalConfig(crop_px=24))
+    return [*batches, *next(eval_batches(opened.val, transform, range(len(opened.val)), 4, 0))]
+
+
 def test_a_file_system_that_lists_in_another_order(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
-    for reverse in (False, True):
+    found, batches = [], []
+    for seed in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(os, "scandir", lambda path, reverse=reverse: Backwards(path, reverse))
+            patch.setattr(os, "scandir", lambda path=".", seed=seed: Shuffled(path, seed))
+            patch.setattr(os, "listdir", lambda path=".", seed=seed: [e.name for e in Shuffled(path, seed).entries])
             index = index_folder(image_folder / "train")
             manifest = verified(image_folder, tmp_path / "m.json")
+            batches.append(first_batches(image_folder, num_workers=seed))
         found.append((index.blob, index.targets.tolist(), index.classes, index.digest(), manifest))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
+    for others in batches[1:]:
+        assert all(torch.equal(mine, other) for mine, other in zip(batches[0], others, strict=True))

@@ -1,6 +1,7 @@
 """Data workers end with what they work for, and never hold it up: in processes of their own, since torch's handler of
 dead children raises wherever a program is."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from bed import environment, wait_for
 
 from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.data.loader import TrainLoader
+from imagenet_cls.data.loader import TrainLoader, worker_death
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.transforms import train_transform
 from imagenet_cls.errors import ResourceError
@@ -22,6 +23,8 @@ from imagenet_cls.errors import ResourceError
 SCRIPT = """
 import os, signal, sys, time
 from imagenet_cls.data import workers
+from imagenet_cls.data.loader import worker_death
+from imagenet_cls.errors import ResourceError
 from test_data_workers import Images, begun
 
 def late_worker():
@@ -35,6 +38,16 @@ if os.fork() == 0:  # a process that is gone before its worker has begun
     parent = os.getpid()
     multiprocessing.get_context("fork").Process(target=late_worker, daemon=True).start()
     os._exit(0)
+
+killed, epoch = begun(Images())
+try:
+    os.kill(killed.loader._iterator._workers[0].pid, signal.SIGKILL)
+    list(epoch)
+except ResourceError as error:
+    print("told:", str(error).splitlines(), flush=True)
+except RuntimeError as error:  # torch's signal handler was faster than the loader
+    print("told:", str(worker_death(error)).splitlines(), flush=True)
+killed.close()
 
 loader, _ = begun(Images())
 iterator = loader.loader._iterator
@@ -98,6 +111,13 @@ def ended() -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_killed_worker_is_a_resource_error(ended: subprocess.CompletedProcess[str]) -> None:
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("told: ")]
+    first, second = ast.literal_eval(line.removeprefix("told: "))
+    assert "a data worker of process " in first and "was killed" in first and "data.num_workers" in second
+    assert worker_death(RuntimeError("something else")) is None
+
+
 def test_an_error_while_workers_wait_ends_the_process(ended: subprocess.CompletedProcess[str]) -> None:
     """They ignore SIGTERM, which `multiprocessing` sends at the end of a process, to wait without limit then."""
     assert "left open 2" in ended.stdout
@@ -145,7 +165,7 @@ def test_workers_that_stand_still_with_a_batch_to_hand_over(capfd: pytest.Captur
 
 
 def test_time_in_which_nobody_waits_for_a_batch_is_not_counted() -> None:
-    loader, epoch = begun(Images(), timeout_sec=0.5)
-    time.sleep(3.0)  # a long step
+    loader, epoch = begun(Images(), timeout_sec=0.2)
+    time.sleep(2.0)  # a long step
     assert len(list(epoch)) == 3
     loader.close()
