@@ -70,7 +70,7 @@ def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
             added += ["model.pretrained=false", f"model.checkpoint={weights / kind}.safetensors"]
         if own:
             added += ["model.pretrained=false", "--dry-run"]
-        added += ["train.max_steps=8", "log.tensorboard=false"]  # two epochs
+        added += ["train.max_steps=8", "log.tensorboard=false", "log.plots=false"]  # two epochs
     return small + added
 
 
@@ -133,6 +133,7 @@ def tuned(name: str, root: Path, folder: Path, **changes: object) -> Path:
         "data.root": root,
         "data.num_workers": 0,
         "log.tensorboard": "false",
+        "log.plots": "false",
         "model.name": "test_resnet",
         "model.pretrained": "false",
         "augment.size_px": 32,

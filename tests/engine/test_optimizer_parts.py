@@ -2,13 +2,12 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bed import TRAIN, arguments, losses, newest, run, state_digest, train_here
+from bed import arguments, losses, newest, state_digest, train_here
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -163,16 +162,6 @@ def test_memory_can_be_saved_from_any_step_on(digits: Path, tmp_path: Path) -> N
     train_here([*anew, "--resume"])
     assert losses(tmp_path / "parts") == losses(whole)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(tmp_path / "parts").items())
-
-
-def test_two_ranks_repeat_one_with_sam_clipping_and_factors(digits: Path, tmp_path: Path) -> None:
-    parts = {"train__sam_rho": 0.2, "train__clip_agc": 0.05, "optimizer__lr_scales": '{"5.*": 2}'}
-    parts |= {"optimizer__norm_weight_decay": 0, "train__micro_batch_size": 32}
-    alone = trained(digits, tmp_path / "one", **parts)
-    words = arguments(digits, tmp_path / "two", train__max_steps=4, **parts)
-    done = run([sys.executable, TRAIN, *words, "--gpus", "2"])
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(alone), rel=1e-4)
 
 
 def test_the_rate_for_another_batch(

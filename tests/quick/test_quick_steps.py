@@ -43,9 +43,9 @@ class Trace:
         self.targets: list[list[Tensor]] = []
         self.weights: list[Weights] = []  # behind each step
 
-    def build(self, *words: Any) -> Parts:
+    def build(self, *words: Any, **more: Any) -> Parts:
         """In place of `engine.run`'s: the same parts, which write down what passes."""
-        self.parts = parts = build(*words)
+        self.parts = parts = build(*words, **more)
         self.start = {name: value.clone() for name, value in parts.model.state_dict().items()}
         prepare, update = parts.prepare, parts.updater.update
         erased = TrainPreprocess(prepare.preprocess, prepare.erasing, None, prepare.seed, 0)
