@@ -15,7 +15,8 @@ order.
 import argparse
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ from imagenet_cls.models.resize import resize_weights
 
 # Where the libraries put the state dict inside a checkpoint, in order of preference.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
+
+
+@contextmanager
+def naming_the_key(key: str) -> Iterator[None]:
+    """Errors about weights begin with the config's `key` that names them: a run may start from several files."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {error}") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -86,8 +96,7 @@ def _read_pickle(path: Path) -> Any:
                 f"{str(path)!r} needs {refused[1]!r} to be loaded, which could run code: refused, nothing was run\n"
                 "save its state dict alone (tensors by name), best as .safetensors, where you trust the file"
             ) from error
-        inner = str(error).partition("WeightsUnpickler error:")[2].strip()  # behind advice to load it unrestricted
-        raise CheckpointError(_not_whole(path, pickle.UnpicklingError(inner) if inner else error)) from error
+        raise CheckpointError(_not_whole(path, error)) from error
     except (
         Exception
     ) as error:  # a broken file makes torch.load raise nearly anything: EOFError, KeyError, RuntimeError, ...
@@ -102,7 +111,8 @@ def _not_whole(path: Path, error: Exception) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    # torch's restricted loader puts advice to load without restriction before what it met.
+    text = " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split())
     return f"{type(error).__name__}: {text[:120]}{'...' if len(text) > 120 else ''}"
 
 
