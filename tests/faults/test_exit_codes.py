@@ -1,10 +1,11 @@
 """What ranks end with is what the shell sees, through both of our launchers: the code as it is, and few lines, once.
 
-130 and 143: test_launchers_die.py and test_kill_and_resume.py. A port that is taken: test_launchers.py.
+130, 140 and 143: test_launchers_die.py. A port that is taken: test_launchers.py.
 """
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment
 Ended = tuple[int, list[str], str]
 
 
-def end_of_both(words: list[str]) -> dict[str, Ended]:
-    """The same two-rank run by both launchers, at the same time: exit code, lines on stderr, and stdout of each.
+LAUNCHERS = ("spawn", "dist_train.sh")
+
+
+def ends_of(words: list[str], launchers: Sequence[str] = LAUNCHERS) -> dict[str, Ended]:
+    """The same two-rank run by each launcher, at the same time: exit code, lines on stderr, and stdout of each.
 
     LAUNCHER in a word becomes the launcher's name, so that each run has a folder of its own.
     """
@@ -30,6 +34,7 @@ def end_of_both(words: list[str]) -> dict[str, Ended]:
             env=environment(), cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for name, command in commands.items()
+        if name in launchers
     }  # fmt: skip
     try:
         ended = {}
@@ -44,7 +49,7 @@ def end_of_both(words: list[str]) -> dict[str, Ended]:
 
 def test_2_with_a_line_for_each_mistake_of_a_config(digits: Path, tmp_path: Path) -> None:
     words = arguments(digits, tmp_path / "run", optimzer__lr=1, train__epochs="many", eval__crop_px=-1, seed="one")
-    for code, lines, out in end_of_both(words).values():
+    for code, lines, out in ends_of(words).values():
         assert (code, len(lines), out) == (2, 4, ""), lines
         for key in ("optimzer.lr", "train.epochs", "eval.crop_px", "seed"):
             assert sum(key in line for line in lines) == 1
@@ -61,11 +66,19 @@ CAUSES: dict[int, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("code", [pytest.param(2, marks=pytest.mark.long), 3, 5, 6])
-def test_what_a_rank_ends_with(digits: Path, tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "launchers"),
+    [
+        *(pytest.param(code, LAUNCHERS, marks=pytest.mark.long) for code in CAUSES),
+        (3, ["spawn"]),
+        (5, ["dist_train.sh"]),
+        (6, LAUNCHERS),
+    ],
+)
+def test_what_a_rank_ends_with(digits: Path, tmp_path: Path, code: int, launchers: Sequence[str]) -> None:
     changes, told = CAUSES[code]
     settings = {key: value for key, value in changes.items() if key != "work_dir"}
     words = arguments(digits, Path(changes.get("work_dir", tmp_path / "LAUNCHER")), **settings)
-    for name, (got, lines, _) in end_of_both(words).items():
+    for name, (got, lines, _) in ends_of(words, launchers).items():
         assert (got, len(lines) <= 3) == (code, True), (name, lines)
         assert sum(told in line for line in lines) == 1, (name, lines)

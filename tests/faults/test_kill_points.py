@@ -64,3 +64,18 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(
     step = resumed_at(output)
     assert step == begun if point in IN_ITS_PLACE else begun - SAVED_EVERY <= step <= begun
     assert_same_run(folder, undisturbed(ranks))
+
+
+def test_an_optimizer_that_keeps_its_step_count_in_its_groups(
+    forked: ForkedRuns, few_images: Undisturbed, tmp_path: Path
+) -> None:
+    """timm's LAMB, which is not fused either."""
+    words = {
+        name: words_for(few_images(2), tmp_path / name, 2, optimizer__name="lamb", optimizer__lr=0.01)
+        for name in ("whole", "killed")
+    }
+    output = tmp_path / "output.txt"
+    assert forked.run(words["whole"], output, 2) == [0, 0], output.read_text()
+    assert forked.run(words["killed"], output, 2, [Strike("after_optimizer_step", 15, 1)])[1] == -signal.SIGKILL
+    assert forked.run([*words["killed"], "--resume"], output, 2) == [0, 0], output.read_text()
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from bed import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
+from forked_runs import ForkedRuns
 
 STEPS = 22
 TIMEOUT_SEC = 10.0
@@ -76,6 +77,10 @@ def machines() -> Iterator[list[Machine]]:
                 ip("netns", "delete", machine.namespace)
 
 
+def words_for(digits: Path, folder: Path, **changes: object) -> list[str]:
+    return arguments(digits, folder, "noisy", ema__decay=0.9, checkpoint__every_steps=4, **changes)
+
+
 @contextmanager
 def started(
     machines: list[Machine], digits: Path, folders: list[Path], *more: str
@@ -84,10 +89,7 @@ def started(
     processes = []
     try:
         for number, (machine, folder) in enumerate(zip(machines, folders, strict=True)):
-            config, *rest = arguments(
-                digits, folder, "noisy", model__kwargs__pause_sec=0.1, ema__decay=0.9, checkpoint__every_steps=4,
-                parallel__timeout_sec=TIMEOUT_SEC,
-            )  # fmt: skip
+            config, *rest = words_for(digits, folder, model__kwargs__pause_sec=0.1, parallel__timeout_sec=TIMEOUT_SEC)
             env = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": machines[0].address, "MASTER_PORT": "29500"}
             processes.append(machine.start(["bash", DIST_TRAIN, config, "1", *rest, *more], **env))
         yield processes
@@ -116,27 +118,15 @@ def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]
     assert all(process.poll() is None for process in processes)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(machines: list[Machine], digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("undisturbed")
-    folders = [root / "a", root / "b"]
-    with started(machines, digits, folders) as processes:
-        for code, _, errors in ends(processes, 120):
-            assert code == 0, errors
-    return folders
-
-
-def test_they_train_together_and_only_the_first_one_saves(undisturbed: list[Path]) -> None:
-    assert len(losses(undisturbed[0])) == STEPS
-    assert (undisturbed[0] / "checkpoints" / f"step-{STEPS:07d}").is_dir()
-    assert [path.name for path in undisturbed[1].iterdir()] == ["logs"]
-
-
 def test_a_cut_cable_ends_both_by_name_and_the_run_goes_on(
-    undisturbed: list[Path], machines: list[Machine], digits: Path, tmp_path: Path
+    forked: ForkedRuns, machines: list[Machine], digits: Path, tmp_path: Path
 ) -> None:
-    """What goes on goes on even while the cable is out for less than the timeout."""
+    """What goes on goes on even while the cable is out for less than the timeout, and ends in the bits of two ranks on
+    one machine that nobody disturbed.
+    """
     folders = [tmp_path / "a", tmp_path / "b"]
+    undisturbed, output = tmp_path / "undisturbed", tmp_path / "output.txt"
+    assert forked.run(words_for(digits, undisturbed), output, 2) == [0, 0], output.read_text()
     with started(machines, digits, folders) as processes:
         wait_for_step(folders[0], 6, processes)
         machines[0].plug("down")
@@ -160,5 +150,6 @@ def test_a_cut_cable_ends_both_by_name_and_the_run_goes_on(
         for code, _, errors in ends(processes, 120):
             assert (code, errors) == (0, "")
     assert re.search(r"resumed from .* at step [48]\b", (folders[0] / "metrics.jsonl").read_text())
-    assert losses(folders[0]) == losses(undisturbed[0])
-    assert state_digest(folders[0]) == state_digest(undisturbed[0])
+    assert len(losses(folders[0])) == STEPS and losses(folders[0]) == losses(undisturbed)
+    assert state_digest(folders[0]) == state_digest(undisturbed)
+    assert [path.name for path in folders[1].iterdir()] == ["logs"], "only the first machine saves"
