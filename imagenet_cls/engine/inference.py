@@ -7,7 +7,8 @@ Refuses to call what a checkpoint's own config names, unless it is a library's m
 import glob
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transfor
 from imagenet_cls.data.layout import is_image
 from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_num_classes, rank_devices
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
+from imagenet_cls.engine.differences import differences
 from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
 from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_in
 from imagenet_cls.engine.step import choose_precision
@@ -29,7 +31,7 @@ from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import build_model, first_line
 from imagenet_cls.models.resize import resize_model, size_remedy
 from imagenet_cls.models.trust import refuse_foreign_code
-from imagenet_cls.models.weights import load_weights, misfit, without_split_bn
+from imagenet_cls.models.weights import load_weights, misfit, naming_the_key, without_split_bn
 from imagenet_cls.parallel.data_parallel import spread
 from imagenet_cls.parallel.group import Group, on_main
 from imagenet_cls.parallel.reduce import gather_to_main, hand_out
@@ -41,7 +43,8 @@ _BATCH = 32
 class Weights:
     """Models to evaluate by kind (`raw`, `ema`), and how they were built. classes: their names, where they are known.
 
-    origin: a sentence about where they come from; damage: a line for each checkpoint that was passed over.
+    origin: a sentence about where they come from; damage: a line for each checkpoint that was passed over; notes: what
+    is evaluated otherwise than by the run that made them.
     """
 
     models: dict[str, nn.Module]
@@ -53,6 +56,7 @@ class Weights:
     std: list[float]
     origin: str
     damage: list[str]
+    notes: list[str] = field(default_factory=list)
 
 
 def evaluate_weights(
@@ -62,8 +66,9 @@ def evaluate_weights(
 
     checkpoint: a checkpoint or run folder of ours, foreign weights, or None for the published weights that the config
     names. allow_import: what a checkpoint may import beyond what the config names. Returns a sentence about the
-    weights, the results by kind, and on rank 0 (where asked for) one row for each image: image, target, top-5 classes
-    and probabilities, of the EMA weights where there are some, else of the raw ones.
+    weights, with a line for each key that is evaluated otherwise than by the run that made them; the results by kind;
+    and on rank 0 (where asked for) one row for each image: image, target, top-5 classes and probabilities, of the EMA
+    weights where there are some, else of the raw ones.
     """
     data = open_datasets(config.data, ("val",))
     assert data.val is not None
@@ -96,7 +101,7 @@ def evaluate_weights(
         outputs = _noting(outputs, list(weights.models)[-1], data.val, data.classes, rows)
     results = evaluate(outputs, list(weights.models), group)
     gathered = gather_to_main(rows, group)
-    origin = "\n".join([*weights.damage, ", ".join(filter(None, [weights.origin, notes[0]]))])
+    origin = "\n".join([*weights.damage, ", ".join(filter(None, [weights.origin, notes[0]])), *weights.notes])
     return origin, results, sorted(gathered, key=lambda row: row["index"])
 
 
@@ -137,6 +142,7 @@ def load_any_weights(
         snapshot, _, damage = find_checkpoint(checkpoint)
         stored = config_from_dict(snapshot.state["config"])
         trusted = {config.model.name, *config.imports, *allow_import}
+        assert snapshot.path is not None
         averaged = len(snapshot.state.get("averaged", []))
         note = f", an average of {averaged} checkpoints" if averaged else ""
         return Weights(
@@ -149,6 +155,7 @@ def load_any_weights(
             std=snapshot.state["preprocessing"]["std"],
             origin=f"{snapshot.path}, step {snapshot.state['step']}{note}",
             damage=damage,
+            notes=differences(config, stored, snapshot.state["preprocessing"], snapshot.path),
         )
     if checkpoint is None and not config.model.pretrained and config.model.checkpoint is None:
         raise UsageError(
@@ -161,7 +168,8 @@ def load_any_weights(
     origin = f"published weights of {config.model.name}"
     if path is not None:
         # A head that is drawn anew is a start for training, but what it names is chance.
-        origin = f"{path}: {load_weights(model, weights_in(path), count, head_may_differ=False)}"
+        with nullcontext() if checkpoint is not None else naming_the_key("model.checkpoint"):
+            origin = f"{path}: {load_weights(model, weights_in(path), count, head_may_differ=False)}"
     mean, std = choose_mean_std(config, model)
     bare = replace(config.model, pretrained=False, checkpoint=None)
     return Weights({"raw": model}, bare, config.imports, count, None, mean, std, origin, [])

@@ -23,7 +23,7 @@ from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceE
 from imagenet_cls.lookup import is_factory_name
 from imagenet_cls.models.build import TORCHVISION, build_model, first_line, head_names, model_mean_std
 from imagenet_cls.models.check import check_model
-from imagenet_cls.models.weights import load_weights
+from imagenet_cls.models.weights import load_weights, naming_the_key
 from imagenet_cls.parallel.group import Group, on_main
 from imagenet_cls.parallel.reduce import hand_out
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -128,10 +128,11 @@ def _trained(teacher: TeacherConfig, num_classes: int, read: WeightsReader) -> t
         network = build_model(model, num_classes)
         own_mean_std: MeanStd | None = None
         if teacher.checkpoint is not None:
-            state, own_mean_std = read(Path(teacher.checkpoint))
-            heads = [state[name].shape[0] for name in head_names(network, num_classes) if name in state]
-            _refuse_other_classes(teacher, heads[0] if heads else None, num_classes)
-            load_weights(network, state, num_classes, head_may_differ=False)
+            with naming_the_key("model.checkpoint"):
+                state, own_mean_std = read(Path(teacher.checkpoint))
+                heads = [state[name].shape[0] for name in head_names(network, num_classes) if name in state]
+                _refuse_other_classes(teacher, heads[0] if heads else None, num_classes)
+                load_weights(network, state, num_classes, head_may_differ=False)
     return network, own_mean_std or model_mean_std(network)
 
 

@@ -191,7 +191,8 @@ def test_predicting_what_is_no_image(small: Path, digits: Path, tmp_path: Path, 
 def test_evaluating_a_checkpoint_repeats_the_runs_own_numbers(small: Path, digits: Path, call: Callable) -> None:
     at = {(r["step"], r["weights"]): r for r in evaluations(small)}
     best = max(at.values(), key=lambda record: record["top1_pct"])["step"]
-    words = [DEMO, f"data.root={digits}", "data.num_workers=0", "augment.size_px=16", "eval.crop_px=16", *OURS]
+    size = ["augment.size_px=16", "eval.crop_px=16"]
+    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", *size]
     for checkpoint, step in ((small / "checkpoints" / "step-0000011", 11), (newest(small), 22), (small, best)):
         code, out, err = call(evaluate_command, *words, checkpoint)
         assert (code, err) == (0, "")
@@ -201,6 +202,30 @@ def test_evaluating_a_checkpoint_repeats_the_runs_own_numbers(small: Path, digit
             record = at[step, line.partition(":")[0]]
             assert f"top-1 {record['top1_pct']:.3f} %  top-5 {record['top5_pct']:.3f} %" in line
             assert f"loss {record['loss']:.4f}  over 359 images" in line
+
+
+def test_what_is_evaluated_otherwise_than_the_run_did_is_told(small: Path, digits: Path, call: Callable) -> None:
+    """The config's values are used, and each that differs is named; nothing is said with the run's own config."""
+    bare = [DEMO, f"data.root={digits}", "data.num_workers=0", *OURS, small]
+    code, out, err = call(evaluate_command, *bare, "eval.interpolation=bicubic", "data.mean=[0.5,0.5,0.5]")
+    notes = [line for line in out.splitlines()[1:] if not line.startswith(("raw: ", "ema: "))]
+    assert (code, err) == (0, "") and notes == [
+        "eval.crop_px: 32, and 16 in the run that made the checkpoint",
+        "eval.interpolation: bicubic, and bilinear in the run that made the checkpoint",
+        f"{small / 'config.yaml'} as CONFIG evaluates as the run did",
+        "model.name: resnet18 is not used, but bed:noisy, with which the checkpoint was trained",
+        f"data.mean: [0.5, 0.5, 0.5] is not used, but {list(MEAN)}, with which the checkpoint was trained",
+    ]
+    code, out, err = call(evaluate_command, small / "config.yaml", small)
+    assert (code, err) == (0, "") and [line.partition(":")[0] for line in out.splitlines()[1:]] == ["raw", "ema"]
+    best = max(record["top1_pct"] for record in evaluations(small))
+    assert f"top-1 {best:.3f} %" in out
+
+
+def test_images_of_the_training_among_those_evaluated_are_told(small: Path, call: Callable) -> None:
+    code, out, _ = call(evaluate_command, small / "config.yaml", small, "data.val_fraction=0.5")
+    assert code == 0 and "data.val_fraction: 0.5, and 0.2 in the run that made the checkpoint" in out
+    assert "warning: images that the run trained on" in out
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
