@@ -1,6 +1,9 @@
 """Images and workers that fail in a run: named in a line, left out by the manifest, and the same bits for all that."""
 
+import ctypes
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import arguments, losses, state_digest, train_here
+from bed import TRAIN, arguments, environment, losses, run, state_digest, train_here
 
 from imagenet_cls.cli import train_command
 from imagenet_cls.data.index import index_folder
@@ -189,14 +192,28 @@ class Faulty:
         return torch.full((3, 16, 16), i, dtype=torch.uint8), i % 2
 
 
+def after(number: int) -> Exception:
+    """What comes of a signal to this process itself."""
+    os.kill(os.getpid(), number)
+    return AssertionError("went on")
+
+
 ERRORS: dict[str, Callable[[], Exception]] = {
     "key": lambda: KeyError("no such record"),
     "memory": lambda: OSError(28, "No space left on device"),
+    "stopped": lambda: after(signal.SIGSTOP),
+    "killed": lambda: after(signal.SIGKILL),
 }
 
 
 def faulty(root: str, part: str, error: str) -> Faulty:
     return Faulty(ERRORS[error])
+
+
+def of_faulty(tmp_path: Path, error: str, **changes: Any) -> list[str]:
+    own = {"data__name": "test_bad_images:faulty", "data__kwargs": f"{{error: {error}}}", "data__num_workers": 1}
+    own |= {"data__val": "val", "data__val_fraction": "null", "train__global_batch_size": 16}
+    return arguments(tmp_path, tmp_path / "run", **(own | changes))
 
 
 @pytest.mark.parametrize(
@@ -210,15 +227,36 @@ def test_a_worker_that_raises_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: str, expected: list[str]
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    own = {"data__name": "test_bad_images:faulty", "data__kwargs": f"{{error: {error}}}", "data__num_workers": 1}
-    own |= {"data__val": "val", "data__val_fraction": "null", "train__global_batch_size": 16}
-    code, said = ended(capsys, arguments(tmp_path, tmp_path / "run", **own))
+    code, said = ended(capsys, of_faulty(tmp_path, error))
     assert code == 5 and "data worker 0 (process " in said
     assert "test_bad_images:faulty/train[11] (image 11)" in said
     for text in expected:
         assert text in said
     log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
     assert "in __getitem__" in log and "raise self.error()" in log
+
+
+def test_a_worker_that_is_stopped_in_the_middle_of_a_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGSTOP, as a debugger or a suspended job does it."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    started, before = time.monotonic(), children()
+    code, said = ended(capsys, of_faulty(tmp_path, "stopped", data__timeout_sec=1.5))
+    assert code == 5 and "data worker 0 (process " in said and "gave no batch for 1.5 s (data.timeout_sec)" in said
+    assert "test_bad_images:faulty/train[11] (image 11)" in said and "SIGSTOP" in said
+    assert time.monotonic() - started < 12
+    assert children() <= before
+
+
+def test_a_worker_that_is_killed_ends_the_program(tmp_path: Path) -> None:
+    """As the kernel kills where memory runs out. The program itself: all that it leaves behind would be seen."""
+    path = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
+    ended = run([sys.executable, TRAIN, *of_faulty(tmp_path, "killed", data__num_workers=2)], PYTHONPATH=path)
+    assert ended.returncode == 5, ended.stderr
+    said = ended.stderr.splitlines()
+    assert len(said) == 2 and "a data worker of process " in said[0] and "was killed" in said[0]
+    assert "memory or /dev/shm ran out" in said[1] and "data.num_workers" in said[1]
 
 
 def test_too_little_shared_memory_is_said_before_the_first_batch(
@@ -231,6 +269,39 @@ def test_too_little_shared_memory_is_said_before_the_first_batch(
     code, error = ended(capsys, given)
     assert code == 5 and "/dev/shm has" in error and "need 786,432 MiB" in error and "data.prefetch_batches" in error
     assert not list((tmp_path / "run").rglob("metrics.jsonl"))
+
+
+def test_a_shared_memory_that_is_small_in_truth() -> None:
+    """/dev/shm of 4 MiB in a mount namespace of a process's own, as a container has it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if mounted(b"/dev/shm", b"size=4m"):
+                refuse_small_shared_memory([(5, 512)], 1)
+                refuse_small_shared_memory([(4, 512), (1, 1024)], 1)
+        except ResourceError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    said = os.read(reading, 1000).decode()
+    os.close(reading)
+    if not said:
+        pytest.skip("needs a mount namespace (root)")
+    assert said.startswith("/dev/shm has 4 MiB free, and the batches that data workers hold ready there need 6 MiB\n")
+
+
+def mounted(place: bytes, options: bytes) -> bool:
+    """A tmpfs that only this process sees; whether it is there."""
+    new_namespace, private = 0x20000, (1 << 14) | (1 << 18)  # CLONE_NEWNS; MS_REC, MS_PRIVATE
+    libc = ctypes.CDLL(None)
+    return (
+        libc.unshare(new_namespace) == 0
+        and libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None) == 0
+        and libc.mount(b"tmpfs", place, b"tmpfs", ctypes.c_ulong(0), options) == 0
+    )
 
 
 def test_the_estimate_of_shared_memory(tmp_path: Path) -> None:
