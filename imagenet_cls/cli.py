@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from imagenet_cls.config.load import Loaded, load_config
-from imagenet_cls.engine.options import RunOptions
+from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.place import Place
 from imagenet_cls.ranks import RankCommand, add_rank_options, check_names, main, positive, run_command
@@ -121,7 +121,10 @@ def refuse_taken_folder(arguments: argparse.Namespace, loaded: Loaded) -> None:
 
     options = run_options(arguments, loaded)
     if not options.dry_run:
-        RunFolder(options.work_dir).refuse_if_taken(options.resume, options.overwrite)
+        folder = RunFolder(options.work_dir)
+        folder.refuse_if_taken(options.resume, options.overwrite)
+        if options.overwrite:
+            folder.refuse_to_remove(starts_from(loaded.config, options))
 
 
 def train_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, groups: "list[Group]") -> None:

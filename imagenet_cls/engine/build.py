@@ -115,10 +115,11 @@ def rank_devices(config: Config, group: Group) -> Devices:
     return data_parallel_devices(config) if config.parallel.mode == "dp" else Devices((group.device,), group.device)
 
 
-def build(config: Config, group: Group) -> Parts:
+def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     """All parts of a training run, in their state at step 0. A collective: every rank calls it.
 
-    Raises DataError, ConfigError, CheckpointError, UsageError or ResourceError.
+    start_weights: whether the model gets the weights that the config has it start from. A run that goes on has its own,
+    and asks for no file and no network. Raises DataError, ConfigError, CheckpointError, UsageError or ResourceError.
     """
     device, train = group.device, config.train
     for name in config.imports:  # `check` ran in the launching process, or on rank 0 only
@@ -137,7 +138,7 @@ def build(config: Config, group: Group) -> Parts:
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
     messages += [scaling] if scaling else []
 
-    model = prepared_model(config, num_classes, group, messages)
+    model = prepared_model(config, num_classes, group, messages, start_weights)
     mean, std = choose_mean_std(config, model)
     teacher = chosen_teacher(config, num_classes, data.classes, group, (mean, std))
     wrapped = spread(wrap(model, group, config.parallel.mode), devices)

@@ -22,7 +22,7 @@ from imagenet_cls.models.build import build_model, first_line, model_mean_std
 from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.models.resize import size_remedy
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
-from imagenet_cls.models.weights import load_weights, read_weights
+from imagenet_cls.models.weights import load_weights, naming_the_key, read_weights
 from imagenet_cls.parallel.group import Group, on_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -30,13 +30,17 @@ from imagenet_cls.seeding import hash_key, seed_generators
 T = TypeVar("T")
 
 
-def prepared_model(config: Config, num_classes: int, group: Group, messages: list[str]) -> nn.Module:
+def prepared_model(
+    config: Config, num_classes: int, group: Group, messages: list[str], start_weights: bool
+) -> nn.Module:
     """The model on this rank's device, ready to be wrapped. A collective: every rank calls it.
 
-    messages: receives a sentence about the weights that it starts from, and one about what is frozen.
+    messages: receives a sentence about the weights that it starts from, and one about what is frozen. start_weights:
+    whether it gets those that the config names, published or in a file.
     """
     # Rank 0 reads weights from disk or network, and DDP hands them out when it wraps: the others need neither.
-    own = config.model if group.is_main else replace(config.model, pretrained=False, checkpoint=None)
+    reads = group.is_main and start_weights
+    own = config.model if reads else replace(config.model, pretrained=False, checkpoint=None)
     model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, messages))
     model = split_batch_norm(model, config.model, config.augment.splits)
     if frozen := freeze(model, config.model, num_classes):
@@ -88,7 +92,8 @@ def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: lis
     seed_generators(hash_key("init", seed))
     built = build_model(model, num_classes)
     if model.checkpoint is not None:
-        messages.append(load_weights(built, weights_in(Path(model.checkpoint)), num_classes))
+        with naming_the_key("model.checkpoint"):
+            messages.append(load_weights(built, weights_in(Path(model.checkpoint)), num_classes))
     return built
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from imagenet_cls.config.schema import Config
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -18,3 +20,12 @@ class RunOptions:
     overwrite: bool = False
     allow_change: Sequence[str] = ()
     dry_run: bool = False
+
+
+def starts_from(config: Config, options: RunOptions) -> dict[str, str | Path | None]:
+    """The weights that a run needs at its start, by the key or option that names them."""
+    return {
+        "model.checkpoint": config.model.checkpoint,
+        "distill.teacher.checkpoint": config.distill.teacher.checkpoint,
+        "--resume-from": options.resume_from,
+    }

@@ -16,8 +16,8 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.agree import refuse_differing_code, refuse_differing_configs
 from imagenet_cls.engine.build import Parts, build, data_parallel_devices
 from imagenet_cls.engine.check import check, check_ranks
-from imagenet_cls.engine.checkpoint import Snapshot, checkpoint_path, newest_in, newest_whole
-from imagenet_cls.engine.options import RunOptions
+from imagenet_cls.engine.checkpoint import Snapshot, checkpoint_path, list_checkpoints, newest_in, newest_whole
+from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.engine.resources import naming_what_gave_out
 from imagenet_cls.engine.resume import refuse_changes, versions
 from imagenet_cls.engine.runfolder import RunFolder
@@ -87,14 +87,14 @@ def dry_run(config: Config, options: RunOptions, group: Group) -> None:
 def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
     """The run itself, in its folder, which is this run's alone from here to the end."""
     folder = RunFolder(options.work_dir)
-    on_main(group, lambda: folder.open(options.resume, options.overwrite))
+    goes_on = on_main(group, lambda: open_folder(folder, config, options))
     log = open_log(options.work_dir, group.rank)
     log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
     stop = StopRequest(group)
     stop.listen()
     parts = None
     try:
-        parts = build(config, group)
+        parts = build(config, group, start_weights=not goes_on)
         progress, messages = resume(parts, folder, options)
         if options.overwrite:  # only now: a run that can't even begin must not cost the old one
             on_main(group, folder.clear)
@@ -102,9 +102,9 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
         evaluated = progress.evaluated_step if messages else None
         tensorboard = config.log.tensorboard
         total = (parts.plan.total_steps, parts.plan.epochs)
-        goes_on = config.checkpoint.on_error == "continue"
+        endures = config.checkpoint.on_error == "continue"
         with (
-            Reporter(options.work_dir, resumed_at, tensorboard, group.is_main, *total, evaluated, goes_on) as reporter,
+            Reporter(options.work_dir, resumed_at, tensorboard, group.is_main, *total, evaluated, endures) as reporter,
             Saver(parts, progress, folder, reporter) as saver,
         ):
             if group.is_main:
@@ -137,6 +137,14 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
         if parts is not None:
             parts.train_loader.close()
         folder.close()
+
+
+def open_folder(folder: RunFolder, config: Config, options: RunOptions) -> bool:
+    """On rank 0: take the folder, and say whether the run goes on from a checkpoint. Raises as `RunFolder` does."""
+    if options.overwrite:
+        folder.refuse_to_remove(starts_from(config, options))
+    folder.open(options.resume, options.overwrite)
+    return options.resume_from is not None or (options.resume and bool(list_checkpoints(folder.checkpoints)))
 
 
 def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:

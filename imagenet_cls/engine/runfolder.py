@@ -58,6 +58,20 @@ class RunFolder:
                 "--resume goes on with it, --overwrite removes it and starts anew, --work-dir DIR uses another folder."
             )
 
+    def refuse_to_remove(self, sources: Mapping[str, str | Path | None]) -> None:
+        """Raise UsageError where a run is to start from what `clear` would remove: until its first save there would be
+        nothing to go on from, and a teacher is needed to the end. sources: paths by the word that gave them.
+        """
+        for word, source in sources.items():
+            if source is None:
+                continue
+            path, here = Path(source).resolve(), self.path.resolve()
+            if path == here or any(path.is_relative_to(here / name) for name in _WRITTEN):
+                raise UsageError(
+                    f"{word}: {source} lies in {self.path}, which --overwrite would remove.\n"
+                    "Use another folder with --work-dir, or copy the weights elsewhere first."
+                )
+
     def open(self, resume: bool, overwrite: bool) -> None:
         """Make the folder this run's own until `close` or the end of the process. Removes nothing: `clear` does.
 

@@ -1,0 +1,61 @@
+"""The weights that a run starts from: needed once, and never removed by the run that needs them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from bed import arguments, newest, state_digest, train_here
+
+from imagenet_cls.errors import UsageError
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def first(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start") / "first"
+    train_here(arguments(digits, folder, train__max_steps=10))
+    return folder
+
+
+@pytest.mark.parametrize("key", ["model.checkpoint", "--resume-from"])
+def test_a_run_goes_on_without_the_weights_that_it_started_from(
+    first: Path, digits: Path, tmp_path: Path, key: str
+) -> None:
+    start = Path(shutil.copytree(first, tmp_path / "start"))
+
+    def words(folder: str, *more: str) -> list[str]:
+        named = [key, str(start)] if key.startswith("--") else [f"{key}={start}"]
+        return [*arguments(digits, tmp_path / folder, checkpoint__every_steps=4), *named, *more]
+
+    train_here(words("whole"))
+    train_here(words("parts", "train.max_steps=14"))
+    shutil.rmtree(start)
+    train_here(words("parts", "--resume"))
+    assert state_digest(tmp_path / "parts") == state_digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step-0000010/model.safetensors"])
+@pytest.mark.parametrize("key", ["model.checkpoint", "distill.teacher.checkpoint", "--resume-from"])
+def test_overwrite_never_removes_what_the_run_starts_from(first: Path, digits: Path, key: str, inside: str) -> None:
+    before = files(first)
+    named = [key, str(first / inside)] if key.startswith("--") else [f"{key}={first / inside}"]
+    if key.startswith("distill"):
+        named += ["distill.kind=soft", "distill.teacher.name=bed:plain"]
+    with pytest.raises(UsageError, match=rf"^{key}: .* lies in .*--overwrite would remove\.\n.*--work-dir"):
+        train_here([*arguments(digits, first), *named, "--overwrite"])
+    assert files(first) == before
+
+
+def test_weights_that_overwrite_leaves_alone_may_lie_in_the_run_folder(
+    first: Path, digits: Path, tmp_path: Path
+) -> None:
+    """A run removes only what runs write."""
+    folder = Path(shutil.copytree(first, tmp_path / "run"))
+    kept = folder / "mine.safetensors"
+    shutil.copy(newest(folder) / "model.safetensors", kept)
+    words = arguments(digits, folder, train__max_steps=1, **{"model.checkpoint": kept})
+    train_here([*words, "--overwrite"])
+    assert kept.exists() and newest(folder).name == "step-0000001"
