@@ -1,0 +1,146 @@
+"""What saving costs: `python benchmarks/checkpoint_cost.py`.
+
+A ResNet-50 on the CPU with an average and SGD's momentum. Three things: how long the loop stands still for a save, how
+long the write behind it takes, and how much slower CPU steps are meanwhile. The first is set against 2 % of an epoch of
+ImageNet, at two published speeds (`EPOCHS`). Each figure is a median.
+"""
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, cast
+
+import timm
+import torch
+from torch.nn import functional
+
+from imagenet_cls.config.schema import EmaConfig
+from imagenet_cls.engine.agree import tensors_held
+from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.checkpoint import Snapshot, prune, size_bytes, write_checkpoint
+from imagenet_cls.engine.saving import Behind, take_snapshot
+from imagenet_cls.engine.state import Progress
+from imagenet_cls.models.ema import ModelEma
+from imagenet_cls.parallel.drift import bit_sums
+
+IMAGES = 1_281_167
+EPOCHS = {  # seconds
+    "FFCV's 16 epochs in 14.9 minutes on 8 A100 (its README)": 14.9 * 60 / 16,
+    "7,950 images/s on each of 8 GPUs (MLPerf v4.0, MXNet)": IMAGES / (8 * 7950),
+}
+SHARE = 0.02
+BATCH, SIDE_PX = 2, 64
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+class Training:
+    """Steps of a ResNet-50 on one batch of noise, and what a run holds besides."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = timm.create_model("resnet50").train()
+        self.ema = ModelEma(self.model, 0.999, EmaConfig())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.images, self.targets = torch.randn(BATCH, 3, SIDE_PX, SIDE_PX), torch.arange(BATCH)
+        self.progress = Progress()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        functional.cross_entropy(self.model(self.images), self.targets).backward()
+        self.optimizer.step()
+        self.progress.step += 1
+
+    def timed_step(self) -> tuple[float, float]:
+        """Seconds on the clock, and of a core: with one thread the two differ by what others had of it."""
+        begin = time.thread_time()
+        return seconds(self.step), time.thread_time() - begin
+
+    def snapshot(self) -> Snapshot:
+        parts = SimpleNamespace(model=self.model, ema=self.ema, optimizer=self.optimizer, scaler=self.scaler)
+        return take_snapshot(cast(Parts, parts), self.progress, {})
+
+    def hash(self) -> None:
+        """What ranks compare before each save, where there are several."""
+        bit_sums(tensors_held(self.model, self.ema.module, self.optimizer))
+
+
+def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, float]]:
+    """Rows of (what, seconds)."""
+    behind = Behind()
+    copies: list[float] = []
+    hashes: list[float] = []
+    writes: list[float] = []
+    beside: list[float] = []
+    alone: list[tuple[float, float]] = []
+    meanwhile: list[tuple[float, float]] = []
+
+    def write(snapshot: Snapshot, times: list[float]) -> None:
+        times.append(seconds(lambda: write_checkpoint(folder, snapshot)))
+        prune(folder, snapshot.state["step"], 1, set())
+
+    def save() -> None:
+        """As `Saver.save` has it: from the loop's call to its going on."""
+        snapshot = training.snapshot()
+        behind.start(lambda: write(snapshot, beside))
+
+    for _ in range(saves):
+        hashes.append(seconds(training.hash))
+        write(training.snapshot(), writes)
+        alone += [training.timed_step() for _ in range(10)]
+        copies.append(seconds(save))
+        begun = len(beside)
+        while len(beside) == begun:
+            meanwhile.append(training.timed_step())
+        behind.wait()
+    rows = [
+        ("the loop stands still: copy to host memory", median(copies)),
+        ("before it, on several ranks: the hash that they compare", median(hashes)),
+        ("the write, alone", median(writes)),
+        ("the write, beside training", median(beside)),
+    ]
+    for when, steps in (("alone", alone), ("beside a write", meanwhile)):
+        what = f"a step {when} ({BATCH} images of {SIDE_PX} px, {len(steps)} steps)"
+        rows.append((what, median(wall for wall, _ in steps)))
+        rows.append(("the same, in time that its thread had a core", median(cpu for _, cpu in steps)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1, help="of the training; the write has one of its own")
+    parser.add_argument("--folder", type=Path, help="on the disk to write to (default: a temporary one)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    training = Training()
+    training.step()
+    snapshot = training.snapshot()
+    held = sum(size_bytes(tensors or {}) for tensors in (snapshot.model, snapshot.ema, snapshot.optimizer))
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        rows = measure(training, Path(folder) / "checkpoints", arguments.saves)
+    print(f"torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}")
+    print(f"{arguments.threads} threads on {os.cpu_count()} cores, {held / 1e6:.0f} MB, {arguments.saves} saves\n")
+    print("| | ms |\n|---|---:|")
+    for what, sec in rows:
+        print(f"| {what} | {1e3 * sec:.0f} |")
+    still = rows[0][1]
+    for name, epoch_sec in EPOCHS.items():
+        share = 100 * still / epoch_sec
+        print(f"\n{name}: {epoch_sec:.1f} s an epoch, {100 * SHARE:g} % of it {1e3 * SHARE * epoch_sec:.0f} ms")
+        print(f"the loop stands still for {share:.2f} % of that epoch")
+
+
+if __name__ == "__main__":
+    main()
