@@ -10,6 +10,7 @@ weights, and not estimated anew with training images. Called by `tools/average_c
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, list_checkpoints, verified_files, write_checkpoint
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
+from imagenet_cls.lookup import is_factory_name
 from imagenet_cls.models.weights import read_weights
 
 RULES = {
@@ -77,8 +79,15 @@ def average_checkpoints(paths: Sequence[Path], out: Path, kind: str = "raw") -> 
 
 def _write_weights(paths: Sequence[Path], out: Path, kind: str) -> Path:
     average = Average()
+    last = None
     for path in paths:
-        average.add(path, _weights(_snapshot(path), kind) if path.is_dir() else read_weights(path))
+        if path.is_dir():
+            snapshot = _snapshot(path)
+            _refuse_other_meaning(snapshot, last)
+            average.add(path, _weights(snapshot, kind))
+            last = snapshot
+        else:
+            average.add(path, read_weights(path))
     with _writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         save_file(average.result(), out)
@@ -99,11 +108,7 @@ def _write_checkpoint(paths: Sequence[Path], out: Path, kind: str) -> Path:
     sources = []
     for path in paths:
         snapshot = _snapshot(path)
-        if last is not None and any(snapshot.state[key] != last.state[key] for key in _MEANING):
-            raise CheckpointError(
-                f"{path} was trained on other classes, or with another normalisation, than {last.path}.\n"
-                "Average checkpoints that mean the same."
-            )
+        _refuse_other_meaning(snapshot, last)
         average.add(path, _weights(snapshot, kind))
         sources.append({"checkpoint": str(snapshot.path), "step": snapshot.state["step"], "weights": kind})
         last = snapshot
@@ -114,6 +119,36 @@ def _write_checkpoint(paths: Sequence[Path], out: Path, kind: str) -> Path:
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
     return write_checkpoint(out, Snapshot(average.result(), {}, numbers, state))
+
+
+def _refuse_other_meaning(snapshot: Snapshot, last: Snapshot | None) -> None:
+    """Raise CheckpointError where the same names and shapes of tensors mean something else than in the `last` one."""
+    if last is None:
+        return
+    here, there = _architecture(snapshot), _architecture(last)
+    if here != there:
+        raise CheckpointError(
+            f"{snapshot.path} is of another model than {last.path}: {_named(*here)}, and {_named(*there)}.\n"
+            "Average checkpoints of one architecture only."
+        )
+    if any(snapshot.state[key] != last.state[key] for key in _MEANING):
+        raise CheckpointError(
+            f"{snapshot.path} was trained on other classes, or with another normalisation, than {last.path}.\n"
+            "Average checkpoints that mean the same."
+        )
+
+
+def _architecture(snapshot: Snapshot) -> tuple[str, dict[str, Any]]:
+    """Name and keywords of the model, without what makes no other one of it in evaluation: the tag of the weights that
+    it started from, and dropout of any kind, in which the runs of a soup may differ."""
+    model = snapshot.state["config"]["model"]
+    name = model["name"] if is_factory_name(model["name"]) else model["name"].partition(".")[0]
+    kwargs = model["kwargs"].items()
+    return name, {key: value for key, value in kwargs if not re.search(r"drop|stochastic_depth|^weights$", key)}
+
+
+def _named(name: str, kwargs: Mapping[str, Any]) -> str:
+    return f"{name} {dict(kwargs)}" if kwargs else name
 
 
 class Average:

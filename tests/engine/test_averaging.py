@@ -167,11 +167,23 @@ def test_which_checkpoints_are_chosen(run: Path, tmp_path: Path) -> None:
         choose(copy, "improving", 4, "raw")
 
 
+def test_runs_of_a_soup_may_differ_in_dropout(run: Path, tmp_path: Path, call: Callable) -> None:
+    first, second = checkpoints(run)[:2]
+    other = tmp_path / "other"
+    shutil.copytree(second, other)
+    state = json.loads((other / "state.json").read_text())
+    state["config"]["model"]["kwargs"] = {"dropout": 0.5}
+    (other / "state.json").write_text(json.dumps(state))
+    seal(other)
+    assert call(average_command, first, other, "--out", tmp_path / "out")[0] == 0
+
+
 def test_what_does_not_belong_together(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
     """Each exits with its code, three lines at most, and leaves nothing behind."""
     first, second = checkpoints(run)[:2]
     wide = tmp_path / "wide"
     train_here(arguments(digits, wide, "noisy", train__max_steps=1, model__kwargs__width=8))
+    shutil.copy(newest(wide) / "model.safetensors", tmp_path / "8.safetensors")
     other = tmp_path / "other"
     shutil.copytree(second, other)
     state = json.loads((other / "state.json").read_text())
@@ -185,12 +197,20 @@ def test_what_does_not_belong_together(run: Path, digits: Path, tmp_path: Path, 
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "mine").write_text("mine")
+    blurred = tmp_path / "blurred"
+    shutil.copytree(second, blurred)
+    model = state["config"]["model"] | {"name": "bed:plain"}
+    (blurred / "state.json").write_text(json.dumps(state | {"config": state["config"] | {"model": model}}))
+    seal(blurred)
     out = tmp_path / "out"
     for words, code, text in [
-        ((first, wide, "--out", out), 4, "another model"),
+        ((first, blurred, "--out", out), 4, f"{blurred} is of another model than {first}: bed:plain, and bed:noisy"),
+        ((first, blurred, "--out", tmp_path / "out.safetensors"), 4, "bed:plain, and bed:noisy"),
+        ((first, wide, "--out", out), 4, "bed:noisy {'width': 8}, and bed:noisy"),
+        ((tmp_path / "8.safetensors", first, "--out", tmp_path / "out.safetensors"), 4, "another model"),
         ((first, other, "--out", out), 4, "other classes"),
         ((first, damaged, "--out", out), 4, "damaged"),
-        ((first, wide, "--weights", "ema", "--out", out), 4, "no average"),
+        ((wide, first, "--weights", "ema", "--out", out), 4, "no average"),
         ((first, "--out", out), 2, "two checkpoints or more"),
         ((first, second, "--last", 2, "--out", out), 2, "from one run folder"),
         ((run, "--last", 9, "--out", out), 4, "5 checkpoints fit --last 9"),
