@@ -279,6 +279,19 @@ def test_foreign_weights(small: Path, digits: Path, tmp_path: Path, call: Callab
     assert code == 2 and "no weights to evaluate" in err
 
 
+@pytest.mark.parametrize("key", ["model.checkpoint", "distill.teacher.checkpoint"])
+def test_weights_that_are_missing_are_told_by_their_key(digits: Path, tmp_path: Path, call: Callable, key: str) -> None:
+    teacher = {"distill.kind": "soft", "distill.teacher.name": "bed:plain"} if key.startswith("distill") else {}
+    words = arguments(digits, tmp_path / "run", **teacher, **{key: "nowhere.pth"})
+    assert call(train_command, *words)[::2] == (
+        4,
+        f"{key}: no checkpoint 'nowhere.pth': no such file; check the path\n",
+    )
+    if not teacher:
+        assert call(evaluate_command, *words[:-2])[2].startswith(f"{key}: no checkpoint 'nowhere.pth'")
+    assert call(evaluate_command, *words[:-2], "lost.pth")[2].startswith("no checkpoint 'lost.pth'")
+
+
 OWN = """
 from torch import nn
 def build(num_classes):
