@@ -15,6 +15,7 @@ from imagenet_cls.models.check import check_model
 from imagenet_cls.models.teacher import check_distillation
 from imagenet_cls.optim.build import check_optimizer, own_momentum
 from imagenet_cls.optim.losses import check_loss
+from imagenet_cls.optim.scaling import scaled_lr
 from imagenet_cls.optim.schedule import check_schedule
 
 
@@ -31,7 +32,8 @@ def check(config: Config, world_size: int | None, training: bool = True) -> list
     problems = check_model(config.model, training and config.train.grad_checkpointing)
     problems += check_data(config.data) + check_policy(config.augment)
     problems += check_loss(config.loss) + check_distillation(config.distill)
-    problems += check_optimizer(config.optimizer) + check_schedule(config.schedule, config.train.epochs)
+    lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
+    problems += check_optimizer(config.optimizer) + check_schedule(config.schedule, config.train.epochs, lr)
     problems += check_momentum(config)
     if world_size is not None:
         problems += check_ranks(config, world_size, training)

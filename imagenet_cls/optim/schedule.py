@@ -2,8 +2,9 @@
 
 Owns the time that a schedule keeps, the warm-up in front of it, the cooldown behind it, and the check of the section;
 the curves themselves are in `curves`. Keeps no state: a resumed run needs the step and, for `plateau`, the recorded
-evaluations. Refuses unknown names and keywords, numbers that give no learning rate, and schedules longer than the run.
-Called by `engine.check` and `engine.build` (to make it); `engine.train` asks the result before each optimizer step.
+evaluations. Refuses unknown names and keywords, numbers that give no learning rate or an absurd one, rates above the
+run's own, and schedules longer than the run. Called by `engine.check` and `engine.build` (to make it); `engine.train`
+asks the result before each optimizer step.
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import Any
 from imagenet_cls.config.check import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import ScheduleConfig
-from imagenet_cls.errors import Problem, UserError
+from imagenet_cls.errors import ConfigError, Problem, UserError
 from imagenet_cls.lookup import check_kwargs, did_you_mean, import_factory, is_factory_name, missing_kwargs
 from imagenet_cls.optim.curves import BUILT_IN, Span, one_cycle_momentum
 
@@ -95,8 +96,17 @@ def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: in
 
     A factory of the user's is called as `factory(base_lr=..., total_steps=..., steps_per_epoch=..., **kwargs)` and
     returns a function of the step, counted from the run's start; total_steps: up to the cooldown. With warmup_prefix
-    the warm-up multiplies that function. Raises UserError where it returns something else.
+    the warm-up multiplies that function. Raises UserError where it returns something else, and ConfigError where a
+    built-in schedule gives rates that nothing can be trained with at this number of steps (`unusable_rates`).
     """
+    made = _made(schedule, base_lr, steps_per_epoch, epochs)
+    if schedule.name in BUILT_IN and (text := unusable_rates(made, steps_per_epoch * epochs)):
+        raise ConfigError([f"schedule.kwargs: {text}"])
+    return made
+
+
+def _made(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int) -> Schedule:
+    """`build_schedule` without a look at its rates."""
     per_epoch = 1 if schedule.by_epoch else steps_per_epoch
     warmup, cooldown = schedule.warmup_epochs * per_epoch, schedule.cooldown_epochs * per_epoch
     if not schedule.by_epoch:
@@ -149,9 +159,12 @@ TIMES = ("milestones_epochs", "epochs")
 ANNEALS = ("cos", "linear")
 
 
-def check_schedule(schedule: ScheduleConfig, epochs: int) -> list[Problem]:
-    """Everything wrong with the section that shows without data: name, kwargs, numbers that give no learning rate, and
-    points in time that lie beyond the run's `epochs`."""
+def check_schedule(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
+    """Everything wrong with the section that shows without data: name, kwargs, numbers that give no learning rate or an
+    absurd one, points in time that lie beyond the run's `epochs`, and rates that lie above `lr`.
+
+    lr: the run's rate at its highest, scaled for the batch.
+    """
     own = is_factory_name(schedule.name)
     if not own and schedule.name not in BUILT_IN:
         allowed = f"(built in: {', '.join(BUILT_IN)}; or my_module:my_factory)"
@@ -170,7 +183,8 @@ def check_schedule(schedule: ScheduleConfig, epochs: int) -> list[Problem]:
     # A factory of the user's takes what it takes, and is not called with made-up numbers: it may rightly refuse them.
     if problems or own:
         return problems
-    return list(_wrong_values(schedule.kwargs)) or list(_unfit(schedule, epochs)) or _trial(schedule, epochs)
+    problems = list(_wrong_values(schedule.kwargs)) or list(_unfit(schedule, epochs)) or list(_above(schedule, lr))
+    return problems or _trial(schedule, epochs, lr)
 
 
 def _wrong_values(kwargs: dict[str, Any]) -> Iterator[Problem]:
@@ -221,15 +235,46 @@ def _unfit(schedule: ScheduleConfig, epochs: int) -> Iterator[Problem]:
             yield Problem(f"schedule.kwargs.{name}", f"{text}; to end early use train.max_steps")
 
 
-def _trial(schedule: ScheduleConfig, epochs: int) -> list[Problem]:
-    """Run a built-in schedule over its epochs, of one step each, or a thousand of them, and look at what comes out."""
-    try:
-        learning_rate = build_schedule(schedule, base_lr=1.0, steps_per_epoch=1, epochs=epochs)
-        rates = [learning_rate(step) for step in range(0, epochs, math.ceil(epochs / 1000))]
-        bad = next((rate for rate in rates if isinstance(rate, complex) or not 0 <= rate < math.inf), None)
-    except ArithmeticError as error:
-        return [Problem("schedule.kwargs", f"{schedule.name!r} can't work with {show(schedule.kwargs)}: {error}")]
-    if bad is not None:
-        text = f"{schedule.name!r} gives a learning rate of {bad} with {show(schedule.kwargs)}"
-        return [Problem("schedule.kwargs", f"{text}; it must be finite and not negative")]
-    return []
+def _above(schedule: ScheduleConfig, lr: float) -> Iterator[Problem]:
+    """Rates that a schedule names itself and that lie above the run's own: with them it would climb where it should
+    fall, and fall where it should climb."""
+    text = f"is more than the learning rate {lr:.4g} (optimizer.lr, scaled for the batch); give at most that"
+    least, begin = schedule.kwargs.get("min_lr", 0.0), schedule.warmup_start_lr
+    if least > lr:
+        yield Problem("schedule.kwargs.min_lr", f"{least:g} {text}")
+    if begin is not None and begin > lr and schedule.warmup_epochs > 0:
+        yield Problem("schedule.warmup_start_lr", f"{begin:g} {text}")
+
+
+# No run learns at such rates: a range test, which begins at 1e-7 or so, climbs to 10. What lies higher is a slip, such
+# as a gamma above 1 in short intervals, and would end in NaN, or in numbers that no float holds.
+_HIGHEST_FACTOR = 1e4
+# Steps an epoch is tried with where the real number is not known yet: as few as can be, and as many as matter.
+_TRIAL_STEPS = (1, 10_000)
+# Of a longer run, so many evenly spaced steps are looked at, and the last one.
+_MOST_LOOKED_AT = 5000
+
+
+def _trial(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
+    """Run a built-in schedule over its epochs, finely enough for curves that change within an epoch."""
+    texts = [unusable_rates(_made(schedule, lr, steps, epochs), epochs * steps) for steps in _TRIAL_STEPS]
+    return [Problem("schedule.kwargs", text) for text in texts if text is not None][:1]
+
+
+def unusable_rates(schedule: Schedule, total_steps: int) -> str | None:
+    """What is wrong with the learning rates that a built-in schedule gives to a run of so many steps; None: nothing.
+
+    Each must be finite, not negative, and at most 10,000 times the run's own rate, or 10,000 where that is below 1.
+    """
+    name, kwargs = schedule.settings.name, show(schedule.settings.kwargs)
+    highest = _HIGHEST_FACTOR * max(schedule.span.base_lr, 1.0)
+    spaced = range(0, total_steps, math.ceil(total_steps / _MOST_LOOKED_AT))
+    for step in (*spaced, total_steps - 1):
+        try:
+            rate = schedule(step)
+        except ArithmeticError as error:
+            return f"{name!r} can't work with {kwargs}: {error.args[-1]}"
+        if isinstance(rate, complex) or not 0 <= rate <= highest:
+            when = f"after {step / schedule.steps_per_epoch:.4g} epochs"
+            return f"{name!r} gives a learning rate of {rate:g} {when} with {kwargs}; it must be from 0 to {highest:g}"
+    return None

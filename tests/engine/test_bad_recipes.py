@@ -145,6 +145,23 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"schedule__name": "cosin"},
         ["schedule.name: unknown schedule 'cosin'; did you mean 'cosine'?", "built in: cosine"],
     ),
+    "a schedule that overflows within an epoch": (
+        {
+            "train__epochs": 1,
+            "schedule__name": "step",
+            "schedule__warmup_epochs": 0,
+            "schedule__kwargs": "{every_epochs: 0.001, gamma: 1000}",
+        },
+        ["schedule.kwargs: 'step' gives a learning rate of", "it must be from 0 to 10000"],
+    ),
+    "a lowest rate above the highest": (
+        {"schedule__name": "cosine", "schedule__kwargs": "{min_lr: 1}"},
+        ["schedule.kwargs.min_lr: 1 is more than the learning rate 0.03", "give at most that"],
+    ),
+    "a warm-up that falls": (
+        {"schedule__warmup_epochs": 1, "schedule__warmup_start_lr": 0.5},
+        ["schedule.warmup_start_lr: 0.5 is more than the learning rate 0.03"],
+    ),
     # optimizer, clipping, average
     "an optimizer that timm does not have": (
         {"optimizer__name": "timm:lambb", "optimizer__lr": 0.01},

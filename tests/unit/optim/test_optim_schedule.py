@@ -8,7 +8,7 @@ from timm.scheduler import CosineLRScheduler, PolyLRScheduler
 from torch.optim import lr_scheduler
 
 from imagenet_cls.config.schema import ScheduleConfig
-from imagenet_cls.errors import Problem, UserError
+from imagenet_cls.errors import ConfigError, Problem, UserError
 from imagenet_cls.optim.schedule import build_schedule, check_schedule
 
 BASE, PER_EPOCH, EPOCHS = 0.4, 7, 10
@@ -281,6 +281,39 @@ def test_values_that_give_no_learning_rate(name: str, kwargs: dict, argument: st
 
 def test_numbers_that_grow_beyond_all_numbers() -> None:
     assert only("exponential", gamma=1e9)[0] == "schedule.kwargs"
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("step", {"every_epochs": 0.001, "gamma": 1000}),
+        ("step", {"every_epochs": 0.1, "gamma": 4}),
+        ("cosine", {"cycles": 100, "cycle_decay": 1e10}),
+        ("one_cycle", {"div_factor": 1e-9}),
+        ("piecewise", {"epochs": [0, 0.9, 1], "factors": [0, 1e5, 0]}),
+    ],
+)
+def test_numbers_that_grow_absurd_within_an_epoch(name: str, kwargs: dict) -> None:
+    """At whole epochs nothing of it shows. Found before the number of steps is known, and once more when it is."""
+    schedule = ScheduleConfig(name=name, kwargs=kwargs)
+    (problem,) = check_schedule(schedule, 1)
+    assert problem.key == "schedule.kwargs" and next(iter(kwargs)) in problem.message
+    with pytest.raises(ConfigError, match=r"schedule\.kwargs: .*(from 0 to|can't work with)"):
+        build_schedule(schedule, BASE, 1000, 1)
+
+
+def test_a_range_test_of_the_learning_rate_is_not_absurd() -> None:
+    assert check_schedule(ScheduleConfig(name="exponential", kwargs={"gamma": 10}), 9, 1e-7) == []
+    assert check_schedule(ScheduleConfig(name="constant"), 9, 1e6) == []
+
+
+def test_rates_above_the_runs_own() -> None:
+    (problem,) = check_schedule(ScheduleConfig(kwargs={"min_lr": 0.02}), 9, 0.01)
+    assert problem.key == "schedule.kwargs.min_lr" and "0.02 is more than the learning rate 0.01" in problem.message
+    (problem,) = check_schedule(ScheduleConfig(warmup_epochs=1, warmup_start_lr=0.5), 9, 0.25)
+    assert problem.key == "schedule.warmup_start_lr" and "0.5 is more than the learning rate 0.25" in problem.message
+    level = ScheduleConfig(warmup_epochs=1, warmup_start_lr=0.25, kwargs={"min_lr": 0.25})
+    assert check_schedule(level, 9, 0.25) == []
 
 
 @pytest.mark.parametrize(
