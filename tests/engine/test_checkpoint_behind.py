@@ -58,6 +58,12 @@ def join_writer(_: object) -> None:
             thread.join(LONG_SEC)
 
 
+def forget(network: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(0.0)
+
+
 def test_a_write_that_hangs_stops_no_step_and_sees_none(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,14 +108,7 @@ def test_an_error_surfaces_at_the_next_step(digits: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_the_newest_and_the_best_stay_and_nothing_else(digits: Path, tmp_path: Path, keep_last: int) -> None:
     """From step 25 on the weights are worth nothing, so the best are old ones."""
-
-    def forget(network: nn.Module) -> None:
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.mul_(0.0)
-
-    for step in range(25, 3 * STEPS + 1):
-        EVENTS[step] = forget
+    EVENTS.update(dict.fromkeys(range(25, 3 * STEPS + 1), forget))
     train_here(words_for(digits, tmp_path, train__epochs=3, checkpoint__keep_last=keep_last, optimizer__lr=0.1))
     best = {}
     for kind in ("raw", "ema"):
@@ -119,3 +118,28 @@ def test_the_newest_and_the_best_stay_and_nothing_else(digits: Path, tmp_path: P
     written = [4, 8, 11, 12, 16, 20, 22, 24, 28, 32, 33]
     assert saved(tmp_path) == sorted({*written[-keep_last:], *best.values()})
     assert all(read_checkpoint(path) for path in list_checkpoints(tmp_path / "checkpoints"))
+
+
+def test_where_the_best_could_not_be_saved_the_best_before_it_stays(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The save of step 22, the best, fails; the one of step 11 is as good as it gets until there is a better one."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def recover(network: nn.Module) -> None:
+        join_writer(network)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    EVENTS.update(dict.fromkeys(range(25, 3 * STEPS + 1), forget))
+    EVENTS[21] = lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    EVENTS[23] = recover
+    changes = {"checkpoint__keep_last": 1, "checkpoint__on_error": "continue", "ema__decay": "null"}
+    try:
+        train_here(words_for(digits, tmp_path, train__epochs=3, **changes))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    results = {record["step"]: record["top1_pct"] for record in evaluations(tmp_path)}
+    assert results[22] > results[11] > results[33]
+    assert saved(tmp_path) == [11, 33]
+    said = "".join(capfd.readouterr().out.splitlines())
+    assert "step-0000022, which could not be saved" in said
