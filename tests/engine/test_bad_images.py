@@ -252,7 +252,8 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch(
 def test_a_worker_that_is_killed_ends_the_program(tmp_path: Path) -> None:
     """As the kernel kills where memory runs out. The program itself: all that it leaves behind would be seen."""
     path = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
-    ended = run([sys.executable, TRAIN, *of_faulty(tmp_path, "killed", data__num_workers=2)], PYTHONPATH=path)
+    given = of_faulty(tmp_path, "killed", data__num_workers=2, data__timeout_sec=20)
+    ended = run([sys.executable, TRAIN, *given], timeout_sec=120, PYTHONPATH=path)
     assert ended.returncode == 5, ended.stderr
     said = ended.stderr.splitlines()
     assert len(said) == 2 and "a data worker of process " in said[0] and "was killed" in said[0]
