@@ -25,20 +25,20 @@ SEEDS = (0, 1, 2)
 # Top-1 (%) on the 359 held-out digits, lowest and highest: from three seeds each, ours and plain (docs/quick.md), and a
 # margin of one or two of the standard errors that so few images leave. `ema`: of the averaged weights.
 BANDS: dict[str, dict[str, tuple[float, float]]] = {
-    "convnext_3augment": {"raw": (68, 90)},
-    "deit_distilled": {"raw": (79, 93)},
-    "efficientnet_rmsprop": {"raw": (86, 97), "ema": (84, 98)},
-    "resnet_augmix": {"raw": (87, 98)},
-    "resnet_ffcv": {"raw": (76, 96)},
-    "resnet_finetune": {"raw": (95, 100)},
-    "resnet_mosaic": {"raw": (95, 100)},
-    "resnet_one_cycle": {"raw": (93, 100)},
-    "resnet_plateau": {"raw": (94, 100)},
-    "resnet_rmsprop": {"raw": (90, 100)},
-    "resnet_rsb_a2": {"raw": (87, 98)},
-    "resnet_sgd_step": {"raw": (95, 100)},
-    "resnet_tv_v2": {"raw": (77, 96), "ema": (77, 96)},
-    "vit_deit": {"raw": (68, 91)},
+    "convnext_3augment": {"raw": (68, 92)},
+    "deit_distilled": {"raw": (77, 93)},
+    "efficientnet_rmsprop": {"raw": (86, 97), "ema": (84, 99)},
+    "resnet_augmix": {"raw": (87, 99)},
+    "resnet_ffcv": {"raw": (80, 96)},
+    "resnet_finetune": {"raw": (94, 100)},
+    "resnet_mosaic": {"raw": (93, 100)},
+    "resnet_one_cycle": {"raw": (89, 100)},
+    "resnet_plateau": {"raw": (88, 99)},
+    "resnet_rmsprop": {"raw": (93, 100)},
+    "resnet_rsb_a2": {"raw": (88, 99)},
+    "resnet_sgd_step": {"raw": (93, 100)},
+    "resnet_tv_v2": {"raw": (77, 94), "ema": (78, 95)},
+    "vit_deit": {"raw": (65, 87)},
 }
 
 # What these start from is the run of another recipe, named by this key.
@@ -100,6 +100,11 @@ The tests train each of them, and it must land in its band (`tests/quick/quick_r
 loop, made of timm's, torch's and torchvision's own parts and none of ours (`tests/quick/plain_loop.py`), land in the
 same bands: `bash scripts/test.sh -m long tests/quick`. `python tests/quick/quick_runs.py` trains all of them anew and
 prints this page.
+
+Nets as small as these, trained for a hundred steps, end some points apart for no reason but rounding: the plain loop,
+given the weights and the very batches of `resnet_tv_v2` with seed 0, ended at 88.3 % where ours had ended at 81.6 %.
+So the loops are compared step by step, too (`tests/quick/test_quick_steps.py`): from the same weights and on the same
+images each step makes the same weights and averages, and the evaluations count the same.
 
 Top-1 (%) on the 359 held-out digits, by seed; one image is 0.28. *average*: of the averaged weights. seconds: CPU time
 of one thread for a whole run of ours, with evaluation, the mean of the seeds.

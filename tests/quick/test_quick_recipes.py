@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,8 @@ from bed import REPOSITORY
 from quick_runs import BANDS, QUICK, SEEDS, STARTS_FROM, TEACHER, Top1s, in_band, train_ours, train_plain
 
 from imagenet_cls.config import keys
-from imagenet_cls.config.load import load_config
+from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.config.schema import Config
-
-# Until every band is measured, and docs/quick.md holds the figures, these are asked for by name.
-pytestmark = pytest.mark.long
 
 CONFIGS = REPOSITORY / "configs"
 PAGE = REPOSITORY / "docs" / "quick.md"
@@ -83,10 +81,15 @@ def test_a_plain_loop_lands_in_the_same_band(name: str, digits: Path) -> None:
         assert in_band(name, top1s), (seed, top1s, BANDS[name])
 
 
+@cache
+def loaded(path: Path) -> Loaded:
+    """A config, read once for all tests."""
+    return load_config(path)
+
+
 def keys_of(path: Path) -> set[str]:
     """The keys that a config and its bases set; of a component's arguments each."""
-    loaded = load_config(path)
-    found = {key for key, origin in loaded.origins.items() if origin.file is not None}
+    found = {key for key, origin in loaded(path).origins.items() if origin.file is not None}
     return {key for key in found if key.partition(".")[0] in SECTIONS}
 
 
@@ -115,8 +118,8 @@ def test_every_key_is_trained_through() -> None:
 
 @pytest.mark.parametrize("key", CHOICES)
 def test_every_choice_of_a_recipe_is_trained_through(key: str) -> None:
-    chosen = {choice(load_config(path).config, key) for path in RECIPES}
-    trained = {choice(load_config(path).config, key) for path in QUICK.glob("*.yaml")}
+    chosen = {choice(loaded(path).config, key) for path in RECIPES}
+    trained = {choice(loaded(path).config, key) for path in QUICK.glob("*.yaml")}
     assert chosen - trained == {value for of, value in CHOICES_NOT_TRAINED if of == key}
 
 

@@ -1,4 +1,7 @@
-"""Our loop and the plain one, step by step: from the same weights and on the same images they end in the same weights.
+"""Our loop and the plain one, step by step: from the same weights and on the same images both make the same weights.
+
+Runs of both may well end several points of top-1 apart: rounding alone turns over a ReLU sooner or later, and after
+some dozens of steps small nets have little in common. So each step begins where ours began.
 
 What augmentation draws is ours, since two libraries' draws can't be the same. All that comes behind it is made twice,
 with the same seeds: mixing, network, loss, teacher, SAM, clipping, schedule, optimizer, average, and the evaluation.
@@ -26,8 +29,10 @@ from imagenet_cls.engine.build import Parts, build
 from imagenet_cls.report.log import close_log
 from imagenet_cls.seeding import hash_key, seed_generators
 
-# Rounding grows from step to step, where a ReLU turns over fastest: BatchNorm over few images, LAMB's first steps.
-STEPS, CLOSE = 3, 1e-4
+# Of each run. All of them are a long test.
+FEW_STEPS = 3
+# LAMB and Adam divide a gradient by its own size: where that is near zero, rounding shows.
+CLOSE = 1e-4
 NAMES = sorted(path.stem for path in QUICK.glob("*.yaml"))
 Weights = dict[str, Tensor]
 
@@ -103,31 +108,36 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about channels-last gradients of small nets
+@pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(None, marks=pytest.mark.long)], ids=["few", "all"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_weights_behind_each_step(
-    name: str, digits: Path, tmp_path: Path, teacher: tuple[nn.Module, Path], trace: Trace
+    name: str, steps: int | None, digits: Path, tmp_path: Path, teacher: tuple[nn.Module, Path], trace: Trace
 ) -> None:
-    words = [str(QUICK / f"{name}.yaml"), f"data.root={digits}", f"train.max_steps={STEPS}"]
+    words = [str(QUICK / f"{name}.yaml"), f"data.root={digits}", f"train.max_steps={steps or 'null'}"]
     words += [f"{STARTS_FROM[name]}={teacher[1]}"] if name in STARTS_FROM else []
     train_here([*words, "--work-dir", str(tmp_path / "run")])
+    found = evaluations(tmp_path / "run")
 
     train_images, val_images = decoded(digits)
     cfg = trace.parts.config
     plain = Plain(cfg, len(train_images), teacher[0])
     for model in (plain.model, *([] if plain.ema is None else [plain.ema.module])):
         model.load_state_dict(trace.start)
-    plain.start_epoch(0)
     loss = plain.loss
-    for step in range(STEPS):
+    for step, weights in enumerate(trace.weights):
+        epoch, start = divmod(step, trace.parts.plan.steps_per_epoch)
+        if start == 0:
+            plain.start_epoch(epoch)
+            plain.top1s = [record["top1_pct"] for record in found if record["step"] <= step]
         plain.loss = partial(seeded, hash_key("batch", cfg.seed, step, 0, 0), loss)  # type: ignore[method-assign]
         seed_generators(hash_key("mix", cfg.seed, step, 0, 0))
         plain.step(torch.cat(trace.images[step]), torch.cat(trace.targets[step]))
-        assert difference(trace.weights[step], numbers(plain.model)) < CLOSE, step
+        assert difference(weights, numbers(plain.model)) < CLOSE, step
+        plain.model.load_state_dict(weights, strict=False)  # else rounding would grow from step to step
 
     averages = [ema.module for ema in (trace.parts.ema, plain.ema) if ema is not None]
     assert len(averages) in (0, 2) and difference(*map(numbers, averages or [plain.model] * 2)) < CLOSE
-    figures = {record["weights"]: record["top1_pct"] for record in evaluations(tmp_path / "run")}
+    figures = {record["weights"]: record["top1_pct"] for record in found if record["step"] == found[-1]["step"]}
     for kind, model in zip(("raw", "ema"), [trace.parts.model, *averages[:1]], strict=False):
-        assert figures[kind] == pytest.approx(
-            top1_pct(model, val_images, cfg), abs=0.6
-        )  # two images: pixels are rounded
+        # Two images more or less: our pixels are rounded where Pillow's are, too, but not always alike.
+        assert figures[kind] == pytest.approx(top1_pct(model, val_images, cfg), abs=0.6)
