@@ -98,7 +98,7 @@ def assert_saved(folder: Path) -> None:
     assert f"step-{steps_done(folder):07d}" in saved, (folder / "logs" / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", STARTING)
 def test_ctrl_c_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
     """A terminal sends it to the launcher's whole process group."""
     folder = tmp_path / "run"

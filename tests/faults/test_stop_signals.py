@@ -120,10 +120,16 @@ def test_a_job_that_slurm_does_not_take_back_is_saved_and_says_so(
     ]
 
 
-def test_elsewhere_sigusr2_saves_and_stops(forked: ForkedRuns, few_images: ByRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, USR2])
+def test_other_signals_save_and_stop_alike(
+    forked: ForkedRuns, few_images: ByRanks, tmp_path: Path, number: signal.Signals
+) -> None:
+    """SIGUSR2 outside of SLURM, and one Ctrl-C; with launchers around the ranks: test_launchers_die.py."""
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    assert forked.run(words_for(few_images(1), folder), output, 1, [Strike(*IN_STEP_17, 0, USR2)]) == [140]
+    words = words_for(few_images(1), folder)
+    assert forked.run(words, output, 1, [Strike(*IN_STEP_17, 0, number)]) == [128 + number]
     assert output.read_text().splitlines()[-2:] == [
-        f"stopped by SIGUSR2 after step 17 of 40, saved in {folder}/checkpoints/step-0000017",
+        f"stopped by {number.name} after step 17 of 40, saved in {folder}/checkpoints/step-0000017",
         "Go on with the same command and --resume.",
     ]
+    assert checkpoints(folder)[-1] == 17
