@@ -119,7 +119,7 @@ def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--saves", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="of the training; the write has one of its own")
     parser.add_argument("--folder", type=Path, help="on the disk to write to (default: a temporary one)")
     arguments = parser.parse_args()
