@@ -152,6 +152,12 @@ KWARG_RANGES: dict[str, Range] = {
     "eps": NOT_NEGATIVE,
 }
 
+# Keyword arguments that timm's models share.
+MODEL_KWARG_RANGES: dict[str, Range] = {
+    f"{name}_rate": Range(0, 1, high_open=True)
+    for name in ("drop", "drop_path", "drop_block", "attn_drop", "proj_drop", "pos_drop", "patch_drop")
+}
+
 
 def check(config: Config, skip: Collection[str] = ()) -> list[Problem]:
     """Everything that is out of range or does not fit together, in the order of the schema.
@@ -168,6 +174,9 @@ def check(config: Config, skip: Collection[str] = ()) -> list[Problem]:
     for name, value in config.optimizer.kwargs.items():
         if name in KWARG_RANGES and ":" not in config.optimizer.name:
             problems += _check_kwarg(f"optimizer.kwargs.{name}", value, KWARG_RANGES[name])
+    for name, value in config.model.kwargs.items():
+        if name in MODEL_KWARG_RANGES and ":" not in config.model.name and value is not None:
+            problems += _check_kwarg(f"model.kwargs.{name}", value, MODEL_KWARG_RANGES[name])
     wrong = {*skip, *(problem.key for problem in problems)}
     for rule_keys, rule in RULES:
         if not wrong.intersection(rule_keys):

@@ -138,7 +138,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
     messages += [scaling] if scaling else []
 
-    model = prepared_model(config, num_classes, group, messages, start_weights)
+    model = prepared_model(config, num_classes, group, messages, start_weights, batch_norm_sees(config, plan))
     mean, std = choose_mean_std(config, model)
     teacher = chosen_teacher(config, num_classes, data.classes, group, (mean, std))
     wrapped = spread(wrap(model, group, config.parallel.mode), devices)
@@ -193,6 +193,12 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
             std=std,
         ),
     )
+
+
+def batch_norm_sees(config: Config, plan: Plan) -> int:
+    """Images that a BatchNorm layer normalises together in training."""
+    at_once = plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
+    return at_once * (plan.world_size if config.parallel.sync_bn else 1)
 
 
 def choose_num_classes(asked: int | None, in_data: int) -> int:

@@ -1,7 +1,7 @@
-"""The model of a run: its weights, what the config changes about it, and whether it can take the images.
+"""The model of a run: its weights, and what the config changes about it.
 
-Owns the order of these steps. Refuses a model that can't take the config's sizes or gives other outputs than one for
-each class. Called by `engine.build`, and in part by `engine.inference`.
+Owns the order of these steps; what is refused about a model is in `fit`. Called by `engine.build`, and in part by
+`engine.inference`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
 from imagenet_cls.data import sizes_px
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
-from imagenet_cls.engine.resources import out_of_memory
+from imagenet_cls.engine.fit import refuse_unfit, refuse_unusable
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
-from imagenet_cls.models.build import build_model, first_line, model_mean_std
+from imagenet_cls.models.build import build_model, model_mean_std
 from imagenet_cls.models.freeze import freeze, set_training
-from imagenet_cls.models.resize import size_remedy
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weights import load_weights, naming_the_key, read_weights
 from imagenet_cls.parallel.group import Group, on_main
@@ -31,12 +30,12 @@ T = TypeVar("T")
 
 
 def prepared_model(
-    config: Config, num_classes: int, group: Group, messages: list[str], start_weights: bool
+    config: Config, num_classes: int, group: Group, messages: list[str], start_weights: bool, images_at_once: int
 ) -> nn.Module:
     """The model on this rank's device, ready to be wrapped. A collective: every rank calls it.
 
     messages: receives a sentence about the weights that it starts from, and one about what is frozen. start_weights:
-    whether it gets those that the config names, published or in a file.
+    whether it gets those that the config names, published or in a file. images_at_once: that BatchNorm will see.
     """
     # Rank 0 reads weights from disk or network, and DDP hands them out when it wraps: the others need neither.
     reads = group.is_main and start_weights
@@ -46,7 +45,7 @@ def prepared_model(
     if frozen := freeze(model, config.model, num_classes):
         messages.append(frozen)
     model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
-    refuse_unfit_sizes(model, config, num_classes)
+    refuse_unfit(model, config, num_classes, images_at_once)
     if config.distill.kind != "none":
         enable_distillation_token(model)
     if config.parallel.sync_bn:
@@ -91,35 +90,11 @@ def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: lis
     """The model on the CPU, with the weights that it starts from: drawn by key, published, or from a file."""
     seed_generators(hash_key("init", seed))
     built = build_model(model, num_classes)
+    refuse_unusable(built, model.name)
     if model.checkpoint is not None:
         with naming_the_key("model.checkpoint"):
             messages.append(load_weights(built, weights_in(Path(model.checkpoint)), num_classes))
     return built
-
-
-def refuse_unfit_sizes(model: nn.Module, config: Config, num_classes: int) -> None:
-    """Raise ConfigError where the model can't take the config's images, or gives other outputs than one for each class.
-
-    One forward pass in evaluation mode for each size, of a single black image.
-    """
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    largest = config.augment.size_px
-    smaller = [("augment.progressive.sizes_px", side) for side in sizes_px(config.augment) if side != largest]
-    for key, size_px in (*smaller, ("augment.size_px", largest), ("eval.crop_px", config.eval.crop_px)):
-        try:
-            with torch.no_grad():
-                shape = tuple(model(torch.zeros(1, 3, size_px, size_px, device=device)).shape)
-        except (AssertionError, RuntimeError, ValueError) as error:
-            if isinstance(error, RuntimeError) and out_of_memory(error) is not None:
-                raise
-            text = f"{config.model.name} can't take {size_px} px: {first_line(error)}{size_remedy(model, size_px)}"
-            raise ConfigError([f"{key}: {text}"]) from error
-        if shape != (1, num_classes):
-            expected = (1, num_classes)
-            raise ConfigError([f"model.name: {config.model.name} gives {shape} for one image, not {expected}"])
-    model.train(was_training)
 
 
 def weights_in(path: Path) -> dict[str, Tensor]:

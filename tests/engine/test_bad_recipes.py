@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from bed import REPOSITORY, TRAIN, arguments, run
+from torch import Tensor, nn
 
 from imagenet_cls.cli import train_command
 from imagenet_cls.ranks import main
@@ -21,6 +22,25 @@ QUICK = REPOSITORY / "configs" / "quick"
 MIX = {"mix__mixup_alpha": 0.2, "mix__cutmix_alpha": 1.0}
 PROGRESSIVE = "augment__progressive__"
 TEACHER = {"distill__teacher__name": "resnet18", "distill__teacher__pretrained": "true"}
+RESNET = {"model__name": "resnet18", "model__kwargs": "{layers: [1,1,1,1], channels: [8,16,32,64]}"}
+
+
+def gives_a_tuple(num_classes: int) -> nn.Module:
+    class Pair(nn.Linear):
+        def forward(self, images: Tensor) -> Any:
+            logits = super().forward(images.mean((2, 3)))
+            return logits, logits
+
+    return Pair(3, num_classes)
+
+
+def has_no_parameters(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(num_classes))
+
+
+def is_lazy(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
 
 # The changes to a good recipe, and the words that every message must have, its key first.
 BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -199,6 +219,42 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "freezing BatchNorm where there is none": (
         {"model__freeze_bn": "true"},
         ["model.freeze_bn: bed:plain has no BatchNorm; set it to false"],
+    ),
+    "a model that gives no tensor": (
+        {"model__name": "test_bad_recipes:gives_a_tuple"},
+        ["model.name: test_bad_recipes:gives_a_tuple gives a tuple for one image, not (1, 10)"],
+    ),
+    "the features of a model": (
+        {**RESNET, "model__kwargs": "{layers: [1,1,1,1], channels: [8,16,32,64], features_only: true}"},
+        ["model.name: resnet18 gives a list for one image, not (1, 10)"],
+    ),
+    "a model with nothing to train": (
+        {"model__name": "test_bad_recipes:has_no_parameters"},
+        ["model.name: test_bad_recipes:has_no_parameters has no parameters, so there is nothing to train"],
+    ),
+    "a model that waits for its first image": (
+        {"model__name": "test_bad_recipes:is_lazy"},
+        ["model.name: test_bad_recipes:is_lazy has parameters without a shape (1.weight)", "call the model once"],
+    ),
+    "a model for grey images": (
+        {**RESNET, "model__kwargs": "{layers: [1,1,1,1], channels: [8,16,32,64], in_chans: 1}"},
+        ["model.kwargs: resnet18 with {", "in_chans: 1} can't take images: RuntimeError"],
+    ),
+    "dropout of more than all": (
+        {**RESNET, "model__kwargs": "{drop_rate: 2}"},
+        ["model.kwargs.drop_rate: 2 is out of range: at least 0 and less than 1"],
+    ),
+    "dropping of less than no paths": (
+        {**RESNET, "model__kwargs": "{drop_path_rate: -1}"},
+        ["model.kwargs.drop_path_rate: -1 is out of range"],
+    ),
+    "BatchNorm of one image's one pixel": (
+        {**RESNET, "train__global_batch_size": 1},
+        ["train.micro_batch_size: a device gets 1 image at a time", "one value for a channel to BatchNorm"],
+    ),
+    "BatchNorm of one image at a time": (
+        {**RESNET, "train__micro_batch_size": 1},
+        ["train.micro_batch_size: a device gets 1 image at a time", "give each 2 or more"],
     ),
     # distillation
     "a teacher for nothing": (TEACHER, ["distill.kind: is none, and distill.teacher.name is 'resnet18'"]),
