@@ -215,7 +215,10 @@ def predict_command(argv: Sequence[str]) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint folder, or a run folder (its best one)")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns")
     parser.add_argument("--top", type=positive, default=5, metavar="K", help="classes to show for each image")
-    parser.add_argument("--weights", choices=("raw", "ema"), help="default: the average where the checkpoint has one")
+    parser.add_argument(
+        "--weights", choices=("raw", "ema"),
+        help="default: of a run folder the better ones, of a checkpoint its average where it has one",
+    )  # fmt: skip
     add_allow_import(parser)
     parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:1")
     shape = parser.add_mutually_exclusive_group()
