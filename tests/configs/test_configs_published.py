@@ -78,7 +78,11 @@ def test_timms_scripts_decay_the_same(stem: str) -> None:
     assert decayed(config) == {name for name, p in model.named_parameters() if id(p) in members}
 
 
-NORMS_SPARED = [stem for stem in TORCHVISION if stem.endswith("_tv_v2")] + ["efficientnet_v2_s_tv", "convnext_tiny_tv"]
+NORMS_SPARED = [stem for stem in TORCHVISION if stem.endswith("_tv_v2")] + [
+    "efficientnet_v2_s_tv",
+    "efficientnet_v2_m_tv",
+]
+NORMS_SPARED += ["convnext_tiny_tv"]
 
 
 @pytest.mark.parametrize("stem", NORMS_SPARED)
@@ -119,6 +123,7 @@ def test_averages_of_torchvisions_script(stem: str) -> None:
     [
         ("mobilenetv3_large_100_timm_ra", 0.9999),
         ("efficientnet_b0_timm_ra", 0.9999),
+        ("efficientnet_b2_timm_ra", 0.9999),
         ("convnext_tiny_paper", 0.9999),
         ("deit_small_paper", 0.99996),
         ("deit_base_paper", 0.99996),
@@ -133,7 +138,8 @@ def test_averages_of_timms_script(stem: str, decay: float) -> None:
 
 def test_no_other_recipe_keeps_an_average() -> None:
     averaging = {stem for stem in PATHS if recipe(stem).ema.half_life_images is not None}
-    timm = {"mobilenetv3_large_100_timm_ra", "efficientnet_b0_timm_ra", "convnext_tiny_paper", "deit3_small_paper"}
+    timm = {"mobilenetv3_large_100_timm_ra", "convnext_tiny_paper", "deit3_small_paper"}
+    timm |= {f"efficientnet_{size}_timm_ra" for size in ("b0", "b2")}
     deit = {f"deit_{size}_paper" for size in ("small", "base", "small_distilled")}
     mosaic = {f"resnet50_mosaic_{heat}" for heat in ("mild", "medium", "hot")}
     assert averaging == {*AVERAGED, *timm, *deit, *mosaic}
