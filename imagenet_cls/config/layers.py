@@ -163,16 +163,16 @@ class _FileReader:
         self.done.add(real_path(path))
         if root is None:  # an empty file says nothing, which is allowed: comments only, say
             return []
-        if not isinstance(root, yaml.MappingNode):
+        if not isinstance(root, yaml.MappingNode) or root.tag != reader.MAP:
             self._unreadable(origin, "holds no mapping; a config is made of `section:` and, below it, `key: value`")
             return []
         base_nodes = [pair for pair in root.value if getattr(pair[0], "value", None) == BASE]
         layers = []
         for key_node, value_node in base_nodes[:1]:
             layers += self._bases(path, key_node.start_mark.line + 1, value_node, (*chain, path))
-        root.value = [pair for pair in root.value if pair not in base_nodes[:1]]
+        own = yaml.MappingNode(reader.MAP, [pair for pair in root.value if pair not in base_nodes[:1]])
         layer = Layer()
-        _Walker(layer, self.findings, lambda line: Origin(origin.layer, path, line)).walk(root, ())
+        _Walker(layer, self.findings, lambda line: Origin(origin.layer, path, line)).walk(own, ())
         return [*layers, layer]
 
     def _bases(self, path: Path, line: int, node: yaml.Node, chain: tuple[Path, ...]) -> list[Layer]:

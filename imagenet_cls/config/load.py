@@ -171,7 +171,9 @@ def _typed_sections() -> dict[keys.KeyPath, DictConfig]:
 def _converted(path: keys.KeyPath, value: Any) -> Any:
     """A value as its key's type has it. Raises ValueError with what is wrong with it."""
     hint = keys.leaves()[path]
-    bare, _ = keys.split_optional(hint)
+    bare, optional = keys.split_optional(hint)
+    if type(value) is bare or (value is None and optional):
+        return value
     # OmegaConf takes numbers and words like 'on' for truth values, and dicts and lists of digits for text; a config
     # does not.
     fits = not (bare is bool and not isinstance(value, bool)) and not (bare is str and isinstance(value, list | dict))

@@ -10,6 +10,7 @@ written counts.
 """
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,12 @@ def read_text(path: Path) -> str:
         raise UnreadableError(f"is not UTF-8 text (byte {error.start}); save it as UTF-8", line) from None
 
 
+@lru_cache(maxsize=64)
 def parse(text: str) -> yaml.Node | None:
-    """The node tree of one YAML document; None for an empty one. Raises UnreadableError with the line at fault."""
+    """The node tree of one YAML document; None for an empty one. Raises UnreadableError with the line at fault.
+
+    Not to be changed: who gives the same text again, such as a base of several configs, gets the same tree.
+    """
     try:
         loader = _Loader(text)
         return loader.get_single_node()

@@ -269,6 +269,8 @@ HOSTILE = {
     f"expect: {{note: {'x' * (1 << 18)}, source: '{'${expect.note}' * 9}'}}": "far too much",
     "expect: {note: '${expect.source}', source: '${expect.note}'}": "leads back",
     f"expect: {{note: '{'${a.' * 10_000}'}}": "expect.note",
+    "!own {seed: 1}": "holds no mapping",
+    "!!python/object:pathlib.Path {seed: 1}": "holds no mapping",
     "data: {<<: {root: a}}": "merge key",
     "x: &x {root: a}\ndata: {<<: *x}": "aliases",
     "_base_: fuzz.yaml": "circle",
