@@ -17,25 +17,39 @@ from imagenet_cls.config.rules import RULES
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import Problem
 
+# Beyond it no range goes: such numbers overflow in float32 or in someone's 64 bits.
+_TOO_LARGE = 2.0**64
+
 
 @dataclass(frozen=True)
 class Range:
-    """Which finite numbers a key takes: low to high, the ends included unless open."""
+    """Which finite numbers a key takes: low to high, the ends included unless open.
+
+    or_zero: 0 as well, where low is more. Where high is infinite, numbers from 2^64 on are refused all the same.
+    """
 
     low: float = 0.0
     high: float = math.inf
     low_open: bool = False
     high_open: bool = False
+    or_zero: bool = False
 
     def __contains__(self, number: float) -> bool:
+        if self.or_zero and number == 0:
+            return True
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
         # Whole numbers of any length get here, and `math.isfinite` can't take all of them.
-        return above and below and abs(number) < 2.0**64
+        return above and below and abs(number) < _TOO_LARGE
+
+    def limits_for(self, number: float) -> str:
+        """The range in words, for someone who gave this number: the limit of all ranges only where it was crossed."""
+        return f"{self} and less than 2^64" if self.high == math.inf and number >= _TOO_LARGE else str(self)
 
     def __str__(self) -> str:
         if not (self.low_open or self.high_open or self.high == math.inf):
-            return f"{self.low:g} to {self.high:g}"
+            high = f"{self.high:,}" if isinstance(self.high, int) else f"{self.high:g}"
+            return f"{'0, or ' if self.or_zero else ''}{self.low:g} to {high}"
         low = f"more than {self.low:g}" if self.low_open else f"at least {self.low:g}"
         high = f"less than {self.high:g}" if self.high_open else f"at most {self.high:g}"
         return low if self.high == math.inf else f"{low} and {high}"
@@ -49,6 +63,7 @@ PIXELS = Range(1, 100_000)
 JITTER = Range(0, 1000)
 SHARE = Range(0, 1)
 PERCENT = Range(0, 100)
+ALPHA = Range(0.001, 1000, or_zero=True)  # of a beta distribution: from tiny ones numpy draws NaN
 
 # Every key of the schema that is a number has its range here (a test sees to it). null passes where the schema has it.
 RANGES: dict[str, Range] = {
@@ -72,14 +87,14 @@ RANGES: dict[str, Range] = {
     "augment.erasing.prob": SHARE,
     "augment.erasing.max_count": Range(1, 100),
     "augment.splits": Range(1, 10),
-    "mix.mixup_alpha": NOT_NEGATIVE,
-    "mix.cutmix_alpha": NOT_NEGATIVE,
+    "mix.mixup_alpha": ALPHA,
+    "mix.cutmix_alpha": ALPHA,
     "mix.prob": SHARE,
     "mix.switch_prob": SHARE,
     "mix.off_epoch": NOT_NEGATIVE,
     "loss.label_smoothing": Range(0, 1, high_open=True),  # 1 would leave nothing of the target
     "distill.alpha": SHARE,
-    "distill.temperature": POSITIVE,
+    "distill.temperature": Range(0.01, 1000),  # logits are divided by it, and the loss times its square
     "optimizer.lr": NOT_NEGATIVE,  # 0 is a way to try everything but the update
     "optimizer.lr_base_batch": BATCH,
     "optimizer.weight_decay": NOT_NEGATIVE,
@@ -92,7 +107,7 @@ RANGES: dict[str, Range] = {
     "schedule.warmup_start_factor": SHARE,
     "schedule.warmup_start_lr": NOT_NEGATIVE,
     "schedule.cooldown_epochs": NOT_NEGATIVE,
-    "train.epochs": COUNT,
+    "train.epochs": Range(1, 10**6),  # the side of the images is looked up for each before anything begins
     "train.max_steps": COUNT,
     "train.global_batch_size": BATCH,
     "train.micro_batch_size": BATCH,
@@ -132,7 +147,7 @@ LISTS: dict[str, tuple[int | None, Range, bool]] = {
     "mix.cutmix_minmax": (2, SHARE, True),
     "loss.class_weights": (None, NOT_NEGATIVE, False),
     "data.mean": (3, SHARE, False),
-    "data.std": (3, POSITIVE, False),
+    "data.std": (3, Range(0.001, 1000), False),
 }
 
 # Texts that have a form.
@@ -177,6 +192,11 @@ def check(config: Config, skip: Collection[str] = ()) -> list[Problem]:
     for name, value in config.model.kwargs.items():
         if name in MODEL_KWARG_RANGES and ":" not in config.model.name and value is not None:
             problems += _check_kwarg(f"model.kwargs.{name}", value, MODEL_KWARG_RANGES[name])
+    told = {problem.key for problem in problems}
+    for path, hint in keys.leaves().items():
+        if keys.is_kwargs(hint) and ".".join(path) not in skip:
+            found = _not_finite(".".join(path), _value(config, path))
+            problems += [problem for problem in found if problem.key not in told]
     wrong = {*skip, *(problem.key for problem in problems)}
     for rule_keys, rule in RULES:
         if not wrong.intersection(rule_keys):
@@ -196,13 +216,14 @@ def _check_key(key: str, value: Any) -> Iterator[Problem]:
     if value is None:
         return
     if key in RANGES and value not in RANGES[key]:
-        yield Problem(key, f"{show(value)} is out of range: {RANGES[key]}")
+        yield Problem(key, f"{show(value)} is out of range: {RANGES[key].limits_for(value)}")
     elif key in LISTS:
         count, allowed, ascending = LISTS[key]
         good = len(value) == (count or max(1, len(value))) and all(number in allowed for number in value)
         if not good or (ascending and sorted(value) != value):
             order = ", the smaller one first" if ascending else ""
-            yield Problem(key, f"{show(value)} is not a list of {count or 'at least 1'} numbers, each {allowed}{order}")
+            limits = allowed.limits_for(max(value, default=0))
+            yield Problem(key, f"{show(value)} is not a list of {count or 'at least 1'} numbers, each {limits}{order}")
     elif key in FORMS and not re.fullmatch(FORMS[key][0], value):
         yield Problem(key, f"{show(value)} is not {FORMS[key][1]}")
     elif key == "imports":
@@ -217,4 +238,14 @@ def _check_kwarg(key: str, value: Any, allowed: Range) -> Iterator[Problem]:
     numbers = value if isinstance(value, list) else [value]
     is_number = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
     if not is_number or not all(number in allowed for number in numbers):
-        yield Problem(key, f"{show(value)} is out of range: {allowed}")
+        limits = allowed.limits_for(max(numbers, default=0)) if is_number else allowed
+        yield Problem(key, f"{show(value)} is out of range: {limits}")
+
+
+def _not_finite(key: str, value: Any) -> Iterator[Problem]:
+    """Numbers within free arguments that are none: whoever is given them, no sum over them is one."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _not_finite(f"{key}.{name}" if isinstance(value, dict) else key, inner)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(key, f"{show(value)} is not a finite number; write one, or leave it out")

@@ -201,7 +201,8 @@ def _wrong_values(kwargs: dict[str, Any]) -> Iterator[Problem]:
             whole = name in WHOLE
             if not _numbers([value], NUMBERS[name]) or (whole and not isinstance(value, int)):
                 kind = "a whole number, " if whole else ""
-                yield Problem(key, f"{show(value)} is out of range: {kind}{NUMBERS[name]}")
+                limits = NUMBERS[name].limits_for(value) if isinstance(value, int | float) else NUMBERS[name]
+                yield Problem(key, f"{show(value)} is out of range: {kind}{limits}")
 
 
 def _numbers(value: Any, allowed: Range) -> bool:

@@ -42,7 +42,7 @@ def test_all_problems_are_reported_at_once_each_with_its_place() -> None:
         "x.yaml:6: train.precision: 'fp31' is not one of auto, fp32, bf16, fp16; did you mean 'fp32' or 'fp16'?",
         "x.yaml:7: seed: 1.5 is not a whole number",
         "command line 'augment.hflip_prob=2': augment.hflip_prob: 2.0 is out of range: 0 to 1",
-        "x.yaml:5: train.epochs: 0 is out of range: at least 1",
+        "x.yaml:5: train.epochs: 0 is out of range: 1 to 1,000,000",
     ]
 
 
