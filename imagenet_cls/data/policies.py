@@ -18,6 +18,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
+from imagenet_cls.config.check import Range
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import check_kwargs, did_you_mean, import_factory, is_factory_name, missing_kwargs
@@ -41,18 +42,29 @@ FROM_TIMM: dict[str, tuple[str, ...]] = {
 }
 # What stands behind each setting's letters, and an example. timm itself passes over what it cannot read.
 _SETTINGS = {
-    "m": (r"\d+", "m9"),
-    "n": (r"\d+", "n2"),
-    "p": (r"0(\.\d+)?|1(\.0+)?", "p0.5"),
-    "mstd": (r"\d+(\.\d+)?", "mstd0.5"),
-    "mmax": (r"\d+", "mmax10"),
+    "m": (r"[0-9]+", "m9"),
+    "n": (r"[0-9]+", "n2"),
+    "p": (r"0(\.[0-9]+)?|1(\.0+)?", "p0.5"),
+    "mstd": (r"[0-9]+(\.[0-9]+)?", "mstd0.5"),
+    "mmax": (r"[0-9]+", "mmax10"),
     "inc": (r"[01]", "inc1"),
     "t": (r"weights|3a|3aw", "tweights, t3a, t3aw"),
-    "w": (r"[1-9]\d*", "w3"),
-    "d": (r"\d+", "d2"),
-    "a": (r"\d+(\.\d+)?", "a1"),
+    "w": (r"[1-9][0-9]*", "w3"),
+    "d": (r"[0-9]+", "d2"),
+    "a": (r"[0-9]+(\.[0-9]+)?", "a1"),
     "b": (r"[01]", "b1"),
 }
+# What their numbers may be: operations, chains and their lengths cost time for each image, and none of them nothing at
+# all; 30 is where the paper's scale of magnitudes ends, which timm's takes to 10 unless mmax says otherwise.
+_LIMITS: dict[str, Range] = {
+    "n": Range(1, 100),
+    "p": Range(0, 1, low_open=True),
+    "mmax": Range(1, 30),
+    "w": Range(1, 100),
+    "d": Range(0, 100),
+    "a": Range(0, 100),
+}
+_TIMM_HIGHEST = 10
 
 # Applications that a policy is tried with, and the side of their images at most.
 _TRIALS, _TRIAL_PX = 16, 224
@@ -126,6 +138,8 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
     kwargs = dict(augment.policy_kwargs)
     by_crop = "bilinear" if augment.interpolation == "random" else augment.interpolation
     kwargs["interpolation"] = InterpolationMode(kwargs.get("interpolation", by_crop))
+    if isinstance(kwargs.get("alpha"), int):
+        kwargs["alpha"] = float(kwargs["alpha"])  # AugMix draws from a Dirichlet distribution, which takes no integer
     if "policy" in kwargs:
         kwargs["policy"] = AutoAugmentPolicy(kwargs["policy"])
     return FROM_TORCHVISION[augment.policy.removeprefix(TORCHVISION)](**kwargs)
@@ -200,9 +214,23 @@ def _check_timm(name: str) -> list[Problem]:
         if setting is None
     ]
     twice = sorted({setting for setting in given if setting is not None and given.count(setting) > 1})
-    return problems + [
-        Problem("augment.policy", f"{name!r}: {setting!r} is given twice; keep one") for setting in twice
-    ]
+    problems += [Problem("augment.policy", f"{name!r}: {setting!r} is given twice; keep one") for setting in twice]
+    return problems or list(_wrong_numbers(name, dict(zip(map(str, given), parts, strict=True))))
+
+
+def _wrong_numbers(name: str, parts: dict[str, str]) -> Iterator[Problem]:
+    """parts: by setting, such as `mstd0.5` by `mstd`."""
+    for setting, allowed in _LIMITS.items():
+        if setting in parts and (number := float(parts[setting].removeprefix(setting))) not in allowed:
+            text = f"{name!r}: {parts[setting]!r} is out of range: {setting} {allowed.limits_for(number)}"
+            yield Problem("augment.policy", text)
+    highest = float(parts.get("mmax", f"mmax{_TIMM_HIGHEST}").removeprefix("mmax"))
+    if "m" in parts and float(parts["m"].removeprefix("m")) > highest:
+        remedy = f"say m{highest:g}" + (
+            "" if "mmax" in parts or name.startswith("augmix") else ", or raise that by mmax"
+        )
+        text = f"{parts['m']!r} is beyond timm's scale, which cuts it to {highest:g}; {remedy}"
+        yield Problem("augment.policy", f"{name!r}: {text}")
 
 
 def _setting_of(part: str, family: str) -> str | None:

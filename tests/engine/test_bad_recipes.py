@@ -66,6 +66,30 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"augment__policy": "rand-m9-m7"},
         ["augment.policy: 'rand-m9-m7': 'm' is given twice; keep one"],
     ),
+    "a policy of operations without end": (
+        {"augment__policy": "rand-m9-n99999999"},
+        ["augment.policy: 'rand-m9-n99999999': 'n99999999' is out of range: n 1 to 100"],
+    ),
+    "a policy of no operation": (
+        {"augment__policy": "rand-m9-n0"},
+        ["augment.policy: 'rand-m9-n0': 'n0' is out of range: n 1 to 100"],
+    ),
+    "a policy that is never applied": (
+        {"augment__policy": "rand-p0"},
+        ["augment.policy: 'rand-p0': 'p0' is out of range: p more than 0 and at most 1"],
+    ),
+    "a policy of chains without end": (
+        {"augment__policy": "augmix-w9999999"},
+        ["augment.policy: 'augmix-w9999999': 'w9999999' is out of range: w 1 to 100"],
+    ),
+    "a policy beyond timm's scale": (
+        {"augment__policy": "rand-m99"},
+        ["augment.policy: 'rand-m99': 'm99' is beyond timm's scale, which cuts it to 10; say m10, or raise that by"],
+    ),
+    "a policy in digits of another script": (
+        {"augment__policy": "rand-m٣"},
+        ["augment.policy: 'rand-m٣': 'm٣' is no setting of 'rand'"],
+    ),
     "arguments for timm's policy": (
         {"augment__policy": "v0", "augment__policy_kwargs": "{magnitude: 3}"},
         ["augment.policy_kwargs.magnitude", "is for torchvision's or an own policy", "'v0'"],
@@ -118,7 +142,17 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         {f"{PROGRESSIVE}epochs": "[0, 1]", f"{PROGRESSIVE}sizes_px": "[8, 24]", f"{PROGRESSIVE}multiple_px": 8},
         ["augment.progressive.sizes_px: the largest is 24, but augment.size_px is 16; make them equal"],
     ),
+    "sizes over more epochs than can be": (
+        {
+            "train__epochs": 10**9,
+            f"{PROGRESSIVE}epochs": f"[0, {10**9}]",
+            f"{PROGRESSIVE}sizes_px": "[8, 16]",
+            f"{PROGRESSIVE}multiple_px": 8,
+        },
+        ["train.epochs: 1000000000 is out of range: 1 to 1,000,000"],
+    ),
     # mixing
+    "shares of NaN": ({"mix__mixup_alpha": 1e-320}, ["mix.mixup_alpha: ", "is out of range: 0, or 0.001 to 1000"]),
     "an odd micro-batch to mix": (
         {**MIX, "train__global_batch_size": 126, "train__micro_batch_size": 63},
         ["train.global_batch_size: makes micro-batches of 63", "an even number", "124 or 128"],
@@ -183,6 +217,17 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["schedule.warmup_start_lr: 0.5 is more than the learning rate 0.03"],
     ),
     # optimizer, clipping, average
+    "arguments that are no numbers": (
+        {"optimizer__lr_scales": "{'0.*': .nan}", "schedule__kwargs": "{min_lr: .inf}"},
+        [
+            "optimizer.lr_scales.0.*: nan is not a finite number",
+            "schedule.kwargs.min_lr: inf is not a finite number",
+        ],
+    ),
+    "a rate beyond all numbers": (
+        {"optimizer__lr": 1e308},
+        ["optimizer.lr: 1e+308 is out of range: at least 0 and less than 2^64"],
+    ),
     "an optimizer that timm does not have": (
         {"optimizer__name": "timm:lambb", "optimizer__lr": 0.01},
         ["optimizer.name: unknown optimizer 'timm:lambb'", "did you mean 'timm:lamb'"],
@@ -261,6 +306,10 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a teacher and splits": (
         {**TEACHER, "distill__kind": "soft", "augment__splits": 3, "loss__name": "jsd"},
         ["distill.kind: can't be used with augment.splits"],
+    ),
+    "a temperature that divides by nothing": (
+        {**TEACHER, "distill__kind": "soft", "distill__temperature": 1e-300},
+        ["distill.temperature: 1e-300 is out of range: 0.01 to 1000"],
     ),
     "a teacher's share": (
         {**TEACHER, "distill__kind": "soft", "distill__alpha": 3},

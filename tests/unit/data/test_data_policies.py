@@ -70,6 +70,48 @@ def test_a_policy_changes_images_by_the_seed_alone(image: Tensor, name: str) -> 
     assert sum(changed) >= 15 and len({tuple(result.flatten().tolist()) for result in results}) >= 8
 
 
+def test_a_whole_number_is_an_alpha_of_augmix() -> None:
+    whole, broken = ({"alpha": alpha, "interpolation": "bilinear"} for alpha in (1, 1.0))
+    augment = AugmentConfig(policy="torchvision:aug_mix", policy_kwargs=whole)
+    assert check_policy(augment) == []
+    assert build_policy(augment, 32).policy.alpha == broken["alpha"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rand-m11-mstd0.5", "cuts it to 10; say m10, or raise that by mmax"),
+        ("rand-m21-mmax20", "cuts it to 20; say m20"),
+        ("augmix-m30", "cuts it to 10; say m10"),
+        ("rand-m9-mmax31", "'mmax31' is out of range: mmax 1 to 30"),
+        ("rand-n101", "'n101' is out of range: n 1 to 100"),
+        ("rand-p0.0", "'p0.0' is out of range: p more than 0 and at most 1"),
+        ("augmix-d101", "'d101' is out of range: d 0 to 100"),
+        ("rand-m" + "9" * 5000, "is beyond timm's scale"),
+    ],
+)
+def test_numbers_that_timm_would_cut_or_never_come_to_the_end_of(name: str, text: str) -> None:
+    (problem,) = check_policy(AugmentConfig(policy=name))
+    assert problem.key == "augment.policy" and text in problem.message
+
+
+def test_timm_cuts_magnitudes_as_it_is_said() -> None:
+    assert [op(20) for op in map(magnitude_of, ("rand-m9", "rand-m10-mmax30"))] == [10, 20]
+
+
+def magnitude_of(name: str):
+    """What an operation of this policy makes of a magnitude: the rotation's angle tells, 30 degrees at 10."""
+    (rotate,) = [op for op in policies.timm_operations(built(name).policy) if op.name == "Rotate"]
+
+    def cut(magnitude: float) -> float:
+        rotate.prob, rotate.magnitude, seen = 1.0, magnitude, []
+        rotate.aug_fn = lambda image, degrees, **others: seen.append(degrees)
+        rotate(None)
+        return abs(seen[0]) / 3
+
+    return cut
+
+
 def test_no_policy_is_none() -> None:
     assert build_policy(AugmentConfig(), 224) is None and check_policy(AugmentConfig()) == []
 

@@ -50,3 +50,7 @@ def test_straight_lines_between_points_rounded_to_the_multiple() -> None:
 def test_mosaics_ramp_rounds_to_multiples_of_4() -> None:
     augment = growing([0, 10], [112, 224], 4)
     assert [size_px_at(augment, epoch) for epoch in (0, 1, 5, 9, 10, 11)] == [112, 124, 168, 212, 224, 224]
+
+
+def test_a_million_epochs_are_looked_at_at_once() -> None:
+    assert sizes_px(growing([0, 10**6], [128, 160], 16)) == [128, 144, 160]
