@@ -1,7 +1,8 @@
 """`tools/plot_schedule.py`: how learning rate, momentum and training resolution will go, before anything is trained.
 
-Owns the command, and what it prints; the drawing is `report.plots`. Needs no data: the number of images is told.
-Refuses a config that `tools/train.py` would refuse. Stands on the level of `cli`.
+Owns the command, and what it prints; the drawing is `report.plots`. Needs no data: images are counted where they lie on
+this disk, else their number is told, or assumed, which is said. Refuses a config that `tools/train.py` would refuse.
+Stands on the level of `cli`.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.errors import UsageError
 from imagenet_cls.ranks import check_names, positive
 
@@ -43,37 +44,69 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
         usage="plot_schedule.py CONFIG [key=value ...] [--out FILE.png] [--images N]",
         description="Draw learning rate, momentum and training resolution over a run, before any training.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=0.2")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG key=value",
+        help="a config file, and changes such as optimizer.lr=0.2",
+    )
     parser.add_argument("--out", metavar="FILE.png", help="default: work_dirs/<config name>_schedule.png")
     parser.add_argument(
-        "--images",
-        type=positive,
-        default=IMAGENET_IMAGES,
-        metavar="N",
-        help="in the training set (ImageNet's: 1281167)",
-    )
+        "--images", type=positive, metavar="N",
+        help="in the training set; default: counted in data.root, or where that is not there ImageNet's 1281167",
+    )  # fmt: skip
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_intermixed_args(argv)
-    loaded = load_config(arguments.config, arguments.overrides)
+    configs = [word for word in arguments.words if "=" not in word]
+    if len(configs) != 1:
+        asked = f"one config, not {len(configs)}: {', '.join(configs)}" if configs else "which config?"
+        raise UsageError(f"{asked}\nUsage: plot_schedule.py CONFIG [key=value ...] [--out FILE.png] [--images N]")
+    loaded = load_config(configs[0], [word for word in arguments.words if "=" in word])
     path = Path(arguments.out or f"work_dirs/{loaded.name}_schedule.png")
     if path.suffix.lower() != ".png":
         raise UsageError(f"--out {path}: the drawing is a PNG file.\nName it *.png.")
     check_names(loaded, None)
     from imagenet_cls.report.plots import plot_course
 
-    course = foresee(loaded.config, arguments.images)
+    images, counted = training_images(loaded.config.data, arguments.images)
+    course = foresee(loaded.config, images)
     epochs = [step / course.plan.steps_per_epoch for step in course.steps]
     panels = {"learning rate": course.lr, "momentum": course.momentum, "resolution (px)": course.size_px}
     try:
         plot_course(path, loaded.name, epochs, {label: values for label, values in panels.items() if values})
     except OSError as error:
         raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
-    for line in summary(course, arguments.images):
+    for line in summary(course, images):
         print(line)
+    if counted is not None:
+        print(counted)
     if loaded.config.schedule.name == "plateau":
         print("schedule plateau: drawn as if each evaluation were better than the ones before")
     print(f"wrote {path}")
+
+
+def training_images(data: DataConfig, told: int | None) -> tuple[int, str | None]:
+    """How many images an epoch is made of, and where the number comes from if it was not `told`.
+
+    Files are listed and none is read, written or downloaded. Raises DataError where `data.root` is there and holds
+    something else than the config says.
+    """
+    if told is not None:
+        return told, None
+    has_files = data.name in ("folder", "list", "digits")
+    if data.name == "synthetic" or (has_files and _is_there(data)):
+        from imagenet_cls.data import open_datasets
+
+        train = open_datasets(data, ("train",)).train
+        assert train is not None, "what is asked for is opened"
+        place = data.root if has_files else data.name
+        return len(train), f"{len(train):,} training images: counted ({place}); --images takes another number"
+    why = f"no {data.root} here" if has_files else f"those of {data.name} are not counted"
+    return IMAGENET_IMAGES, f"{IMAGENET_IMAGES:,} training images: assumed, as in ImageNet ({why}); or say --images N"
+
+
+def _is_there(data: DataConfig) -> bool:
+    return (Path(data.root).expanduser() / data.train).exists()
 
 
 def foresee(config: Config, num_images: int) -> Course:

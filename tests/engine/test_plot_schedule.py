@@ -1,12 +1,11 @@
 """The drawing of a run's course: no data, the numbers of the run itself, and a bad config refused as train.py does."""
 
-import runpy
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from bed import REPOSITORY
+from bed import REPOSITORY, run
 from PIL import Image
 
 from imagenet_cls.config.load import load_config
@@ -102,6 +101,25 @@ def test_a_plateau_is_told(config: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "as if each evaluation were better" in capsys.readouterr().out
 
 
+def test_images_are_counted_where_they_lie(
+    config: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder's are listed, also behind val_fraction; nothing is made where there is nothing, and that is said."""
+    words = ["data.val=null", "data.val_fraction=0.2", "train.global_batch_size=100"]
+    assert draw(config, f"data.root={digits}", *words) == 0
+    out = capsys.readouterr().out
+    assert "70 steps: 5 epochs of 14, 100 of 1,438 images in each" in out
+    assert f"1,438 training images: counted ({digits})" in out
+    assert draw(config, f"data.root={digits}", *words, "--images", 1000) == 0
+    out = capsys.readouterr().out
+    assert "of 1,000 images" in out and "counted" not in out and "assumed" not in out
+    for name in ("folder", "digits", "torchvision:CIFAR10"):
+        assert draw(config, f"data.name={name}", f"data.root={tmp_path / 'none'}", *words[:2]) == 0
+        assert "1,281,167 training images: assumed" in capsys.readouterr().out and not (tmp_path / "none").exists()
+    assert draw(config, "data.name=synthetic", "data.kwargs.train_images=4096") == 0
+    assert "4,096 training images: counted (synthetic)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -130,10 +148,13 @@ def test_refusals(config: Path, words: list[str], code: int, told: list[str], ca
     assert list(Path().glob("**/*.png")) == [Path("folder.png")]
 
 
-def test_the_tool(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = REPOSITORY / "tools" / "plot_schedule.py"
-    monkeypatch.setattr(sys, "argv", [str(tool), str(config), "--out", "drawn.png"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(tool), run_name="__main__")
-    assert ended.value.code == 0
-    assert Path("drawn.png").is_file()
+def test_without_a_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw() == draw("optimizer.lr=1") == 2
+    error = capsys.readouterr().err
+    assert error.count("which config?\nUsage: plot_schedule.py CONFIG") == 2 and len(error.splitlines()) == 4
+
+
+def test_the_tool(config: Path) -> None:
+    """A process, which ends by itself: it takes no interpreter of ours with it. The command's own refusal is enough."""
+    ended = run([sys.executable, str(REPOSITORY / "tools" / "plot_schedule.py"), str(config), "--out", "drawing.jpg"])
+    assert ended.returncode == 2 and "--out drawing.jpg: the drawing is a PNG file" in ended.stderr
