@@ -247,10 +247,9 @@ def end(code: int) -> None:
     """
     if sys.gettrace() is not None or sys.getprofile() is not None:
         return
+    # As the interpreter does: threads first, of which the idle ones of pools are told to end; then what is registered.
     if code != 128 + signal.SIGINT:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -97,7 +97,7 @@ def test_a_started_rank_that_can_not_find_its_place_leaves_its_words_to_the_laun
 
 # Prints what is asked for at the exit, and what only a whole tear-down would come to.
 PROGRAM = """
-import atexit, sys, threading, time
+import atexit, concurrent.futures, sys, threading, time
 from imagenet_cls.ranks import main
 class Last:
     def __del__(self):
@@ -108,6 +108,7 @@ def late():
     print("thread")
 def command(words):
     threading.Thread(target=late).start()
+    concurrent.futures.ThreadPoolExecutor(1).submit(int)  # whose thread stays, idle
     atexit.register(print, "asked for")
     if "interrupt" in words:
         raise KeyboardInterrupt
