@@ -55,8 +55,8 @@ def nonfinite_error(
     lines = [
         f"loss or gradient was NaN or infinite in {steps_in_a_row} steps in a row, the last one step "
         f"{record['step']} (loss {record['loss']:g}, lr {record['lr']:g}).",
-        "No gradient that is not finite changed the weights. Lower optimizer.lr, warm up longer, or set "
-        "train.clip_norm.",
+        "Such a gradient is never applied, but too large an update makes weights NaN, too. Lower optimizer.lr, warm "
+        "up longer, or set train.clip_norm.",
     ]
     count = sum(seen[rank][1] for rank in suspects)
     if count:

@@ -50,6 +50,19 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_intervals() -> 
     assert error.value.exit_code == 6 and str(error.value).count("\n") == 1
 
 
+def test_a_run_whose_last_step_was_not_finite_says_so_at_its_end() -> None:
+    m = meter(most=10)
+    for step, (loss, ends_badly) in enumerate([(1.0, False), (math.nan, True), (1.0, False)], start=1):
+        add(m, step, loss, skipped=not math.isfinite(loss))
+        m.note_nonfinite(m.flush())
+        m.note_nonfinite(m.flush())  # nothing new
+        assert (m.note_at_end() is not None) == ends_badly
+    m = meter(overflow_is_normal=True)
+    add(m, 1, 1.0, skipped=True)
+    m.note_nonfinite(m.flush())
+    assert m.note_at_end() is None
+
+
 def test_an_fp16_run_may_overflow_while_its_loss_scale_finds_its_height() -> None:
     m = meter(most=2, overflow_is_normal=True)
     for step in range(1, 21):
