@@ -103,6 +103,9 @@ def _mixing(config: Config) -> Iterator[Problem]:
     mix = config.mix
     on = mix.mixup_alpha > 0 or mix.cutmix_alpha > 0 or mix.cutmix_minmax is not None
     if not on:
+        if mix.off_epoch is not None:
+            text = f"{mix.off_epoch} is where mixing ends, and there is none; give mix.mixup_alpha, or make it null"
+            yield Problem("mix.off_epoch", text)
         return
     if config.loss.name in ("focal", "jsd"):
         yield Problem("mix", f"makes soft targets, and loss {config.loss.name!r} takes none; use cross_entropy or bce")
@@ -142,6 +145,9 @@ def _distillation(config: Config) -> Iterator[Problem]:
             yield Problem(
                 "distill.kind", f"is none, and distill.teacher.name is {show(teacher.name)}; say soft or hard"
             )
+        elif teacher.checkpoint is not None or teacher.pretrained:
+            text = "is none, and distill.teacher has weights; say soft or hard and name the teacher, or drop them"
+            yield Problem("distill.kind", text)
         return
     if teacher.name is None:
         yield Problem("distill.teacher.name", f"is null, and distill.kind is {kind!r}; name a model")
@@ -169,6 +175,8 @@ def _sharpness(config: Config) -> Iterator[Problem]:
 def _average(config: Config) -> Iterator[Problem]:
     if config.ema.decay is not None and config.ema.half_life_images is not None:
         yield Problem("ema.half_life_images", "is given and ema.decay, too; keep one of both, null for the other")
+    if config.ema.warmup and config.ema.decay is None and config.ema.half_life_images is None:
+        yield Problem("ema.warmup", "is true, and no average is kept; give ema.decay, or make it false")
 
 
 def _repeats(config: Config) -> Iterator[Problem]:
@@ -238,6 +246,7 @@ PROGRESSIVE_KEYS = (
     *("augment.progressive.epochs", "augment.progressive.sizes_px", "augment.progressive.multiple_px"),
     *("augment.size_px", "train.epochs"),
 )
+MIXING_KEYS = ("mix.mixup_alpha", "mix.cutmix_alpha", "mix.cutmix_minmax")
 TEACHER_KEYS = ("distill.kind", *(f"distill.teacher.{name}" for name in ("name", "pretrained", "checkpoint")))
 
 # Each with the keys that it reads: a rule is left out where one of them is wrong by itself.
@@ -250,7 +259,7 @@ RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
     (("train.micro_batch_size", "train.global_batch_size"), _batches),
     (("schedule.warmup_epochs", "schedule.cooldown_epochs", "train.epochs"), _warmup),
     (PROGRESSIVE_KEYS, _progressive),
-    (("mix.mixup_alpha", "mix.cutmix_alpha", "mix.cutmix_minmax", "loss.name", "augment.splits"), _mixing),
+    ((*MIXING_KEYS, "mix.off_epoch", "loss.name", "augment.splits"), _mixing),
     (("mix.cutmix_minmax", "augment.size_px", "augment.progressive.sizes_px"), _cutmix_sides),
     (("loss.name", "augment.splits", "model.split_bn"), _splits),
     ((*TEACHER_KEYS, "augment.splits"), _distillation),

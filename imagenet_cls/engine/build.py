@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import Config, EmaConfig
 from imagenet_cls.data import (
     DataSets,
     EpochSampler,
@@ -133,6 +133,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     devices = rank_devices(config, group)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, group.world_size, len(devices.all))
+    refuse_idle_average(config.ema, plan)
     refuse_small_shared_memory(images_held(config, data, plan, group), group.place.local_world_size)
     messages = [note for note in (devices.note, data.note) if note]
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
@@ -199,6 +200,14 @@ def batch_norm_sees(config: Config, plan: Plan) -> int:
     """Images that a BatchNorm layer normalises together in training."""
     at_once = plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
     return at_once * (plan.world_size if config.parallel.sync_bn else 1)
+
+
+def refuse_idle_average(ema: EmaConfig, plan: Plan) -> None:
+    """Raise ConfigError for an average that no step of all epochs would update. (A run may be cut by max_steps.)"""
+    steps = plan.epochs * plan.steps_per_epoch
+    if (ema.decay is not None or ema.half_life_images is not None) and ema.every_steps > steps:
+        text = f"{ema.every_steps} is more than the {steps} steps of all epochs, so no average would be made"
+        raise ConfigError([f"ema.every_steps: {text}; give at most that"])
 
 
 def choose_num_classes(asked: int | None, in_data: int) -> int:

@@ -152,7 +152,11 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["train.epochs: 1000000000 is out of range: 1 to 1,000,000"],
     ),
     # mixing
-    "shares of NaN": ({"mix__mixup_alpha": 1e-320}, ["mix.mixup_alpha: ", "is out of range: 0, or 0.001 to 1000"]),
+    "shares of NaN": ({"mix__mixup_alpha": 1e-320}, ["mix.mixup_alpha: ", "is out of range: 0, or 0.001 to 1,000"]),
+    "an end of no mixing": (
+        {"mix__off_epoch": 1},
+        ["mix.off_epoch: 1 is where mixing ends, and there is none; give mix.mixup_alpha, or make it null"],
+    ),
     "an odd micro-batch to mix": (
         {**MIX, "train__global_batch_size": 126, "train__micro_batch_size": 63},
         ["train.global_batch_size: makes micro-batches of 63", "an even number", "124 or 128"],
@@ -246,6 +250,14 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"ema__decay": 0.9, "ema__half_life_images": 1000},
         ["ema.half_life_images: is given and ema.decay, too; keep one of both"],
     ),
+    "a warm-up of no average": (
+        {"ema__warmup": "true"},
+        ["ema.warmup: is true, and no average is kept; give ema.decay, or make it false"],
+    ),
+    "an average of no step": (
+        {"ema__decay": 0.9, "ema__every_steps": 1000},
+        ["ema.every_steps: 1000 is more than the ", "steps of all epochs"],
+    ),
     "an average that never moves": ({"ema__decay": 1}, ["ema.decay: 1.0 is out of range"]),
     # model
     "activations that can't be computed anew": (
@@ -309,7 +321,11 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a temperature that divides by nothing": (
         {**TEACHER, "distill__kind": "soft", "distill__temperature": 1e-300},
-        ["distill.temperature: 1e-300 is out of range: 0.01 to 1000"],
+        ["distill.temperature: 1e-300 is out of range: 0.01 to 1,000"],
+    ),
+    "weights of no teacher": (
+        {"distill__teacher__checkpoint": "teacher.pth"},
+        ["distill.kind: is none, and distill.teacher has weights"],
     ),
     "a teacher's share": (
         {**TEACHER, "distill__kind": "soft", "distill__alpha": 3},
