@@ -107,7 +107,7 @@ def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     """
     group_matcher = getattr(model, "group_matcher", None)
     if group_matcher is None:
-        remedy = "take timm's model of that name, give it a method group_matcher, or use optimizer.lr_scales"
+        remedy = "set it to null (optimizer.lr_scales has rates by name), or take timm's model of that name"
         raise ConfigError([f"optimizer.layer_decay: {type(model).__name__} doesn't tell what its layers are; {remedy}"])
     layers = group_parameters(model, group_matcher(coarse=False), reverse=True)
     last = max(layers.values())

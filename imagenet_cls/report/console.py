@@ -172,4 +172,4 @@ class Console:
 
 def _format_lr(lr: float) -> str:
     """Four decimals, or scientific where those would hide it."""
-    return f"{lr:.4f}" if lr == 0 or lr >= 1e-3 else f"{lr:.2e}"
+    return f"{lr:.4f}" if lr == 0 or 1e-3 <= lr < 1e4 else f"{lr:.2e}"
