@@ -28,7 +28,7 @@ def differences(
         f"{key}: {here}, and {there} in the run that made the checkpoint"
         for key, here, there in _changed(config, stored)
     ]
-    own = {"model.name": (config.model.name, stored.model.name)}
+    own: dict[str, tuple[Any, Any]] = {"model.name": (config.model.name, stored.model.name)}
     own |= {f"data.{key}": (getattr(config.data, key), list(preprocessing[key])) for key in ("mean", "std")}
     unused = [
         f"{key}: {here} is not used, but {there}, with which the checkpoint was trained"

@@ -239,12 +239,32 @@ def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[
         ("BatchNorm sees", seen),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs} epochs)"),
         ("optimizer", f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}"),
+        *recipe_rows(config),
         ("seed", str(config.seed)),
         ("run folder", "none: a dry run writes nothing" if options.dry_run else str(options.work_dir)),
     ]
     if progress.step:
         rows.append(("goes on at", f"step {progress.step}"))
     return rows
+
+
+def recipe_rows(config: Config) -> list[tuple[str, str]]:
+    """What a recipe adds to the plain one, where it does."""
+    mix, ema, loss, distill = config.mix, config.ema, config.loss, config.distill
+    mixing = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha or (mix.cutmix_minmax and "by size")}
+    smoothing = f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
+    average = f"half-life {ema.half_life_images:,.0f} images" if ema.half_life_images is not None else ""
+    average = average or (f"decay {ema.decay:g}" if ema.decay is not None else "")
+    every = f", every {ema.every_steps} steps" if ema.every_steps > 1 else ""
+    rows = {
+        "layer decay": str(config.optimizer.layer_decay or ""),
+        "policy": config.augment.policy or "",
+        "mixing": ", ".join(f"{name} {alpha}" for name, alpha in mixing.items() if alpha),
+        "loss": loss.name + smoothing if smoothing or loss.name != "cross_entropy" else "",
+        "teacher": f"{distill.teacher.name}, {distill.kind}" if distill.kind != "none" else "",
+        "average (EMA)": average and average + every,
+    }
+    return [(label, text) for label, text in rows.items() if text]
 
 
 def try_one_batch(parts: Parts) -> str:

@@ -30,7 +30,14 @@ TOOLS = {
     "average_checkpoints": AVERAGE,
 }
 # Small ones in place of what the page names. The test's weights play the part of the published ones.
-SMALL = {"vit_small_patch16_224": "test_vit", "176": "24", "224": "32", "288": "48"}
+SMALL = {
+    "vit_small_patch16_224": "test_vit",
+    "resnet18": "test_resnet",
+    "resnet50": "test_resnet",
+    "176": "24",
+    "224": "32",
+    "288": "48",
+}
 CONFIG = "configs/finetune/own_dataset.yaml"
 
 
