@@ -189,6 +189,8 @@ def check(config: Config, skip: Collection[str] = ()) -> list[Problem]:
     for name, value in config.optimizer.kwargs.items():
         if name in KWARG_RANGES and ":" not in config.optimizer.name:
             problems += _check_kwarg(f"optimizer.kwargs.{name}", value, KWARG_RANGES[name])
+            if name == "betas" and not (isinstance(value, list) and len(value) == 2):
+                problems.append(Problem("optimizer.kwargs.betas", f"{show(value)} is not a list of two numbers"))
     for name, value in config.model.kwargs.items():
         if name in MODEL_KWARG_RANGES and ":" not in config.model.name and value is not None:
             problems += _check_kwarg(f"model.kwargs.{name}", value, MODEL_KWARG_RANGES[name])

@@ -85,6 +85,7 @@ def test_every_range_refuses_what_lies_outside_and_takes_its_ends(key: str) -> N
         ({"imports": ["a.b"]}, {"imports": ["a/b.py"]}),
         ({"optimizer__kwargs": {"momentum": 0}}, {"optimizer__kwargs": {"momentum": 1.5}}),
         ({"optimizer__kwargs": {"betas": [0.9, 0.999]}}, {"optimizer__kwargs": {"betas": [0.9, 1.0]}}),
+        ({"optimizer__kwargs": {"betas": [0.9, 0.999]}}, {"optimizer__kwargs": {"betas": [0.9]}}),
         ({"optimizer__kwargs": {"eps": 1e-8}}, {"optimizer__kwargs": {"eps": "small"}}),
         ({"model__checkpoint": "a.pth"}, {"model__checkpoint": "a.pth", "model__pretrained": True}),
         ({"data__val": None, "data__val_fraction": 0.1}, {"data__val": None}),
@@ -126,6 +127,28 @@ def test_messages_are_one_line_that_shows_what_was_given() -> None:
 def test_check_reads_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert keys_at_fault(data__root="nowhere", model__checkpoint="nowhere.pth") == []
+
+
+def test_arguments_are_finite_at_any_depth_and_told_once() -> None:
+    kwargs = {"a": [1, {"b": float("nan")}], "eps": float("inf"), "c": 10**400, "d": "nan"}
+    assert keys_at_fault(optimizer__kwargs=kwargs) == ["optimizer.kwargs.eps", "optimizer.kwargs.a.b"]
+    assert keys_at_fault(optimizer__name="mine:make", optimizer__kwargs={"eps": float("inf")}) == [
+        "optimizer.kwargs.eps"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(2**64, "at least 0 and less than 2^64"), (-1, "at least 0"), (float("inf"), "at least 0 and less than 2^64")],
+)
+def test_the_limit_of_all_ranges_is_told_to_who_crosses_it(number: float, text: str) -> None:
+    (problem,) = check(config_of(optimizer__weight_decay=number))
+    assert problem.message.endswith(f"out of range: {text}")
+
+
+def test_alphas_are_nothing_or_numbers_that_can_be_drawn_from() -> None:
+    assert keys_at_fault(mix__mixup_alpha=0.0) == keys_at_fault(mix__mixup_alpha=0.001) == []
+    assert keys_at_fault(mix__mixup_alpha=1e-4) == ["mix.mixup_alpha"]
 
 
 @pytest.mark.parametrize(
