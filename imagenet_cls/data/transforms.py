@@ -95,8 +95,10 @@ class TrainTransform:
     def draw(self, image: torch.Tensor) -> dict[str, Any]:
         """Crop, resampling and flips for an image of this size; its pixels are not looked at."""
         augment = self.augment
+        crop = self.crop.make_params([image])
+        sides = {name: max(crop[name], 1) for name in ("height", "width")}  # 0 for ratios that no image can have
         return {
-            "crop": self.crop.make_params([image]),
+            "crop": crop | sides,
             "interpolation": RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
             if augment.interpolation == "random"
             else augment.interpolation,

@@ -76,6 +76,12 @@ def test_train_transform_has_torchvisions_draws(photographs: list[Image.Image]) 
     assert len({tuple(result.flatten().tolist()) for result in results}) == 20
 
 
+@pytest.mark.parametrize("ratio", [1000.0, 0.001])
+def test_a_crop_of_a_ratio_that_no_image_has_is_a_pixel_wide_at_least(ratio: float) -> None:
+    transform = train_transform(AugmentConfig(size_px=16, ratio=[ratio, ratio]))
+    assert_form(transform(torch.zeros(3, 16, 16, dtype=torch.uint8)), 16)
+
+
 def test_nothing_is_drawn_for_what_cannot_happen(photographs: list[Image.Image]) -> None:
     transform = train_transform(AugmentConfig(size_px=32, hflip_prob=0.0))
     reference = v2.RandomResizedCrop(32)
