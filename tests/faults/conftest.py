@@ -1,18 +1,12 @@
-"""What the cases of a kill share: one process that forks ranks, a few images, and for each world size one whole run."""
+"""What the cases of a kill share: a few images, and for each world size one whole run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRuns
+from forked import Forked
 from same_run import link_images, words_for
-
-
-@pytest.fixture(scope="session")
-def forked() -> Iterator[ForkedRuns]:
-    with ForkedRuns() as runs:
-        yield runs
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +17,7 @@ def few_images(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.fixture(scope="session")
 def undisturbed(
-    forked: ForkedRuns, few_images: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+    forked: Forked, few_images: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Path]:
     """The folder of the run that nobody touched, by number of ranks."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from bed import noisy, state_digest
-from forked_runs import ForkedRuns
+from forked import Forked
 from same_run import ACCUMULATION, STEPS, checkpoints, records, words_for
 from torch import nn
 
@@ -50,7 +50,7 @@ def told(output: Path) -> str:
 
 @pytest.mark.parametrize(("limited", "at", "left"), [("12 999", 15, [5, 10]), (f"{STEPS - 2} 999", STEPS, [30, 35])])
 def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
-    forked: ForkedRuns, few_images: Folder, undisturbed: Folder, tmp_path: Path, limited: str, at: int, left: list[int]
+    forked: Forked, few_images: Folder, undisturbed: Folder, tmp_path: Path, limited: str, at: int, left: list[int]
 ) -> None:
     """In the middle, and at the end, which is waited for by all."""
     folder, output = tmp_path / "run", tmp_path / "output.txt"
@@ -70,7 +70,7 @@ def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
 
 
 def test_training_goes_on_where_it_is_told_to(
-    forked: ForkedRuns, few_images: Folder, undisturbed: Folder, tmp_path: Path
+    forked: Forked, few_images: Folder, undisturbed: Folder, tmp_path: Path
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     goes_on = words(few_images, folder, "continue")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRuns, Strike
+from forked import Forked, Strike
 from same_run import ACCUMULATION, SAVED_EVERY, STEPS, assert_same_run, resumed_at, words_for
 
 IN_STEP_17 = 17 * ACCUMULATION
@@ -45,7 +45,7 @@ Undisturbed = Callable[[int], Path]
     [*((point, 1, 0) for point in POINTS), *((point, 2, victim) for point, victim in ON_TWO_RANKS)],
 )
 def test_a_run_that_was_killed_ends_in_the_same_bits(
-    forked: ForkedRuns, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path,
+    forked: Forked, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path,
     point: str, ranks: int, victim: int,
 ) -> None:  # fmt: skip
     folder, output = tmp_path / "run", tmp_path / "output.txt"
@@ -67,7 +67,7 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(
 
 
 def test_an_optimizer_that_keeps_its_step_count_in_its_groups(
-    forked: ForkedRuns, few_images: Undisturbed, tmp_path: Path
+    forked: Forked, few_images: Undisturbed, tmp_path: Path
 ) -> None:
     """timm's LAMB, which is not fused either."""
     words = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bed import losses
-from forked_runs import ForkedRuns
+from forked import Forked
 from noting_set import read_until_now
 from same_run import words_for
 
@@ -17,7 +17,7 @@ IMAGES, BATCH, STEPS, CUT = 80, 8, 20, 14
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4)])
 def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(
-    forked: ForkedRuns, tmp_path: Path, before: int, after: int
+    forked: Forked, tmp_path: Path, before: int, after: int
 ) -> None:
     notes, output = tmp_path / "notes", tmp_path / "output.txt"
 

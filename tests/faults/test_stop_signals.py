@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRuns, Strike
+from forked import Forked, Strike
 from same_run import ACCUMULATION, assert_same_run, checkpoints, records, resumed_at, words_for
 
 ByRanks = Callable[[int], Path]
@@ -32,7 +32,7 @@ TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
     ],
 )
 def test_sigterm_saves_the_same_step_and_nothing_is_lost(
-    forked: ForkedRuns, few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path, ranks: int, strikes: list[Strike]
+    forked: Forked, few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path, ranks: int, strikes: list[Strike]
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     words = words_for(few_images(ranks), folder, ranks)
@@ -53,9 +53,7 @@ def test_sigterm_saves_the_same_step_and_nothing_is_lost(
     assert_same_run(folder, undisturbed(ranks))
 
 
-def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(
-    forked: ForkedRuns, few_images: ByRanks, tmp_path: Path
-) -> None:
+def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(forked: Forked, few_images: ByRanks, tmp_path: Path) -> None:
     """Rank 1 is asked in its first of five batches. The flag is passed on before the second, and read before the third.
 
     What was counted is thrown away. Were there a third batch, rank 0 would not survive it.
@@ -88,7 +86,7 @@ def scontrol(folder: Path, refusal: str = "") -> dict[str, str]:
 
 
 def test_a_slurm_job_is_queued_again_by_one_rank_and_goes_on_by_itself(
-    forked: ForkedRuns, few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path
+    forked: Forked, few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path
 ) -> None:
     """SLURM signals all ranks, and later starts the same command again."""
     folder, output = tmp_path / "run", tmp_path / "output.txt"
@@ -108,7 +106,7 @@ def test_a_slurm_job_is_queued_again_by_one_rank_and_goes_on_by_itself(
 
 
 def test_a_job_that_slurm_does_not_take_back_is_saved_and_says_so(
-    forked: ForkedRuns, few_images: ByRanks, tmp_path: Path
+    forked: Forked, few_images: ByRanks, tmp_path: Path
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     env = scontrol(tmp_path / "bin", "Requested operation is presently disabled for job 4711")
@@ -122,7 +120,7 @@ def test_a_job_that_slurm_does_not_take_back_is_saved_and_says_so(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, USR2])
 def test_other_signals_save_and_stop_alike(
-    forked: ForkedRuns, few_images: ByRanks, tmp_path: Path, number: signal.Signals
+    forked: Forked, few_images: ByRanks, tmp_path: Path, number: signal.Signals
 ) -> None:
     """SIGUSR2 outside of SLURM, and one Ctrl-C; with launchers around the ranks: test_launchers_die.py."""
     folder, output = tmp_path / "run", tmp_path / "output.txt"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from bed import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
-from forked_runs import ForkedRuns
+from forked import Forked
 
 STEPS = 22
 TIMEOUT_SEC = 10.0
@@ -119,7 +119,7 @@ def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]
 
 
 def test_a_cut_cable_ends_both_by_name_and_the_run_goes_on(
-    forked: ForkedRuns, machines: list[Machine], digits: Path, tmp_path: Path
+    forked: Forked, machines: list[Machine], digits: Path, tmp_path: Path
 ) -> None:
     """What goes on goes on even while the cable is out for less than the timeout, and ends in the bits of two ranks on
     one machine that nobody disturbed.
