@@ -41,7 +41,6 @@ class Meter:
         self.samples_of = samples_of
         self.nonfinite_steps = 0
         self.nonfinite_in_a_row = 0
-        self.last_was_nonfinite = False
         self.own_losses: Tensor | None = None
         self.rows: list[tuple[int, int, float]] = []
         self.values: list[Tensor] = []
@@ -92,29 +91,23 @@ class Meter:
         self.restart_clock()
         return records
 
-    def note_nonfinite(self, records: list[dict[str, Any]]) -> str | None:
+    def note_nonfinite(self, records: list[dict[str, Any]], last_step: int) -> str | None:
         """What a user should see of steps without a finite loss and gradient; None where there was none, or where only
-        a loss scale found its height.
+        a loss scale found its height. last_step: of the run, which ends as if all were well.
         """
         steps = [
             record["step"]
             for record in records
             if not math.isfinite(record["loss"]) or ("skipped" in record and not self.overflow_is_normal)
         ]
-        if records:
-            self.last_was_nonfinite = records[-1]["step"] in steps[-1:]
         if not steps:
             return None
         self.nonfinite_steps += len(steps)
         which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-        return f"{which}: loss or gradient was NaN or infinite ({self.nonfinite_steps} such steps since the start)"
-
-    def note_at_end(self) -> str | None:
-        """What a user should know who reads that the run is done; None where its last step was a good one."""
-        if not self.last_was_nonfinite:
-            return None
+        ending = "; the run ends with it: look at the evaluation before you use the weights"
         return (
-            "loss or gradient of the last step was NaN or infinite: look at the evaluation before you use the weights"
+            f"{which}: loss or gradient was NaN or infinite ({self.nonfinite_steps} such steps since the start)"
+            f"{ending if steps[-1] == last_step else ''}"
         )
 
     def check_finite(self, records: list[dict[str, Any]]) -> None:

@@ -41,7 +41,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
     def report_steps() -> None:
         records = meter.flush()
         reporter.train(records)
-        if note := meter.note_nonfinite(records):
+        if note := meter.note_nonfinite(records, plan.total_steps):
             reporter.event(progress.step, note)
         meter.check_finite(records)
 
@@ -56,8 +56,6 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
             if improved or signal_number or save_due(p, progress.step):
                 save()
         if signal_number or progress.step >= plan.total_steps:
-            if note := meter.note_at_end():
-                reporter.event(progress.step, note)
             return signal_number
 
         epoch, first_step = divmod(progress.step, plan.steps_per_epoch)

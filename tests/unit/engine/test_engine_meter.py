@@ -51,16 +51,15 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_intervals() -> 
 
 
 def test_a_run_whose_last_step_was_not_finite_says_so_at_its_end() -> None:
-    m = meter(most=10)
-    for step, (loss, ends_badly) in enumerate([(1.0, False), (math.nan, True), (1.0, False)], start=1):
+    m, notes = meter(most=10), []
+    for step, loss in enumerate([1.0, math.nan, 1.0, math.nan], start=1):
         add(m, step, loss, skipped=not math.isfinite(loss))
-        m.note_nonfinite(m.flush())
-        m.note_nonfinite(m.flush())  # nothing new
-        assert (m.note_at_end() is not None) == ends_badly
+        notes.append(m.note_nonfinite(m.flush(), last_step=4))
+    assert notes[0] is notes[2] is None
+    assert "ends with it" not in (notes[1] or "") and "ends with it" in (notes[3] or "")
     m = meter(overflow_is_normal=True)
     add(m, 1, 1.0, skipped=True)
-    m.note_nonfinite(m.flush())
-    assert m.note_at_end() is None
+    assert m.note_nonfinite(m.flush(), last_step=1) is None
 
 
 def test_an_fp16_run_may_overflow_while_its_loss_scale_finds_its_height() -> None:
