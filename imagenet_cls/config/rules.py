@@ -175,8 +175,6 @@ def _sharpness(config: Config) -> Iterator[Problem]:
 def _average(config: Config) -> Iterator[Problem]:
     if config.ema.decay is not None and config.ema.half_life_images is not None:
         yield Problem("ema.half_life_images", "is given and ema.decay, too; keep one of both, null for the other")
-    if config.ema.warmup and config.ema.decay is None and config.ema.half_life_images is None:
-        yield Problem("ema.warmup", "is true, and no average is kept; give ema.decay, or make it false")
 
 
 def _repeats(config: Config) -> Iterator[Problem]:

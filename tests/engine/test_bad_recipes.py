@@ -250,10 +250,6 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"ema__decay": 0.9, "ema__half_life_images": 1000},
         ["ema.half_life_images: is given and ema.decay, too; keep one of both"],
     ),
-    "a warm-up of no average": (
-        {"ema__warmup": "true"},
-        ["ema.warmup: is true, and no average is kept; give ema.decay, or make it false"],
-    ),
     "an average of no step": (
         {"ema__decay": 0.9, "ema__every_steps": 1000},
         ["ema.every_steps: 1000 is more than the ", "steps of all epochs"],
