@@ -70,11 +70,15 @@ def process_id(loader: DataLoader[Any], worker_id: int) -> int | None:
 
 def is_stopped(pid: int | None) -> bool:
     """Whether a process stands still by a signal (SIGSTOP) or under a debugger; False where /proc can't tell."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int | None) -> str | None:
+    """The kernel's letter for what a process does; None where there is none, or no /proc."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return False
-    return state in ("T", "t")
+        return None
 
 
 def suspect(loader: DataLoader[Any]) -> int:
@@ -90,6 +94,9 @@ class Watch:
     process that made it, without a limit: a worker that stands still between the two would hold its loader forever.
     A kill closes the socket. (What goes through the pipe is too short to be torn.) Time in which this process stood
     still itself is not waited: a clock of ticks counts.
+
+    Of a worker that dies torch tells by an exception out of a signal handler, once. Where that comes at a moment in
+    which Python swallows exceptions, as in a finalizer, nobody would hear before the limit: the signal is sent again.
     """
 
     def __init__(self, loader: DataLoader[Any], describe: Callable[[], Exception]):
@@ -121,12 +128,15 @@ class Watch:
         tick_sec = min(1.0, limit_sec / 4)
         ticks, before = 0, None
         while not self._done.wait(tick_sec):
-            now = None if self.loader._iterator is None else self._awaited
+            iterator: Any = self.loader._iterator
+            now = None if iterator is None else self._awaited
             ticks = ticks + 1 if now is not None and now == before else 0
             before = now
+            if ticks > 1 and any(_state(worker.pid) in ("Z", "X", None) for worker in iterator._workers):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
             if ticks * tick_sec >= limit_sec:
                 self.error = self.describe()
-                _kill(_disowned(self.loader._iterator))
+                _kill(_disowned(iterator))
                 return
 
 

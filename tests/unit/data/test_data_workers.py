@@ -21,7 +21,8 @@ from imagenet_cls.data.transforms import train_transform
 from imagenet_cls.errors import ResourceError
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, tempfile, time
+from pathlib import Path
 from imagenet_cls.data import workers
 from imagenet_cls.data.loader import worker_death
 from imagenet_cls.errors import ResourceError
@@ -48,6 +49,24 @@ except ResourceError as error:
 except RuntimeError as error:  # torch's signal handler was faster than the loader
     print("told:", str(worker_death(error)).splitlines(), flush=True)
 killed.close()
+
+pipe = Path(tempfile.mkdtemp()) / "pipe"
+os.mkfifo(pipe)
+unheard, epoch = begun(Images(pipe))
+while 9 not in (reading := unheard.loader.dataset.reading.tolist()):
+    time.sleep(0.01)
+torchs = signal.getsignal(signal.SIGCHLD)
+def raise_the_second_time(*arguments):
+    signal.signal(signal.SIGCHLD, torchs)  # the first time its exception is lost, as in a finalizer
+signal.signal(signal.SIGCHLD, raise_the_second_time)
+os.kill(unheard.loader._iterator._workers[reading.index(9)].pid, signal.SIGKILL)
+time.sleep(0.5)
+started = time.monotonic()
+try:
+    list(epoch)
+except ResourceError as error:
+    print("told again:", "was killed" in str(error), time.monotonic() - started < 20, flush=True)
+unheard.close()
 
 loader, _ = begun(Images())
 iterator = loader.loader._iterator
@@ -116,6 +135,10 @@ def test_a_killed_worker_is_a_resource_error(ended: subprocess.CompletedProcess[
     first, second = ast.literal_eval(line.removeprefix("told: "))
     assert "a data worker of process " in first and "was killed" in first and "data.num_workers" in second
     assert worker_death(RuntimeError("something else")) is None
+
+
+def test_a_killed_worker_is_told_though_the_first_signal_was_lost(ended: subprocess.CompletedProcess[str]) -> None:
+    assert "told again: True True" in ended.stdout, ended.stdout + ended.stderr
 
 
 def test_an_error_while_workers_wait_ends_the_process(ended: subprocess.CompletedProcess[str]) -> None:
