@@ -17,10 +17,12 @@ sys.path.insert(0, str(HERE))
 from forked import Forked  # noqa: E402
 
 # Before any import of torch, and inherited by the processes that tests start: the number of threads decides the bits of
-# a sum, and the test machine has two cores, which tests that run side by side share.
-_THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
-os.environ.setdefault("OMP_NUM_THREADS", _THREADS)
-os.environ.setdefault("MKL_NUM_THREADS", _THREADS)
+# a sum, and the test machine has two cores, which tests that run side by side share: there each has one, whatever the
+# process that starts them has.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("MKL_NUM_THREADS", "2")
 
 
 def in_ci() -> bool:
