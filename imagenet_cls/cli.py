@@ -9,6 +9,7 @@ import csv
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -103,16 +104,22 @@ def load_for_training(arguments: argparse.Namespace) -> Loaded:
 
 
 def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
-    # torchrun starts the same command again after a failure, and SLURM a job that it requeued: that goes on with what
-    # the attempt before has saved.
+    # torchrun starts the same command again after a failure, and SLURM a job that it requeued.
     restarted = any(os.environ.get(f"{who}_RESTART_COUNT", "0") != "0" for who in ("TORCHELASTIC", "SLURM"))
+    job = None
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        job = f"ranks of process {os.getppid()} on {socket.gethostname()}"  # run ids of torchrun are seldom unique
+    elif "SLURM_JOB_ID" in os.environ:
+        job = f"SLURM's job {os.environ['SLURM_JOB_ID']}"
     return RunOptions(
         work_dir=Path(arguments.work_dir or Path("work_dirs") / loaded.name),
-        resume=arguments.resume or restarted,
+        resume=arguments.resume,
         resume_from=Path(arguments.resume_from) if arguments.resume_from else None,
-        overwrite=arguments.overwrite and not restarted,
+        overwrite=arguments.overwrite,
         allow_change=tuple(arguments.allow_change),
         dry_run=arguments.dry_run,
+        job=job,
+        restarted=restarted,
     )
 
 
@@ -120,7 +127,7 @@ def refuse_taken_folder(arguments: argparse.Namespace, loaded: Loaded) -> None:
     from imagenet_cls.engine.runfolder import RunFolder
 
     options = run_options(arguments, loaded)
-    if not options.dry_run:
+    if not options.dry_run and not options.restarted:  # what a restart means, the folder tells
         folder = RunFolder(options.work_dir)
         folder.refuse_if_taken(options.resume, options.overwrite)
         if options.overwrite:

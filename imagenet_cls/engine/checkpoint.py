@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from imagenet_cls.errors import CheckpointError, ResourceError
 FORMAT = 1
 _TEMPORARY = ".tmp-"
 # `.old`: a checkpoint that stepped aside for another of the same step, and is one until that has taken its place.
-_NAME = re.compile(r"step-(\d+)(\.old)?")
+_NAME = re.compile(r"step-([0-9]{7,})(\.old)?")
 
 
 @dataclass
@@ -178,7 +178,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint folders in a run's `checkpoints/`, newest (highest step) first. Not verified."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
 
 
@@ -208,17 +208,20 @@ def newest_whole(folder: Path) -> tuple[Snapshot | None, list[str]]:
     return None, []
 
 
-def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int]) -> None:
+def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int], damaged: Collection[int] = ()) -> None:
     """Remove all but the newest `keep_last` checkpoints up to `step`, and those of `keep_steps` (the best ones).
 
     step: the one just written. Later ones are damaged, or the run would have gone on from them: they neither count nor
-    go, or else a damaged one could push out the whole ones. Raises ResourceError where the disk refuses.
+    go, or else a damaged one could push out the whole ones. damaged: steps of which that is known; once the run is past
+    them they go. Raises ResourceError where the disk refuses.
     """
     if keep_last is None:
         return
     try:
-        for path in [path for path in list_checkpoints(folder) if step_of(path) <= step][keep_last:]:
-            if step_of(path) not in keep_steps:
+        earlier = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+        whole = [path for path in earlier if step_of(path) not in damaged]
+        for path in earlier:
+            if path not in whole[:keep_last] and (step_of(path) not in keep_steps or step_of(path) in damaged):
                 _remove(path)
     except OSError as error:
         raise ResourceError(
@@ -289,6 +292,9 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Renamed first: a kill half way through a removal must not leave a folder that looks like a checkpoint."""
+    if path.is_symlink():  # moved to another disk by somebody, who keeps it there
+        path.unlink()
+        return
     gone = path.with_name(f"{_TEMPORARY}gone-{path.name}")
     path.rename(gone)
     shutil.rmtree(gone)

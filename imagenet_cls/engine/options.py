@@ -11,7 +11,8 @@ from imagenet_cls.config.schema import Config
 class RunOptions:
     """resume: go on in `work_dir`. resume_from: go on from a checkpoint elsewhere.
 
-    allow_change: dotted keys of the config that may differ from the checkpoint's.
+    allow_change: dotted keys of the config that may differ from the checkpoint's. job: names the launcher's or SLURM's
+    job that this command belongs to, where that starts commands again; restarted: it has done so.
     """
 
     work_dir: Path
@@ -20,6 +21,8 @@ class RunOptions:
     overwrite: bool = False
     allow_change: Sequence[str] = ()
     dry_run: bool = False
+    job: str | None = None
+    restarted: bool = False
 
 
 def starts_from(config: Config, options: RunOptions) -> dict[str, str | Path | None]:

@@ -6,6 +6,7 @@ Called by `cli` on every rank. The order is the order of what can go wrong: conf
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def dry_run(config: Config, options: RunOptions, group: Group) -> None:
 def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
     """The run itself, in its folder, which is this run's alone from here to the end."""
     folder = RunFolder(options.work_dir)
-    goes_on = on_main(group, lambda: open_folder(folder, config, options))
+    options, goes_on = on_main(group, lambda: open_folder(folder, config, options))
     log = open_log(options.work_dir, group.rank)
     log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
     stop = StopRequest(group)
@@ -108,6 +109,7 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
             Saver(parts, progress, folder, reporter) as saver,
         ):
             if group.is_main:
+                folder.begin(options.job)
                 folder.describe(dump_yaml(config), versions())
                 parts.messages.extend(filter(None, [too_little_room(parts, folder)]))
             reporter.banner(banner(parts, options, progress))
@@ -139,12 +141,18 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
         folder.close()
 
 
-def open_folder(folder: RunFolder, config: Config, options: RunOptions) -> bool:
-    """On rank 0: take the folder, and say whether the run goes on from a checkpoint. Raises as `RunFolder` does."""
+def open_folder(folder: RunFolder, config: Config, options: RunOptions) -> tuple[RunOptions, bool]:
+    """On rank 0: take the folder. Returns the options, and whether the run goes on from a checkpoint.
+
+    A command that was started again goes on with what the attempt before has saved, as if by --resume; but only where
+    that had begun its run: what it was refused to do, or had not removed yet, is as it was. Raises as `RunFolder` does.
+    """
+    if options.restarted and folder.begun_by(options.job):
+        options = replace(options, resume=True, overwrite=False)
     if options.overwrite:
         folder.refuse_to_remove(starts_from(config, options))
     folder.open(options.resume, options.overwrite)
-    return options.resume_from is not None or (options.resume and bool(list_checkpoints(folder.checkpoints)))
+    return options, options.resume_from is not None or (options.resume and bool(list_checkpoints(folder.checkpoints)))
 
 
 def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:

@@ -21,7 +21,8 @@ from imagenet_cls.errors import ResourceError, UsageError
 
 # What a run writes besides its logs: what makes a folder a taken one, and what --overwrite removes, and nothing else.
 # Logs are appended to: those of a run that could not begin are no run, and those of a removed one tell its story.
-_WRITTEN = ("config.yaml", "env.json", "metrics.jsonl", "tensorboard", "checkpoints", "plots")
+# Checkpoints go first: without them nothing that is left can be taken for a run.
+_WRITTEN = ("checkpoints", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "plots")
 
 # Names that are safe to write down: no name here ever holds a secret.
 _SAFE_NAMES = (
@@ -50,6 +51,11 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file, not a folder.\nName another folder with --work-dir.")
+        if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
+            raise UsageError(
+                f"{self.checkpoints} is no folder, or a link that leads nowhere (a disk that is not mounted?).\n"
+                "Bring it back, or move it away."
+            )
         if self.holds_a_run() and not resume and not overwrite:
             done = list_checkpoints(self.checkpoints)
             got = f"saved up to step {step_of(done[0])}" if done else "without a checkpoint yet"
@@ -91,12 +97,26 @@ class RunFolder:
         assert self._lock is not None, "open comes first"
         try:
             for name in _WRITTEN:
-                target = self.path / name
-                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+                _remove_at_once(self.path / name)
         except OSError as error:
             raise ResourceError(
                 f"can't remove the run in {self.path}: {error}\nName another folder with --work-dir."
             ) from error
+
+    def begin(self, job: str | None) -> None:
+        """Note whose run the folder holds from here on: `begun_by` tells a job that starts its command again."""
+        note = self.path / ".job"
+        try:
+            note.unlink(missing_ok=True) if job is None else write_whole(note, job + "\n")
+        except OSError as error:
+            raise ResourceError(f"can't write to {self.path}: {error}\nName another --work-dir.") from error
+
+    def begun_by(self, job: str | None) -> bool:
+        """Whether the run in the folder is that of this job."""
+        try:
+            return job is not None and (self.path / ".job").read_text().strip() == job
+        except OSError:
+            return False
 
     def refuse_if_gone(self) -> None:
         """Raise ResourceError where the path no longer leads to the folder that `open` took.
@@ -159,3 +179,20 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def _remove_at_once(path: Path) -> None:
+    """Remove a file or a folder, renamed first: a kill half way through leaves nothing that looks like a run's.
+
+    Of a link to a folder, such as one on another disk, what lies behind it goes, and the link stays.
+    """
+    if path.is_symlink() and path.is_dir():
+        for entry in sorted(path.iterdir(), reverse=True):  # the newest checkpoint first
+            _remove_at_once(entry)
+    elif path.is_dir() and not path.is_symlink():
+        gone = path.with_name(f".tmp-gone-{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone)
+    else:
+        path.unlink(missing_ok=True)

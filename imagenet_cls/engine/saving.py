@@ -75,6 +75,9 @@ class Saver:
         self.goes_on = parts.config.checkpoint.on_error == "continue"
         self.behind = Behind()
         self.saved_best: set[int] = set()
+        # A run goes on from the newest whole one, so those behind it are not.
+        later = [step_of(path) for path in list_checkpoints(folder.checkpoints)] if parts.group.is_main else []
+        self.damaged = {step for step in later if step > progress.step}
         self.description = describe_run(parts) if parts.group.is_main else {}
 
     def save(self) -> None:
@@ -123,11 +126,12 @@ class Saver:
         self.folder.refuse_if_gone()
         self.reporter.sync()
         write_checkpoint(self.folder.checkpoints, snapshot)
+        self.damaged.discard(snapshot.state["step"])
         # Where the save of the best one failed, the best before it stays until there is a better one.
         if best <= set(map(step_of, list_checkpoints(self.folder.checkpoints))):
             self.saved_best = best
         keep_last = self.parts.config.checkpoint.keep_last
-        prune(self.folder.checkpoints, snapshot.state["step"], keep_last, best | self.saved_best)
+        prune(self.folder.checkpoints, snapshot.state["step"], keep_last, best | self.saved_best, self.damaged)
 
 
 def take_snapshot(parts: Parts, progress: Progress, description: dict) -> Snapshot:

@@ -117,9 +117,9 @@ def truncate_after(path: Path, step: int, evaluated_step: int | None = None) -> 
         return
     evaluated_step = step if evaluated_step is None else min(evaluated_step, step)
     last = {"eval": evaluated_step}
-    kept = b"".join(line for line, record in _lines(path) if record["step"] <= last.get(record["kind"], step))
     beside = path.with_name(path.name + ".tmp")
     with writing(path):
+        kept = b"".join(line for line, record in _lines(path) if record["step"] <= last.get(record["kind"], step))
         with beside.open("wb") as file:
             file.write(kept)
             file.flush()
@@ -136,14 +136,18 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                 return  # only a last line can lack its end: the run was killed while it wrote
             try:
                 record = json.loads(line)
-            except ValueError:  # also not UTF-8
+            except (ValueError, RecursionError):  # also not UTF-8
                 record = None
-            if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+            if not _is_record(record):
                 raise CheckpointError(
                     f"{path}:{number}: not a record of this file\n"
                     "Remove this line; the rest of the file is independent of it."
                 )
             yield line, {key: value if key in _TEXT_KEYS else _decode(value) for key, value in record.items()}
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("kind"), str) and type(value.get("step")) is int
 
 
 def _encode(value: Any) -> Any:

@@ -1,0 +1,121 @@
+"""Folders that are not as a run left them, and commands that a launcher starts again: nothing that was there is lost."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from bed import arguments, losses, newest, state_digest, train_here
+
+from imagenet_cls.engine.checkpoint import list_checkpoints
+from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
+
+
+def words(digits: Path, folder: Path, *more: str) -> list[str]:
+    return [*arguments(digits, folder, checkpoint__every_steps=5, train__epochs=2), *more]
+
+
+@pytest.fixture(scope="module")
+def runs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`whole`, and `part`, which was stopped after step 17: checkpoints 15 and 17."""
+    folder = tmp_path_factory.mktemp("runs")
+    train_here(words(digits, folder / "whole"))
+    train_here(words(digits, folder / "part", "train.max_steps=17", "checkpoint.keep_last=3"))
+    return folder
+
+
+@pytest.fixture
+def part(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs / "part", tmp_path / "part"))
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    kept = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "logs")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.name != ".lock"}
+
+
+@pytest.mark.usefixtures("restarted")
+def test_a_restart_goes_on_with_its_own_run_only(digits: Path, part: Path) -> None:
+    """Its first attempt was refused; the second has no more right to the folder."""
+    before = files(part)
+    with pytest.raises(UsageError, match="holds a run already"):
+        train_here(words(digits, part))
+    assert files(part) == before
+
+
+@pytest.mark.usefixtures("restarted")
+def test_a_restart_still_removes_what_its_first_attempt_did_not_come_to(digits: Path, part: Path, runs: Path) -> None:
+    train_here(words(digits, part, "--overwrite", "seed=1"))
+    assert len(losses(part)) == 22 and losses(part)[:5] != losses(runs / "whole")[:5]
+
+
+def test_a_restart_of_the_same_job_goes_on(
+    digits: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    train_here(words(digits, tmp_path / "run", "--overwrite", "train.max_steps=7"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train_here(words(digits, tmp_path / "run", "--overwrite"))
+    assert state_digest(tmp_path / "run") == state_digest(runs / "whole")
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite", "--allow-change=seed"])
+def test_checkpoints_on_a_disk_that_is_not_there(digits: Path, part: Path, tmp_path: Path, flag: str) -> None:
+    (part / "checkpoints").rename(tmp_path / "disk")
+    (part / "checkpoints").symlink_to(tmp_path / "unmounted")
+    before = files(part)
+    with pytest.raises(UsageError, match="a link that leads nowhere"):
+        train_here(words(digits, part, flag))
+    assert files(part) == before
+
+
+def test_overwrite_and_resume_with_checkpoints_on_another_disk(
+    digits: Path, part: Path, runs: Path, tmp_path: Path
+) -> None:
+    (part / "checkpoints").rename(tmp_path / "disk")
+    (part / "checkpoints").symlink_to(tmp_path / "disk")
+    train_here(words(digits, part, "--overwrite", "train.max_steps=7"))
+    assert [path.name for path in list_checkpoints(tmp_path / "disk")] == ["step-0000007", "step-0000005"]
+    train_here(words(digits, part, "--resume"))
+    assert state_digest(part) == state_digest(runs / "whole") and (part / "checkpoints").is_symlink()
+
+
+def test_a_damaged_checkpoint_pushes_no_whole_one_out(digits: Path, part: Path) -> None:
+    (newest(part) / "model.safetensors").write_bytes(b"")
+    (part / "checkpoints" / "step-0000099").write_text("a file")  # and no checkpoint
+    (part / "checkpoints" / "step-020").mkdir()
+    train_here(words(digits, part, "--resume", "train.max_steps=20"))
+    assert [path.name for path in list_checkpoints(part / "checkpoints")][:2] == ["step-0000020", "step-0000015"]
+    assert not (part / "checkpoints" / "step-0000017").exists()
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_only_unlinked(digits: Path, part: Path, tmp_path: Path) -> None:
+    oldest = list_checkpoints(part / "checkpoints")[-1]
+    shutil.move(oldest, tmp_path / oldest.name)
+    oldest.symlink_to(tmp_path / oldest.name)
+    train_here(words(digits, part, "--resume", "checkpoint.keep_last=1", "checkpoint.every_epochs=null"))
+    assert not os.path.lexists(oldest) and (tmp_path / oldest.name / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ('{"kind": "train", "step": "abc"}', CheckpointError),
+        ('{"kind": "train", "step": null}', CheckpointError),
+        ('{"kind": ["x"], "step": 1}', CheckpointError),
+        ("[" * 100_000, CheckpointError),
+        (None, ResourceError),
+    ],
+)
+def test_metrics_that_are_none(digits: Path, part: Path, content: str | None, error: type[Exception]) -> None:
+    metrics = part / "metrics.jsonl"
+    metrics.unlink()
+    metrics.mkdir() if content is None else metrics.write_text(content + "\n")
+    with pytest.raises(error, match=r"metrics\.jsonl") as told:
+        train_here(words(digits, part, "--resume"))
+    assert str(told.value).count("\n") <= 2
