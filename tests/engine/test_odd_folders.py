@@ -1,4 +1,4 @@
-"""Folders that are not as a run left them, and commands that a launcher starts again: nothing that was there is lost."""
+"""Folders that are not as a run left them, and commands that are started again: nothing that was there is lost."""
 
 import os
 import shutil
