@@ -16,6 +16,7 @@ echo "== 1/3  Training configs/demo.yaml: about a minute on a laptop's CPU"
 
 echo
 echo "== 2/3  Evaluating it on the images that were held out"
+rm -f "$run/predictions.csv"  # of an earlier quickstart; test.py writes over no file
 "$python" tools/test.py configs/demo.yaml "$run" --out "$run/predictions.csv"
 
 echo
