@@ -104,13 +104,13 @@ def load_for_training(arguments: argparse.Namespace) -> Loaded:
 
 
 def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
-    # torchrun starts the same command again after a failure, and SLURM a job that it requeued.
-    restarted = any(os.environ.get(f"{who}_RESTART_COUNT", "0") != "0" for who in ("TORCHELASTIC", "SLURM"))
-    job = None
+    # torchrun starts the same command again after a failure (its run ids are seldom unique, so its process counts), and
+    # SLURM a job that it requeued; torchrun may run in a job of SLURM's.
+    jobs = {}
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        job = f"ranks of process {os.getppid()} on {socket.gethostname()}"  # run ids of torchrun are seldom unique
-    elif "SLURM_JOB_ID" in os.environ:
-        job = f"SLURM's job {os.environ['SLURM_JOB_ID']}"
+        jobs["TORCHELASTIC_RESTART_COUNT"] = f"ranks of process {os.getppid()} on {socket.gethostname()}"
+    if "SLURM_JOB_ID" in os.environ:
+        jobs["SLURM_RESTART_COUNT"] = f"SLURM's job {os.environ['SLURM_JOB_ID']}"
     return RunOptions(
         work_dir=Path(arguments.work_dir or Path("work_dirs") / loaded.name),
         resume=arguments.resume,
@@ -118,8 +118,8 @@ def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
         overwrite=arguments.overwrite,
         allow_change=tuple(arguments.allow_change),
         dry_run=arguments.dry_run,
-        job=job,
-        restarted=restarted,
+        jobs=tuple(jobs.values()),
+        restarted_by=tuple(job for count, job in jobs.items() if os.environ.get(count, "0") != "0"),
     )
 
 
@@ -127,7 +127,7 @@ def refuse_taken_folder(arguments: argparse.Namespace, loaded: Loaded) -> None:
     from imagenet_cls.engine.runfolder import RunFolder
 
     options = run_options(arguments, loaded)
-    if not options.dry_run and not options.restarted:  # what a restart means, the folder tells
+    if not options.dry_run and not options.restarted_by:  # what a restart means, the folder tells
         folder = RunFolder(options.work_dir)
         folder.refuse_if_taken(options.resume, options.overwrite)
         if options.overwrite:

@@ -85,3 +85,14 @@ def forked() -> Iterator[Forked]:
     """Where ranks come from that no launcher starts: see `forked.py`."""
     with Forked() as forked:
         yield forked
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a real SLURM on this machine, a new one for each module: see `slurm_bed.py`."""
+    import slurm_bed
+
+    if not slurm_bed.is_there():
+        pytest.skip("needs a SLURM (Debian: slurm-wlm)")
+    with slurm_bed.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as env:
+        yield env

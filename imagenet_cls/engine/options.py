@@ -11,8 +11,9 @@ from imagenet_cls.config.schema import Config
 class RunOptions:
     """resume: go on in `work_dir`. resume_from: go on from a checkpoint elsewhere.
 
-    allow_change: dotted keys of the config that may differ from the checkpoint's. job: names the launcher's or SLURM's
-    job that this command belongs to, where that starts commands again; restarted: it has done so.
+    allow_change: dotted keys of the config that may differ from the checkpoint's. jobs: names of
+    the launcher and of SLURM's job that this command belongs to, which may start it again; restarted_by: those of them
+    that have done so.
     """
 
     work_dir: Path
@@ -21,8 +22,8 @@ class RunOptions:
     overwrite: bool = False
     allow_change: Sequence[str] = ()
     dry_run: bool = False
-    job: str | None = None
-    restarted: bool = False
+    jobs: Sequence[str] = ()
+    restarted_by: Sequence[str] = ()
 
 
 def starts_from(config: Config, options: RunOptions) -> dict[str, str | Path | None]:

@@ -109,7 +109,7 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
             Saver(parts, progress, folder, reporter) as saver,
         ):
             if group.is_main:
-                folder.begin(options.job)
+                folder.begin(options.jobs)
                 folder.describe(dump_yaml(config), versions())
                 parts.messages.extend(filter(None, [too_little_room(parts, folder)]))
             reporter.banner(banner(parts, options, progress))
@@ -147,7 +147,7 @@ def open_folder(folder: RunFolder, config: Config, options: RunOptions) -> tuple
     A command that was started again goes on with what the attempt before has saved, as if by --resume; but only where
     that had begun its run: what it was refused to do, or had not removed yet, is as it was. Raises as `RunFolder` does.
     """
-    if options.restarted and folder.begun_by(options.job):
+    if folder.begun_by(options.restarted_by):
         options = replace(options, resume=True, overwrite=False)
     if options.overwrite:
         folder.refuse_to_remove(starts_from(config, options))

@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -72,7 +72,7 @@ class RunFolder:
             if source is None:
                 continue
             path, here = Path(source).resolve(), self.path.resolve()
-            if path == here or any(path.is_relative_to(here / name) for name in _WRITTEN):
+            if path == here or any(path.is_relative_to((here / name).resolve()) for name in _WRITTEN):
                 raise UsageError(
                     f"{word}: {source} lies in {self.path}, which --overwrite would remove.\n"
                     "Use another folder with --work-dir, or copy the weights elsewhere first."
@@ -103,19 +103,18 @@ class RunFolder:
                 f"can't remove the run in {self.path}: {error}\nName another folder with --work-dir."
             ) from error
 
-    def begin(self, job: str | None) -> None:
+    def begin(self, jobs: Collection[str]) -> None:
         """Note whose run the folder holds from here on: `begun_by` tells a job that starts its command again."""
-        note = self.path / ".job"
         try:
-            note.unlink(missing_ok=True) if job is None else write_whole(note, job + "\n")
+            write_whole(self.path / ".job", "".join(f"{job}\n" for job in jobs))
         except OSError as error:
             raise ResourceError(f"can't write to {self.path}: {error}\nName another --work-dir.") from error
 
-    def begun_by(self, job: str | None) -> bool:
-        """Whether the run in the folder is that of this job."""
+    def begun_by(self, jobs: Collection[str]) -> bool:
+        """Whether the run in the folder is that of one of these jobs."""
         try:
-            return job is not None and (self.path / ".job").read_text().strip() == job
-        except OSError:
+            return not set(jobs).isdisjoint((self.path / ".job").read_text().splitlines())
+        except (OSError, UnicodeDecodeError):
             return False
 
     def refuse_if_gone(self) -> None:

@@ -2,8 +2,8 @@
 
 SLURM sends SIGUSR2 to the ranks of a batch job that was submitted with `--signal=USR2@SECONDS` and `--requeue`, as
 `scripts/slurm_train.sh` does with BATCH=1, and `parallel.stop` makes a stop of it. Once the run is saved, rank 0 asks
-for the job to be put back into the queue; when it starts again, `cli` sees that it was started before and goes on as
-with --resume. Refuses to save or to end anything. Called by `ranks`, on rank 0 only.
+for the job to be put back into the queue; when it starts again, `engine.run` finds that the folder holds this
+job's run, and goes on as with --resume. Refuses to save or to end anything. Called by `ranks`, on rank 0 only.
 """
 
 import shutil

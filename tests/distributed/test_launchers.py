@@ -8,12 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-import slurm_bed
 from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, evaluations, losses, train_here, wait_for
 
 STEPS = 4
@@ -207,14 +205,6 @@ def test_mpirun(one_rank: Path, digits: Path, tmp_path: Path) -> None:
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
     command += [sys.executable, TRAIN, *words_for(digits, tmp_path / "run")]
     assert_agrees(one_rank, [tmp_path / "run"], run_together([(command, {})]))
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    if not slurm_bed.is_there():
-        pytest.skip("needs a SLURM (Debian: slurm-wlm)")
-    with slurm_bed.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as env:
-        yield env
 
 
 def test_slurm_train_on_two_machines(one_rank: Path, digits: Path, tmp_path: Path, slurm: dict[str, str]) -> None:

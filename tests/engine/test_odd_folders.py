@@ -64,6 +64,20 @@ def test_a_restart_of_the_same_job_goes_on(
     assert state_digest(tmp_path / "run") == state_digest(runs / "whole")
 
 
+def test_torchrun_in_a_job_that_slurm_queued_again_goes_on(
+    digits: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun is another process then, and counts from 0."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr(os, "getppid", lambda: 1000)
+    train_here(words(digits, tmp_path / "run", "train.max_steps=7"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setattr(os, "getppid", lambda: 2000)
+    train_here(words(digits, tmp_path / "run"))
+    assert state_digest(tmp_path / "run") == state_digest(runs / "whole")
+
+
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite", "--allow-change=seed"])
 def test_checkpoints_on_a_disk_that_is_not_there(digits: Path, part: Path, tmp_path: Path, flag: str) -> None:
     (part / "checkpoints").rename(tmp_path / "disk")
@@ -79,6 +93,8 @@ def test_overwrite_and_resume_with_checkpoints_on_another_disk(
 ) -> None:
     (part / "checkpoints").rename(tmp_path / "disk")
     (part / "checkpoints").symlink_to(tmp_path / "disk")
+    with pytest.raises(UsageError, match=r"^model\.checkpoint: .* which --overwrite would remove"):
+        train_here(words(digits, part, "--overwrite", f"model.checkpoint={newest(part)}"))
     train_here(words(digits, part, "--overwrite", "train.max_steps=7"))
     assert [path.name for path in list_checkpoints(tmp_path / "disk")] == ["step-0000007", "step-0000005"]
     train_here(words(digits, part, "--resume"))

@@ -6,24 +6,15 @@ What a rank says and does at SIGUSR2, and a SLURM that refuses: test_stop_signal
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import slurm_bed
 from bed import REPOSITORY, environment, steps_done, wait_for
 from same_run import STEPS, assert_same_run, words_for
 
 ByRanks = Callable[[int], Path]
 SCRIPT = str(REPOSITORY / "scripts" / "slurm_train.sh")
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    if not slurm_bed.is_there():
-        pytest.skip("needs a SLURM (Debian: slurm-wlm)")
-    with slurm_bed.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as env:
-        yield env
 
 
 def call(words: list[str], folder: Path, **env: str) -> str:
