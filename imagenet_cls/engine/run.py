@@ -88,7 +88,7 @@ def dry_run(config: Config, options: RunOptions, group: Group) -> None:
 def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
     """The run itself, in its folder, which is this run's alone from here to the end."""
     folder = RunFolder(options.work_dir)
-    options, goes_on = on_main(group, lambda: open_folder(folder, config, options))
+    options, goes_on = open_folder(folder, config, options, group)
     log = open_log(options.work_dir, group.rank)
     log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
     stop = StopRequest(group)
@@ -141,18 +141,26 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
         folder.close()
 
 
-def open_folder(folder: RunFolder, config: Config, options: RunOptions) -> tuple[RunOptions, bool]:
-    """On rank 0: take the folder. Returns the options, and whether the run goes on from a checkpoint.
+def open_folder(folder: RunFolder, config: Config, options: RunOptions, group: Group) -> tuple[RunOptions, bool]:
+    """Take the folder, on rank 0. Returns each rank's own options, and whether the run goes on from a checkpoint.
 
     A command that was started again goes on with what the attempt before has saved, as if by --resume; but only where
     that had begun its run: what it was refused to do, or had not removed yet, is as it was. Raises as `RunFolder` does.
     """
-    if folder.begun_by(options.restarted_by):
+
+    def open_it() -> tuple[bool, bool]:
+        """Whether the command was started again, and whether the folder has a checkpoint."""
+        again = folder.begun_by(options.restarted_by)
+        overwrite = options.overwrite and not again
+        if overwrite:
+            folder.refuse_to_remove(starts_from(config, options))
+        folder.open(options.resume or again, overwrite)
+        return again, bool(list_checkpoints(folder.checkpoints))
+
+    again, has_checkpoints = on_main(group, open_it)
+    if again:  # not rank 0's options: a rank on another machine may write its log elsewhere
         options = replace(options, resume=True, overwrite=False)
-    if options.overwrite:
-        folder.refuse_to_remove(starts_from(config, options))
-    folder.open(options.resume, options.overwrite)
-    return options, options.resume_from is not None or (options.resume and bool(list_checkpoints(folder.checkpoints)))
+    return options, options.resume_from is not None or (options.resume and has_checkpoints)
 
 
 def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:

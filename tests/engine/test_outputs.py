@@ -123,7 +123,7 @@ def test_the_environment_in_the_folder_holds_no_secret(resnet: Path) -> None:
 
 def test_the_rest_of_the_folder(resnet: Path) -> None:
     assert {path.name for path in resnet.iterdir()} == {
-        ".lock", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "checkpoints", "plots", "logs",
+        ".job", ".lock", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "checkpoints", "plots", "logs",
     }  # fmt: skip
     assert [path.name for path in (resnet / "logs").iterdir()] == ["rank0.log"]
     assert all(Image.open(path).size[0] > 100 for path in (resnet / "plots").glob("*.png"))
