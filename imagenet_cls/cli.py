@@ -80,8 +80,9 @@ def train_parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="go on from the newest whole checkpoint; fresh where there is none"
     )
     run.add_argument(
-        "--resume-from", metavar="CKPT", help="go on from this checkpoint: its weights, optimizer and step"
-    )
+        "--resume-from", metavar="CKPT",
+        help="go on from this checkpoint: its weights, optimizer and step; with --resume where the folder has none",
+    )  # fmt: skip
     run.add_argument("--overwrite", action="store_true", help="remove the run that the folder holds and start anew")
     run.add_argument(
         "--allow-change", metavar="KEY", action="append", default=[],

@@ -34,6 +34,7 @@ from imagenet_cls.parallel.group import Group, choose_device, on_main, start_gro
 from imagenet_cls.parallel.place import Place
 from imagenet_cls.parallel.reduce import hand_out
 from imagenet_cls.parallel.stop import StopRequest
+from imagenet_cls.report.jsonl import lacking_before
 from imagenet_cls.report.log import open_log
 from imagenet_cls.report.reporter import Reporter
 
@@ -184,7 +185,14 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
         snapshot = found[0]
         changes = refuse_changes(snapshot.state, parts, options.allow_change)
         messages = [f"{line}; using an older checkpoint" for line in damage]
-        messages += [f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}", *changes]
+        step = snapshot.state["progress"]["step"]
+        messages += [f"resumed from {snapshot.path} at step {step}", *changes]
+        if newest is not None:
+            messages += filter(None, [lacking_before(folder.path / "metrics.jsonl", step)])
+            if options.resume_from is not None:
+                messages.append(
+                    f"--resume-from {options.resume_from} is not used: this folder has checkpoints of its own"
+                )
         return {
             "state": snapshot.state,
             "numbers": snapshot.optimizer_numbers,

@@ -24,6 +24,9 @@ from imagenet_cls.errors import ResourceError, UsageError
 # Checkpoints go first: without them nothing that is left can be taken for a run.
 _WRITTEN = ("checkpoints", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "plots")
 
+# What is being removed is called this first; `open` ends what a kill interrupted.
+_GONE = ".tmp-gone-"
+
 # Names that are safe to write down: no name here ever holds a secret.
 _SAFE_NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
@@ -49,7 +52,13 @@ class RunFolder:
             raise UsageError(
                 "--resume and --overwrite contradict each other: one goes on, the other removes.\nGive one."
             )
-        if self.path.exists() and not self.path.is_dir():
+        try:
+            exists = self.path.exists()
+        except OSError as error:
+            raise UsageError(
+                f"{self.path} can't be a folder: {error.strerror}\nName another one with --work-dir."
+            ) from error
+        if exists and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file, not a folder.\nName another folder with --work-dir.")
         if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
             raise UsageError(
@@ -79,7 +88,7 @@ class RunFolder:
                 )
 
     def open(self, resume: bool, overwrite: bool) -> None:
-        """Make the folder this run's own until `close` or the end of the process. Removes nothing: `clear` does.
+        """Make the folder this run's own until `close` or the end of the process. `clear` removes a run, this does not.
 
         Raises UsageError for a folder that is taken or in use, ResourceError where it can't be written.
         """
@@ -87,6 +96,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            for left in self.path.glob(f"{_GONE}*"):
+                shutil.rmtree(left, ignore_errors=True)
         except OSError as error:
             raise ResourceError(
                 f"can't write to {self.path}: {error.strerror or error}\nName another folder with --work-dir."
@@ -174,10 +185,14 @@ class RunFolder:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    """Write a small file so that it is there whole or not at all. Only who holds the folder's lock may call."""
+    temporary = path.with_name(f".tmp-{path.name}")  # one for all runs: what a kill leaves is written over
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _remove_at_once(path: Path) -> None:
@@ -189,7 +204,7 @@ def _remove_at_once(path: Path) -> None:
         for entry in sorted(path.iterdir(), reverse=True):  # the newest checkpoint first
             _remove_at_once(entry)
     elif path.is_dir() and not path.is_symlink():
-        gone = path.with_name(f".tmp-gone-{path.name}")
+        gone = path.with_name(f"{_GONE}{path.name}")
         shutil.rmtree(gone, ignore_errors=True)
         path.rename(gone)
         shutil.rmtree(gone)

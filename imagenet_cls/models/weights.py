@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.build import head_names
+from imagenet_cls.models.pickles import foreign_global
 from imagenet_cls.models.resize import resize_weights
 
 # Where the libraries put the state dict inside a checkpoint, in order of preference.
@@ -89,23 +90,24 @@ def _read_pickle(path: Path) -> Any:
         # A file and not its path, whose suffix torch would believe.
         with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+    # A broken file makes torch.load raise nearly anything: UnpicklingError, EOFError, KeyError, RuntimeError, ...
+    except Exception as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        refused = named[1] if named else foreign_global(path)
         if refused:
             raise CheckpointError(
-                f"{str(path)!r} needs {refused[1]!r} to be loaded, which could run code: refused, nothing was run\n"
+                f"{str(path)!r} needs {refused!r} to be loaded, which could run code: refused, nothing was run\n"
                 "save its state dict alone (tensors by name), best as .safetensors, where you trust the file"
             ) from error
-        raise CheckpointError(_not_whole(path, error)) from error
-    except (
-        Exception
-    ) as error:  # a broken file makes torch.load raise nearly anything: EOFError, KeyError, RuntimeError, ...
         raise CheckpointError(_not_whole(path, error)) from error
 
 
 def _not_whole(path: Path, error: Exception) -> str:
+    reason = _one_line(error)
+    if "Unsupported operand" in reason:
+        reason += ", which pickle protocols beside torch.save's own have too"
     return (
-        f"{str(path)!r} is not a whole checkpoint: {_one_line(error)}\n"
+        f"{str(path)!r} is not a whole checkpoint: {reason}\n"
         "copy or download it again, or name a .pth, .pth.tar, .safetensors file or one of our checkpoint folders"
     )
 

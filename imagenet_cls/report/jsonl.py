@@ -104,6 +104,24 @@ def read_metrics(path: Path) -> list[Record]:
     return [record for _, record in _lines(path)]
 
 
+def lacking_before(path: Path, step: int) -> str:
+    """Which of the steps up to `step` have no record, as a sentence; "" if none lacks.
+
+    A run that began from a checkpoint elsewhere has records from there on: a beginning that lacks is told only where
+    there are no records at all. Raises as `truncate_after` does, which comes next.
+    """
+    with writing(path):
+        train = [record["step"] for record in read_metrics(path) if record["kind"] == "train"]
+    steps = {number for number in train if number <= step}
+    lacking = sorted(set(range(min(steps, default=1), step + 1)) - steps)
+    if not lacking:
+        return ""
+    return (
+        f"{path} lacks {len(lacking)} of the steps up to {step}, the first of them {lacking[0]}: the run goes on "
+        "in the same bits, but its curves have a gap"
+    )
+
+
 def truncate_after(path: Path, step: int, evaluated_step: int | None = None) -> None:
     """Drop the records of steps after `step`, which a resumed run is about to write again; no file is no error.
 

@@ -208,14 +208,12 @@ def hostile_files(state: dict[str, torch.Tensor], folder: Path) -> dict[str, Pat
 
 
 def test_a_pickle_is_never_run(trained: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
-    """Through each way in; where it is read at all, the global that it asked for is named."""
+    """Through each way in; where it is read, the global that it asked for is named."""
     state = load_file(trained / "model.safetensors")
     good = trained / "model.safetensors"
     words = arguments(digits, tmp_path / "run", train__max_steps=1)
     files = hostile_files(state, tmp_path)
     assert len(files) == 8
-    # What is refused before anything in it is looked at.
-    said = {"old.tar": "legacy .tar", "newer.pkl": "Unsupported operand 149"}
     for name, path in files.items():
         reading = {
             "model.checkpoint": call(train_command, *words, f"model.checkpoint={path}"),
@@ -229,7 +227,7 @@ def test_a_pickle_is_never_run(trained: Path, digits: Path, tmp_path: Path, call
         for way, (code, err) in (reading | refusing).items():
             assert code == 4 and name in err, (way, err)
         for way, (_, err) in reading.items():
-            assert said.get(name, "'posix.system'") in err, (way, err)
+            assert "'posix.system'" in err, (way, err)
         assert not Path(CANARY).exists(), name
     assert not (tmp_path / "average.safetensors").exists()
     torch.load(tmp_path / "zip.pt", weights_only=False)

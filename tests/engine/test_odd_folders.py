@@ -135,3 +135,42 @@ def test_metrics_that_are_none(digits: Path, part: Path, content: str | None, er
     with pytest.raises(error, match=r"metrics\.jsonl") as told:
         train_here(words(digits, part, "--resume"))
     assert str(told.value).count("\n") <= 2
+
+
+@pytest.mark.parametrize("gone", ["all", "some", "none"])
+def test_records_that_lack_are_told(digits: Path, part: Path, gone: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on, but its curves have a gap; a whole file is told nothing of."""
+    metrics = part / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    lacking = [line for line in lines if '"train"' in line and gone == "some"][3:6]
+    metrics.write_text("".join(line for line in lines if line not in lacking))
+    if gone == "all":
+        metrics.unlink()
+    train_here(words(digits, part, "--resume", "train.max_steps=18"))
+    told = capsys.readouterr().out
+    expected = {"all": "lacks 17 of the steps up to 17, the first of them 1:", "some": "lacks 3 of the steps up to 17, "
+                "the first of them 4:", "none": ""}[gone]  # fmt: skip
+    assert expected in told and ("lacks" in told) == (gone != "none"), told
+
+
+def test_a_beginning_from_elsewhere_is_no_gap(
+    digits: Path, part: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for last in (18, 19):
+        more = ["--resume", "--resume-from", str(newest(part)), f"train.max_steps={last}"]
+        train_here(words(digits, tmp_path / "run", *more))
+    told = capsys.readouterr().out
+    assert "lacks" not in told and len(losses(tmp_path / "run")) == 2
+    assert told.count(f"--resume-from {newest(part)} is not used: this folder has checkpoints of its own") == 1
+
+
+def test_what_a_killed_removal_or_write_left_goes(digits: Path, part: Path) -> None:
+    (part / ".tmp-gone-checkpoints" / "step-0000005").mkdir(parents=True)
+    (part / ".tmp-config.yaml").write_text("half")
+    train_here(words(digits, part, "--resume", "train.max_steps=18"))
+    assert not list(part.glob(".tmp-*"))
+
+
+def test_a_name_that_no_folder_can_have(digits: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="can't be a folder: File name too long\nName another one with --work-dir"):
+        train_here(words(digits, tmp_path / ("x" * 300)))

@@ -1,0 +1,78 @@
+"""What a pickle would call, read off without running it.
+
+Owns the names for a refusal: torch's restricted loader stops at the first byte that it doesn't know, which in old forms
+of checkpoints and new ones of pickles comes before anything that tells a user what the file is about. Called by
+`models.weights`, once that loader has refused a file.
+"""
+
+import io
+import pickletools
+import re
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+# Enough for the structure of any checkpoint, whose tensors lie elsewhere; and no more, whatever a header promises.
+_MOST_BYTES = 16 * 2**20
+
+# What every checkpoint asks for: to put tensors together, and containers.
+_HARMLESS = re.compile(
+    r"torch\.\w*Storage|torch\.Size|torch\.device|torch\.(float|bfloat|int|uint|complex|bool)\d*"
+    r"|torch\._utils\._rebuild_\w+|collections\.(OrderedDict|defaultdict)|argparse\.Namespace"
+)
+
+
+def foreign_global(path: Path) -> str | None:
+    """The first function or class, as `module.name`, that unpickling this file would look up beyond what tensors and
+    containers need; None where there is none, or the file is no pickle.
+
+    path: a pickle, or a zip or tar of them, as `torch.save` of any age wrote.
+    """
+    try:
+        return next((name for data in _pickles(path) for name in _globals(data) if not _HARMLESS.fullmatch(name)), None)
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError):
+        return None
+
+
+def _pickles(path: Path) -> Iterator[bytes]:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                if name.endswith(".pkl"):
+                    with archive.open(name) as member:
+                        yield member.read(_MOST_BYTES)
+    elif tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            for entry in archive:
+                if (file := archive.extractfile(entry)) is not None:
+                    yield file.read(_MOST_BYTES)
+    else:
+        with path.open("rb") as file:
+            yield file.read(_MOST_BYTES)
+
+
+def _globals(data: bytes) -> Iterator[str]:
+    """The names in pickles that lie one behind the other, up to the first byte that belongs to none."""
+    stream = io.BytesIO(data)
+    while stream.tell() < len(data):
+        strings: list[str] = []
+        memo: dict[object, str] = {}
+        latest = ""
+        try:
+            for opcode, argument, _ in pickletools.genops(stream):
+                if opcode.name in ("GLOBAL", "INST"):
+                    yield str(argument).replace(" ", ".", 1)
+                elif opcode.name == "STACK_GLOBAL" and len(strings) > 1:  # module and name are the two strings on top
+                    yield ".".join(strings[-2:])
+                elif opcode.name in ("GET", "BINGET", "LONG_BINGET"):
+                    strings.append(memo.get(argument, ""))
+                elif opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
+                    memo[argument] = latest
+                elif opcode.name == "MEMOIZE":
+                    memo[len(memo)] = latest
+                elif isinstance(argument, str):
+                    strings.append(argument)
+                latest = argument if isinstance(argument, str) else ""
+        except (ValueError, OverflowError, UnicodeDecodeError):
+            return
