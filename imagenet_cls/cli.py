@@ -20,7 +20,8 @@ from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.place import Place
-from imagenet_cls.ranks import RankCommand, add_rank_options, check_names, main, positive, run_command
+from imagenet_cls.program import main, positive
+from imagenet_cls.ranks import RankCommand, add_rank_options, check_names, run_command
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.group import Group

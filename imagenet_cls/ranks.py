@@ -1,18 +1,12 @@
 """A command on one rank or many: start the ranks, be one of them, and show an error once.
 
-Owns the difference between a launching process and a rank, and every exit code. Refuses to know what a command does.
-Called by `cli`; stands on the same level.
+Owns the difference between a launching process and a rank, and what a rank ends with. Refuses to know what a command
+does. Called by `cli` and the entries in `tools/`.
 """
 
 import argparse
-import atexit
-import contextlib
-import io
 import os
 import re
-import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +19,7 @@ from imagenet_cls.config.load import Loaded
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError
 from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, LAUNCHERS, Place, cpu_threads, find_place
 from imagenet_cls.parallel.requeue import requeue
+from imagenet_cls.program import not_negative, port_number, positive, show
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.group import Group
@@ -90,16 +85,23 @@ def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[st
     """Check everything that can be checked here, once, then start the ranks and wait for them."""
     loaded = command.load(arguments)
     from imagenet_cls.parallel.group import refuse_backend
-    from imagenet_cls.parallel.launch import refuse_taken_port, refuse_too_many_ranks, start_ranks
+    from imagenet_cls.parallel.launch import refuse_taken_port, refuse_too_many_ranks
+    from imagenet_cls.parallel.spawn import run_spawn, start_server
+    from imagenet_cls.parallel.torchrun import run_torchrun
 
     refuse_backend(loaded.config.parallel.backend, launcher)
     ranks = ranks_to_start(arguments, loaded.config.parallel.init_method, launcher)
     refuse_taken_port(ranks)
+    if launcher == "spawn":
+        start_server(ranks)
     refuse_too_many_ranks(ranks.gpus, loaded.config.device)
     command.check(loaded, ranks.gpus * int(ranks.nodes) if ranks.nodes.isdigit() else None)
     if ranks.node_rank == 0:
         command.precheck(arguments, loaded)
-    return start_ranks(ranks, str(TOOLS / command.script), argv, partial(run_rank, command))
+    # The ranks run the same command line again.
+    if launcher == "spawn":
+        return run_spawn(ranks, argv, partial(run_rank, command))
+    return run_torchrun(ranks, str(TOOLS / command.script), argv)
 
 
 def ranks_to_start(arguments: argparse.Namespace, init_method: str, launcher: str) -> "Ranks":
@@ -142,7 +144,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     Only one rank's error is shown. Our launching process shows that of the rank that failed first; under a foreign
     launcher ranks speak for themselves, rank 0 first.
     """
-    from imagenet_cls.parallel.launch import code_after_stop, die_with_launcher, write_error_file
+    from imagenet_cls.parallel.ending import code_after_stop, die_with_launcher, write_error_file
 
     die_with_launcher()  # before torch is imported, which takes seconds
     from imagenet_cls.parallel.group import leave, lost_a_peer, tell
@@ -212,60 +214,6 @@ def prepare_process(loaded: Loaded, place: Place) -> None:
         torch.set_num_threads(max(1, int(threads)))  # a forked rank's torch has been imported already
 
 
-def main(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Run a command and turn what it raises into an exit code and a few lines on stderr.
-
-    Without `argv` it is this process's own command, as in the entries in tools/, and the process ends here (`end`).
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="surrogateescape")  # file names need not be valid text
-    code = exit_code_of(command, list(sys.argv[1:] if argv is None else argv))
-    if argv is None:
-        end(code)
-    return code
-
-
-def exit_code_of(command: Callable[[Sequence[str]], int | None], words: list[str]) -> int:
-    """Run a command, show what a user has caused, and return the exit code. What only a bug can raise goes through."""
-    try:
-        return command(words) or 0
-    except UserError as error:
-        return show(error, words)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output (`| head`) has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-
-
-def end(code: int) -> None:
-    """End this process, with all that was asked for at its exit, but without taking the interpreter down.
-
-    That frees what the kernel frees anyway, which takes two to four seconds with torch and timm: too long after a
-    second Ctrl-C. Returns only under a debugger or a profiler, which has more to do.
-    """
-    if sys.gettrace() is not None or sys.getprofile() is not None:
-        return
-    # As the interpreter does: threads first, of which the idle ones of pools are told to end; then what is registered.
-    if code != 128 + signal.SIGINT:
-        threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
-
-
-def show(error: UserError, words: Sequence[str]) -> int:
-    """Print an error for a person: its message, or with --traceback where it was raised. Returns its exit code."""
-    if "--traceback" in words:
-        traceback.print_exception(error)
-    else:
-        print(error, file=sys.stderr, flush=True)
-    return error.exit_code
-
-
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """The options of every command that runs on ranks."""
     ranks = parser.add_argument_group("several ranks")
@@ -298,29 +246,3 @@ def node_count(text: str) -> str:
     if match is None or int(match[1]) > int(match[2] or match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of machines nor a range such as 1:4")
     return text
-
-
-def positive(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
-    return _whole_number(text, 1)
-
-
-def not_negative(text: str) -> int:
-    """An argparse type: a whole number of at least 0."""
-    return _whole_number(text, 0)
-
-
-def port_number(text: str) -> int:
-    """An argparse type: a port that can be named to others."""
-    return _whole_number(text, 1, 65535)
-
-
-def _whole_number(text: str, least: int, most: int | None = None) -> int:
-    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least or (most is not None and number > most):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
-    return number

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.errors import UsageError
-from imagenet_cls.ranks import check_names, positive
+from imagenet_cls.program import positive
+from imagenet_cls.ranks import check_names
 
 if TYPE_CHECKING:
     from imagenet_cls.engine.plan import Plan

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests:  bash scripts/test.sh [arguments of pytest]
 # All of them take about 15 minutes on two cores. `-m long` runs the long versions instead.
-# Without arguments as many run at once as there are cores, and then, one by one, those that start ranks themselves.
+# Without arguments as many run at once as there are cores, and then, one by one, those marked `alone`.
 # REPORTS=FOLDER leaves a JUnit file of each of the two parts there.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -16,6 +16,6 @@ part() {  # part NAME ARGUMENTS...
     "$root/.venv/bin/python" -m pytest "$@" || code=$?
 }
 code=0
-part together -m "not alone" --numprocesses=auto --maxprocesses=8 --dist=loadfile
+part together -m "not alone" --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 part alone -m alone
 exit "$code"

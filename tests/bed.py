@@ -38,13 +38,20 @@ def plain(num_classes: int, width: int = 16) -> Any:
     )
 
 
-def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, dropout: float = 0.2) -> Any:
-    """With BatchNorm and dropout: state in buffers, draws in every step. pause_sec: in each forward, to be killed."""
+def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after: int = 0, dropout: float = 0.2) -> Any:
+    """With BatchNorm and dropout: state in buffers, draws in every step. pause_sec: in each forward, to be killed.
+
+    pause_after: how many forwards go by without.
+    """
     from torch import nn
 
     class Pause(nn.Module):
+        passed = 0
+
         def forward(self, images: Any) -> Any:
-            time.sleep(pause_sec if self.training else 0.0)
+            if self.training:
+                time.sleep(pause_sec if self.passed >= pause_after else 0.0)
+                self.passed += 1
             return images
 
     return nn.Sequential(

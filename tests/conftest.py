@@ -32,9 +32,6 @@ def in_ci() -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the long versions out unless asked for with `-m`, and skip `gpu` tests where there is no CUDA device."""
-    for item in items:
-        if {"distributed", "faults"} & set(item.path.relative_to(HERE).parts):
-            item.add_marker(pytest.mark.alone)
     if "long" not in config.option.markexpr:
         long_items = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long_items)

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from imagenet_cls.engine.averaging import RULES, average_checkpoints, choose
 from imagenet_cls.errors import UsageError
-from imagenet_cls.ranks import main, positive
+from imagenet_cls.program import main, positive
 
 
 def parser() -> argparse.ArgumentParser:

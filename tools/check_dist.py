@@ -9,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.parallel.place import Place
-from imagenet_cls.ranks import RankCommand, add_rank_options, main, run_command
+from imagenet_cls.program import main
+from imagenet_cls.ranks import RankCommand, add_rank_options, run_command
 
 # A check need not wait as long as a run may.
 LONGEST_WAIT_SEC = 60.0

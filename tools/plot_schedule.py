@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.schedule_plot import plot_schedule_command
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.ranks import main, positive
+from imagenet_cls.program import main, positive
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.compare.ways import as_words, choose_settings, plan_ways
 from imagenet_cls.errors import UsageError, UserError
-from imagenet_cls.ranks import TOOLS, positive
+from imagenet_cls.program import positive
+from imagenet_cls.ranks import TOOLS
 
 if TYPE_CHECKING:
     from imagenet_cls.compare.outcomes import Outcome

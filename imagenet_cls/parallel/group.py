@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from imagenet_cls.errors import ResourceError, UsageError, UserError
+from imagenet_cls.parallel.ending import write_error_file
 from imagenet_cls.parallel.heartbeat import Heartbeat
-from imagenet_cls.parallel.launch import write_error_file
 from imagenet_cls.parallel.meeting import (
     call_roll,
     failed_meeting,

@@ -1,6 +1,7 @@
 """Reads the package's source, without running it: who imports whom, and which calls are forbidden.
 
-    tools -> cli -> ranks -> engine -> {data, models, optim, report} -> {config, parallel, seeding} -> lookup -> errors
+    tools -> cli -> ranks -> engine -> {data, models, optim, report} -> {config, parallel, seeding}
+          -> {lookup, program} -> errors
 
 `compare` and `schedule_plot` stand beside `cli`.
 
@@ -20,7 +21,7 @@ LEVELS = [
     {"engine"},
     {"data", "models", "optim", "report"},
     {"config", "parallel", "seeding"},
-    {"lookup"},
+    {"lookup", "program"},
     {"errors"},
     {PACKAGE},  # imagenet_cls/__init__.py itself, which holds the version
 ]

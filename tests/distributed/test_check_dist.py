@@ -10,6 +10,8 @@ from bed import REPOSITORY, environment, free_port, run
 
 from imagenet_cls.parallel.check_dist import RankReport, find_problems, table
 
+pytestmark = pytest.mark.alone
+
 CHECK = str(REPOSITORY / "tools" / "check_dist.py")
 GOOD = RankReport(0, 0, 2, "host0", "cuda:0 H", "GPU-1", "eth0", "2.15.0", "3.11.7", "2.30.7", True, 100.0)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from forked import Forked, meet
 
+pytestmark = pytest.mark.alone
+
 
 def wait_for_data_for_ever(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is stopped; rank 0 waits for something that is no collective."""

@@ -32,6 +32,8 @@ from imagenet_cls.parallel.place import Place
 from imagenet_cls.report.log import close_log
 from imagenet_cls.seeding import generator
 
+pytestmark = pytest.mark.alone
+
 HERE = Path(__file__).stem
 RANKS, BATCH, IMAGES, SEED = 2, 8, 96, 0
 _SETTLING_PASSES = 2  # that DDP's buckets take before the first step

@@ -9,7 +9,7 @@ import pytest
 from bed import arguments, evaluations, losses, state_digest, train_here
 
 from imagenet_cls.cli import train_command
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 

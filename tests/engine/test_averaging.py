@@ -18,7 +18,7 @@ from imagenet_cls.cli import test_command as evaluate_command
 from imagenet_cls.engine.averaging import Average, choose
 from imagenet_cls.engine.checkpoint import _manifest, _write_json
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 average_command = runpy.run_path(str(REPOSITORY / "tools" / "average_checkpoints.py"))["average_command"]

@@ -19,7 +19,7 @@ from imagenet_cls.data.manifest import FILE_NAME
 from imagenet_cls.data.shared_memory import refuse_small_shared_memory
 from imagenet_cls.data.verify import images_below, verify
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 EXCLUDE = {"data__on_bad_image": "exclude"}

@@ -32,7 +32,7 @@ from torch.nn import functional
 from imagenet_cls.cli import test_command as evaluate_command  # else pytest takes it for a test
 from imagenet_cls.cli import train_command
 from imagenet_cls.data import EpochSampler
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 FOLDER = {"data__name": "folder", "data__val": "val", "data__val_fraction": "null"}

@@ -15,7 +15,7 @@ from bed import REPOSITORY, TRAIN, arguments, run
 from torch import Tensor, nn
 
 from imagenet_cls.cli import train_command
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 QUICK = REPOSITORY / "configs" / "quick"

@@ -13,7 +13,7 @@ from bed import arguments, newest, state_digest, train_here
 
 from imagenet_cls.cli import train_command
 from imagenet_cls.engine.checkpoint import newest_whole, step_of
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 TRUNCATIONS, FLIPS = 20, 200

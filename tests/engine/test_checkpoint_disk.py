@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from imagenet_cls.cli import train_command
 from imagenet_cls.engine.checkpoint import list_checkpoints, read_checkpoint, step_of
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.jsonl import MetricsFile, read_metrics
 from imagenet_cls.report.log import close_log
 

@@ -28,7 +28,7 @@ from imagenet_cls.cli import test_command as evaluate_command  # else pytest tak
 from imagenet_cls.engine.checkpoint import _manifest, _write_json, read_checkpoint
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import read_weights
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 average_command = runpy.run_path(str(REPOSITORY / "tools" / "average_checkpoints.py"))["average_command"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from imagenet_cls.cli import test_command as evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.model import build_weights
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))

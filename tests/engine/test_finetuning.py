@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from imagenet_cls.cli import predict_command, train_command
 from imagenet_cls.cli import test_command as evaluate_command
 from imagenet_cls.engine.model import weights_in
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from imagenet_cls.cli import train_command
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 MIX = {"mix__mixup_alpha": 0.2, "mix__cutmix_alpha": 1.0}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from imagenet_cls.cli import train_command
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 
 # One update by the gradient alone, at rate 1.
 FIRST_STEP = {

@@ -19,7 +19,7 @@ from imagenet_cls.cli import predict_command, train_command
 from imagenet_cls.cli import test_command as evaluate_command  # else pytest takes it for a test
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data import open_datasets
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 SECRET = "do-not-write-this-down"

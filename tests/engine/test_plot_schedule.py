@@ -11,7 +11,7 @@ from PIL import Image
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.optim.build import own_momentum
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 from imagenet_cls.schedule_plot import foresee, plot_schedule_command
 
 CONFIG = """

@@ -9,7 +9,7 @@ from bed import arguments, evaluations, losses, newest, train_here
 from torch.optim import lr_scheduler
 
 from imagenet_cls.cli import train_command
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 
 PER_EPOCH = 11
 

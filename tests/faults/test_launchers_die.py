@@ -25,6 +25,8 @@ from bed import (
 )
 from same_run import assert_same_run, words_for
 
+pytestmark = pytest.mark.alone
+
 ByRanks = Callable[[int], Path]
 LAUNCHERS = ["alone", "spawn", "dist_train.sh"]
 STARTING = LAUNCHERS[1:]
@@ -37,11 +39,12 @@ MARK = "TESTS_MARK"
 EPOCHS, STEPS_PER_EPOCH = 40, 11
 
 
-def command_for(launcher: str, digits: Path, folder: Path, pause_sec: float) -> list[str]:
+def command_for(launcher: str, digits: Path, folder: Path, **kwargs: float) -> list[str]:
+    """kwargs: of `bed.noisy`."""
+    network = {f"model__kwargs__{name}": value for name, value in kwargs.items()}
     config, *rest = arguments(
-        digits, folder, "noisy", model__kwargs__pause_sec=pause_sec, data__num_workers=1, train__epochs=EPOCHS,
-        checkpoint__every_epochs="null",
-    )  # fmt: skip
+        digits, folder, "noisy", **network, data__num_workers=1, train__epochs=EPOCHS, checkpoint__every_epochs="null"
+    )
     return {
         "alone": [sys.executable, TRAIN, config, *rest],
         "spawn": [sys.executable, TRAIN, config, *rest, "--gpus", "2"],
@@ -66,10 +69,10 @@ def watched(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[s
 
 @contextmanager
 def started(
-    launcher: str, digits: Path, folder: Path, pause_sec: float = 0.05, prefix: Sequence[str] = ()
+    launcher: str, digits: Path, folder: Path, prefix: Sequence[str] = (), pause_sec: float = 0.05, **kwargs: float
 ) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
     """(launching process, process ids by rank) once the first step is done."""
-    with watched([*prefix, *command_for(launcher, digits, folder, pause_sec)], folder) as process:
+    with watched([*prefix, *command_for(launcher, digits, folder, pause_sec=pause_sec, **kwargs)], folder) as process:
         wait_for(lambda: steps_done(folder) >= 1 or process.poll() is not None, "the first step")
         pids = ranks_of(folder)
         assert process.poll() is None, process.communicate()[1]
@@ -113,9 +116,10 @@ def test_ctrl_c_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str) -> None:
-    """A step takes 3.5 s here: the first Ctrl-C waits for its end, the second does not."""
+    """The second step takes 3.5 s here: the first Ctrl-C waits for its end, the second does not."""
     folder = tmp_path / "run"
-    with started(launcher, digits, folder, pause_sec=3.5) as (process, _):
+    first_step = 1 if launcher == "alone" else 3  # with the forwards in which DDP's buckets settle
+    with started(launcher, digits, folder, pause_sec=3.5, pause_after=first_step) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.7)
         assert process.poll() is None, "it is waiting for the step's end"

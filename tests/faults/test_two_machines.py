@@ -19,6 +19,8 @@ import pytest
 from bed import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
 from forked import Forked
 
+pytestmark = pytest.mark.alone
+
 STEPS = 22
 TIMEOUT_SEC = 10.0
 IP = shutil.which("ip") or "/usr/sbin/ip"

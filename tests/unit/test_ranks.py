@@ -11,9 +11,10 @@ from bed import DEMO, REPOSITORY, TRAIN, environment
 
 from imagenet_cls.cli import train_command, train_parser
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel.launch import ERROR_FILE_VARIABLE
+from imagenet_cls.parallel.ending import ERROR_FILE_VARIABLE
 from imagenet_cls.parallel.place import LAUNCHED_VARIABLE
-from imagenet_cls.ranks import main, ranks_to_start
+from imagenet_cls.program import main
+from imagenet_cls.ranks import ranks_to_start
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_started_rank_that_can_not_find_its_place_leaves_its_words_to_the_laun
 # Prints what is asked for at the exit, and what only a whole tear-down would come to.
 PROGRAM = """
 import atexit, concurrent.futures, sys, threading, time
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 class Last:
     def __del__(self):
         print("taken down")

@@ -32,7 +32,7 @@ from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.transforms import EvalTransform, train_transform
 from imagenet_cls.data.verify import Verdict, images_below, read_image, verify
 from imagenet_cls.errors import DataError, ResourceError, Stopped, UsageError
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 
 TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "verify_data.py"))["verify_command"]
 

@@ -10,7 +10,7 @@ from bed import arguments
 from imagenet_cls.cli import train_command
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.group import refuse_backend
-from imagenet_cls.ranks import main
+from imagenet_cls.program import main
 
 without_mpi = pytest.mark.skipif(dist.is_mpi_available(), reason="needs a torch without MPI")
 
