@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from bed import REPOSITORY, environment, steps_done, wait_for
-from same_run import STEPS, assert_same_run, words_for
+from same_run import STEPS, assert_same_bits, words_for
 
 ByRanks = Callable[[int], Path]
 SCRIPT = str(REPOSITORY / "scripts" / "slurm_train.sh")
@@ -57,7 +57,7 @@ def test_a_batch_job_saves_before_its_time_limit_and_goes_on_by_itself(
     assert stopped_at and (len(stopped_at) == 1 or "--signal" in options), "a time limit may come more than once"
     assert re.findall(r"resumed from .* at step (\d+)", re.sub(r"\s+(?=at step)", " ", text)) == stopped_at
     assert text.count("run folder") == 1 + len(stopped_at), "all starts, of which later ones were appended"
-    assert_same_run(folder, undisturbed(2))
+    assert_same_bits(folder, undisturbed(2))
 
 
 def test_without_a_batch_job_it_waits_and_takes_no_other_word_for_one(tmp_path: Path) -> None:
