@@ -16,23 +16,25 @@ from pathlib import Path
 # Enough for the structure of any checkpoint, whose tensors lie elsewhere; and no more, whatever a header promises.
 _MOST_BYTES = 16 * 2**20
 
-# What every checkpoint asks for: to put tensors together, and containers.
+# What every checkpoint asks for: to put tensors, containers and options together.
 _HARMLESS = re.compile(
     r"torch\.\w*Storage|torch\.Size|torch\.device|torch\.(float|bfloat|int|uint|complex|bool)\d*"
     r"|torch\._utils\._rebuild_\w+|collections\.(OrderedDict|defaultdict)|argparse\.Namespace"
+    r"|copy_reg\._reconstructor|(__builtin__|builtins)\.(object|set)"
 )
 
 
 def foreign_global(path: Path) -> str | None:
-    """The first function or class, as `module.name`, that unpickling this file would look up beyond what tensors and
-    containers need; None where there is none, or the file is no pickle.
+    """A function or class, as `module.name`, that unpickling this file would look up beyond what tensors and containers
+    need, the first that is not torch's own if there is one; None where there is none, or the file is no pickle.
 
     path: a pickle, or a zip or tar of them, as `torch.save` of any age wrote.
     """
     try:
-        return next((name for data in _pickles(path) for name in _globals(data) if not _HARMLESS.fullmatch(name)), None)
+        found = [name for data in _pickles(path) for name in _globals(data) if not _HARMLESS.fullmatch(name)]
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError):
         return None
+    return next((name for name in found if not name.startswith("torch.")), found[0] if found else None)
 
 
 def _pickles(path: Path) -> Iterator[bytes]:
