@@ -20,7 +20,7 @@ _MOST_BYTES = 16 * 2**20
 _HARMLESS = re.compile(
     r"torch\.\w*Storage|torch\.Size|torch\.device|torch\.(float|bfloat|int|uint|complex|bool)\d*"
     r"|torch\._utils\._rebuild_\w+|collections\.(OrderedDict|defaultdict)|argparse\.Namespace"
-    r"|copy_reg\._reconstructor|(__builtin__|builtins)\.(object|set)"
+    r"|copy_reg\._reconstructor|_codecs\.encode|(__builtin__|builtins)\.(object|set)"
 )
 
 
