@@ -11,10 +11,12 @@ import re
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 # Enough for the structure of any checkpoint, whose tensors lie elsewhere; and no more, whatever a header promises.
 _MOST_BYTES = 16 * 2**20
+_MOST_NAMES = 1000
 
 # What every checkpoint asks for: to put tensors, containers and options together.
 _HARMLESS = re.compile(
@@ -31,8 +33,9 @@ def foreign_global(path: Path) -> str | None:
     path: a pickle, or a zip or tar of them, as `torch.save` of any age wrote.
     """
     try:
-        found = [name for data in _pickles(path) for name in _globals(data) if not _HARMLESS.fullmatch(name)]
-    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError):
+        names = islice((name for data in _pickles(path) for name in _globals(data)), _MOST_NAMES)
+        found = [name for name in names if not _HARMLESS.fullmatch(name)]
+    except Exception:  # an archive can be broken in nearly as many ways as there are exceptions; it was refused already
         return None
     return next((name for name in found if not name.startswith("torch.")), found[0] if found else None)
 
@@ -42,16 +45,18 @@ def _pickles(path: Path) -> Iterator[bytes]:
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
                 if name.endswith(".pkl"):
-                    with archive.open(name) as member:
-                        yield member.read(_MOST_BYTES)
-    elif tarfile.is_tarfile(path):
-        with tarfile.open(path) as archive:
-            for entry in archive:
-                if (file := archive.extractfile(entry)) is not None:
-                    yield file.read(_MOST_BYTES)
-    else:
-        with path.open("rb") as file:
-            yield file.read(_MOST_BYTES)
+                    with archive.open(name) as data:
+                        yield data.read(_MOST_BYTES)
+        return
+    with path.open("rb") as file:
+        start = file.read(_MOST_BYTES)
+    if start[257:262] != b"ustar":
+        yield start
+        return
+    with tarfile.open(path, "r:") as archive:  # never compressed
+        for entry in archive:
+            if (member := archive.extractfile(entry)) is not None:
+                yield member.read(_MOST_BYTES)
 
 
 def _globals(data: bytes) -> Iterator[str]:
