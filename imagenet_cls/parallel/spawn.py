@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
+import imagenet_cls
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.ending import (
     ERROR_FILE_VARIABLE,
@@ -27,17 +28,18 @@ from imagenet_cls.parallel.launch import DEFAULT_PORT, Ranks, variables
 def start_server(ranks: Ranks) -> None:
     """Start the process that is to fork the ranks, so that its imports run beside what this process has to do first.
 
-    It has not touched a GPU when it forks. A Ctrl-C is none of its business, nor of a rank's that has not begun.
+    It has not touched a GPU when it forks.
     """
-    multiprocessing.set_forkserver_preload(["torch", "torchvision", "timm", "imagenet_cls.cli"])
-    environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # both inherited
+    preload = ["imagenet_cls.parallel.fork_server", "torch", "torchvision", "timm", "imagenet_cls.cli"]
+    multiprocessing.set_forkserver_preload(preload)
+    environment = dict(os.environ)
+    paths = [str(Path(imagenet_cls.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
     try:
-        os.environ.update(variables(ranks))
+        os.environ.update(variables(ranks), PYTHONPATH=os.pathsep.join(paths))  # also where we are not installed
         forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(environment)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def run_spawn(ranks: Ranks, argv: Sequence[str], run_rank: Callable[[Sequence[str]], None]) -> int:
@@ -104,10 +106,7 @@ def _spawned(
     first_rank: int,
     folder: str,
 ) -> None:
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    except KeyboardInterrupt:  # it was waiting
-        os._exit(128 + signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # not that of `fork_server`
     os.environ.update(env, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
     os.environ[ERROR_FILE_VARIABLE] = str(Path(folder) / f"{local_rank}.json")
     threading.Thread(target=_stop_with_launcher, daemon=True).start()

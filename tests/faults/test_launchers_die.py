@@ -114,6 +114,20 @@ def test_ctrl_c_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
     assert_saved(folder)
 
 
+def test_ctrl_c_while_the_libraries_are_imported(digits: Path, tmp_path: Path) -> None:
+    """In the launching process and in the server that is to fork the ranks: there is nothing to save, nor to say."""
+    folder = tmp_path / "run"
+    with watched(command_for("spawn", digits, folder), folder) as process:
+        wait_for(lambda: len(processes_of(folder)) >= 3, "the server, and Python's tracker of resources")
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=2)
+        assert_all_gone(folder, 5)
+        errors = process.communicate()[1]
+    assert (process.returncode, errors) == (130, "")
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str) -> None:
     """The second step takes 3.5 s here: the first Ctrl-C waits for its end, the second does not."""
