@@ -106,11 +106,14 @@ def load_for_training(arguments: argparse.Namespace) -> Loaded:
 
 
 def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
-    # torchrun starts the same command again after a failure (its run ids are seldom unique, so its process counts), and
-    # SLURM a job that it requeued; torchrun may run in a job of SLURM's.
+    """What the words and the environment say about the run.
+
+    torchrun starts the same command again after a failure (its run ids are seldom unique, so its process counts), and
+    SLURM a job that it requeued; torchrun may run in a job of SLURM's.
+    """
     jobs = {}
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        jobs["TORCHELASTIC_RESTART_COUNT"] = f"ranks of process {os.getppid()} on {socket.gethostname()}"
+        jobs["TORCHELASTIC_RESTART_COUNT"] = f"ranks of {process_name(os.getppid())}"
     if "SLURM_JOB_ID" in os.environ:
         jobs["SLURM_RESTART_COUNT"] = f"SLURM's job {os.environ['SLURM_JOB_ID']}"
     return RunOptions(
@@ -123,6 +126,15 @@ def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
         jobs=tuple(jobs.values()),
         restarted_by=tuple(job for count, job in jobs.items() if os.environ.get(count, "0") != "0"),
     )
+
+
+def process_name(pid: int) -> str:
+    """With the time of its start where the system tells it: in containers the same numbers come again."""
+    try:
+        since = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        since = "unknown"
+    return f"process {pid} on {socket.gethostname()}, started at {since}"
 
 
 def refuse_taken_folder(arguments: argparse.Namespace, loaded: Loaded) -> None:

@@ -1,7 +1,7 @@
 """What a user can cause, and the exit code that a shell sees for it.
 
 Owns every exception that is shown to a user without a traceback. An exception of any other type is a bug (exit code 1).
-Refuses to print or exit: `cli` and `parallel.launch` do that, in one place each. Called from everywhere.
+Refuses to print or exit: `program`, `ranks` and `parallel.ending` do that. Called from everywhere.
 
 A message is at most three lines and ends in what to do: what happened, where, and the remedy.
 """

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from imagenet_cls.errors import UserError
 
@@ -22,13 +23,21 @@ def main(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
 
     Without `argv` it is this process's own command, as in the entries in tools/, and the process ends here (`end`).
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="surrogateescape")  # file names need not be valid text
+    open_streams()
     code = exit_code_of(command, list(sys.argv[1:] if argv is None else argv))
     if argv is None:
         end(code)
     return code
+
+
+def open_streams() -> None:
+    """Make the standard streams such that anything can be printed, and nothing is where one is closed (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # for as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")  # file names need not be valid text
 
 
 def exit_code_of(command: Callable[[Sequence[str]], int | None], words: list[str]) -> int:

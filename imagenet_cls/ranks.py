@@ -19,7 +19,7 @@ from imagenet_cls.config.load import Loaded
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError
 from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, LAUNCHERS, Place, cpu_threads, find_place
 from imagenet_cls.parallel.requeue import requeue
-from imagenet_cls.program import not_negative, port_number, positive, show
+from imagenet_cls.program import not_negative, open_streams, port_number, positive, show
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.group import Group
@@ -147,6 +147,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     from imagenet_cls.parallel.ending import code_after_stop, die_with_launcher, write_error_file
 
     die_with_launcher()  # before torch is imported, which takes seconds
+    open_streams()
     from imagenet_cls.parallel.group import leave, lost_a_peer, tell
 
     groups: list[Group] = []

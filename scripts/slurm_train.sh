@@ -40,7 +40,7 @@ train=(--kill-on-bad-exit=1 "$PYTHON" -u "$root/tools/train.py" --launcher slurm
 # shellcheck disable=SC2086
 if [ "${BATCH:-0}" = 0 ]; then exec srun "${options[@]}" ${SRUN_ARGS:-} "${train[@]}"; fi
 # SLURM signals the ranks, which srun starts, and not the batch script. A command that is started again has
-# SLURM_RESTART_COUNT, and goes on as with --resume.
+# SLURM_RESTART_COUNT, and goes on with its own run as with --resume.
 # shellcheck disable=SC2086
 exec sbatch "${options[@]}" --signal=USR2@120 --requeue --open-mode=append ${SBATCH_ARGS:-} <<EOF
 #!/usr/bin/env bash

@@ -190,7 +190,7 @@ def main() -> None:
     import torch
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
-    import imagenet_cls.parallel.launch  # noqa: F401
+    import imagenet_cls.parallel.ending  # noqa: F401
     from imagenet_cls.report import plots
 
     torch.set_num_threads(1)

@@ -54,7 +54,8 @@ def main() -> None:
     lines = [with_column(line, found) if line.startswith("|") else line for line in text.splitlines()]
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision", "timm"))
     when = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {libraries}, two CPU cores"
-    said = f"The last run of all of them: {when}.\nSeconds are those of the whole test files, one after the other.\n\n"
+    seconds = "Seconds are those of the whole test files, of which two ran at a time."
+    said = f"The last run of all of them: {when}.\n{seconds}\n\n"
     page = "\n".join(lines) + "\n"
     page = (
         LINE.sub(said, page) if LINE.search(page) else page.replace("\n## Stop and go on", f"\n{said}## Stop and go on")

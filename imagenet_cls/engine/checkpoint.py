@@ -81,11 +81,11 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         # The same step again, after a resume. A folder can't be replaced in one go, so the old one steps aside first,
         # under a name that still counts as a checkpoint.
         aside = final.with_name(f"{final.name}.old")
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(aside)
         temporary.rename(final)
         _fsync(folder)
-        if aside.exists():
+        if os.path.lexists(aside):
             _remove(aside)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -175,10 +175,13 @@ def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders in a run's `checkpoints/`, newest (highest step) first. Not verified."""
+    """The checkpoint folders in a run's `checkpoints/`, newest (highest step) first.
+
+    Not verified: a link to nowhere, as to a disk that is not mounted, is one too, and damaged.
+    """
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path.is_dir() or path.is_symlink())]
     return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
 
 
@@ -282,7 +285,7 @@ def _remove_leftovers(folder: Path) -> None:
     """What a run that was killed left. Only one run at a time holds the folder, so nothing of it is in use."""
     for path in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
-    for aside in folder.glob("step-*.old"):
+    for aside in [path for path in folder.glob("step-*.old") if _NAME.fullmatch(path.name)]:
         final = aside.with_suffix("")
         if final.exists():
             _remove(aside)

@@ -9,11 +9,11 @@ from imagenet_cls.config.schema import Config
 
 @dataclass(frozen=True)
 class RunOptions:
-    """resume: go on in `work_dir`. resume_from: go on from a checkpoint elsewhere.
+    """resume: go on in `work_dir`. resume_from: go on from a checkpoint elsewhere. overwrite: remove the run in it.
 
-    allow_change: dotted keys of the config that may differ from the checkpoint's. jobs: names of
-    the launcher and of SLURM's job that this command belongs to, which may start it again; restarted_by: those of them
-    that have done so.
+    allow_change: dotted keys of the config that may differ from the checkpoint's. dry_run: write nothing. jobs: names
+    of the launcher and of SLURM's job that this command belongs to, which may start it again; restarted_by: those of
+    them that have done so.
     """
 
     work_dir: Path

@@ -32,7 +32,7 @@ from imagenet_cls.models.weights import misfit
 from imagenet_cls.optim.build import state_names
 from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
 from imagenet_cls.parallel.place import Place
-from imagenet_cls.parallel.reduce import hand_out
+from imagenet_cls.parallel.reduce import gather_to_main, hand_out
 from imagenet_cls.parallel.stop import StopRequest
 from imagenet_cls.report.jsonl import lacking_before
 from imagenet_cls.report.log import open_log
@@ -89,6 +89,7 @@ def dry_run(config: Config, options: RunOptions, group: Group) -> None:
 def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
     """The run itself, in its folder, which is this run's alone from here to the end."""
     folder = RunFolder(options.work_dir)
+    jobs = gather_to_main(list(options.jobs), group)
     options, goes_on = open_folder(folder, config, options, group)
     log = open_log(options.work_dir, group.rank)
     log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
@@ -110,7 +111,7 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
             Saver(parts, progress, folder, reporter) as saver,
         ):
             if group.is_main:
-                folder.begin(options.jobs)
+                folder.begin(jobs)
                 folder.describe(dump_yaml(config), versions())
                 parts.messages.extend(filter(None, [too_little_room(parts, folder)]))
             reporter.banner(banner(parts, options, progress))
@@ -146,12 +147,14 @@ def open_folder(folder: RunFolder, config: Config, options: RunOptions, group: G
     """Take the folder, on rank 0. Returns each rank's own options, and whether the run goes on from a checkpoint.
 
     A command that was started again goes on with what the attempt before has saved, as if by --resume; but only where
-    that had begun its run: what it was refused to do, or had not removed yet, is as it was. Raises as `RunFolder` does.
+    that had begun its run: what it was refused to do, or had not removed yet, is as it was. Of several machines any may
+    have rank 0 the next time, so all of them count. Raises as `RunFolder` does.
     """
+    restarted_by = gather_to_main(list(options.restarted_by), group)
 
     def open_it() -> tuple[bool, bool]:
         """Whether the command was started again, and whether the folder has a checkpoint."""
-        again = folder.begun_by(options.restarted_by)
+        again = folder.begun_by(restarted_by)
         overwrite = options.overwrite and not again
         if overwrite:
             folder.refuse_to_remove(starts_from(config, options))
@@ -188,7 +191,8 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
         step = snapshot.state["progress"]["step"]
         messages += [f"resumed from {snapshot.path} at step {step}", *changes]
         if newest is not None:
-            messages += filter(None, [lacking_before(folder.path / "metrics.jsonl", step)])
+            if gap := lacking_before(folder.path / "metrics.jsonl", step):
+                messages.append(gap)
             if options.resume_from is not None:
                 messages.append(
                     f"--resume-from {options.resume_from} is not used: this folder has checkpoints of its own"

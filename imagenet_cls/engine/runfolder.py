@@ -1,6 +1,6 @@
 """The run folder: who may write into it, and what lies where.
 
-    work_dirs/<config name>/ config.yaml env.json metrics.jsonl logs/ tensorboard/ checkpoints/ plots/
+    work_dirs/<config name>/ config.yaml env.json metrics.jsonl logs/ tensorboard/ checkpoints/ plots/ .lock .job
 
 Owns the refusal to write over a run, and the lock that keeps a second run out. Only rank 0 calls it; other machines
 need no shared disk. Called by `cli` (early, before ranks start) and `engine.run`.
@@ -21,7 +21,7 @@ from imagenet_cls.errors import ResourceError, UsageError
 
 # What a run writes besides its logs: what makes a folder a taken one, and what --overwrite removes, and nothing else.
 # Logs are appended to: those of a run that could not begin are no run, and those of a removed one tell its story.
-# Checkpoints go first: without them nothing that is left can be taken for a run.
+# Checkpoints go first: without them nothing that is left can be resumed from.
 _WRITTEN = ("checkpoints", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "plots")
 
 # What is being removed is called this first; `open` ends what a kill interrupted.
@@ -53,12 +53,14 @@ class RunFolder:
                 "--resume and --overwrite contradict each other: one goes on, the other removes.\nGive one."
             )
         try:
-            exists = self.path.exists()
+            self._refuse_if_taken(resume, overwrite)
         except OSError as error:
             raise UsageError(
-                f"{self.path} can't be a folder: {error.strerror}\nName another one with --work-dir."
+                f"{self.path} can't be the run's folder: {error.strerror}\nName another one with --work-dir."
             ) from error
-        if exists and not self.path.is_dir():
+
+    def _refuse_if_taken(self, resume: bool, overwrite: bool) -> None:
+        if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file, not a folder.\nName another folder with --work-dir.")
         if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
             raise UsageError(
@@ -108,7 +110,11 @@ class RunFolder:
         assert self._lock is not None, "open comes first"
         try:
             for name in _WRITTEN:
-                _remove_at_once(self.path / name)
+                path = self.path / name
+                # Of a link to a folder, such as one on another disk, what lies behind it goes, and the link stays.
+                linked = path.is_symlink() and path.is_dir()
+                for entry in sorted(path.iterdir(), reverse=True) if linked else [path]:  # the newest checkpoint first
+                    _remove_at_once(entry)
         except OSError as error:
             raise ResourceError(
                 f"can't remove the run in {self.path}: {error}\nName another folder with --work-dir."
@@ -196,14 +202,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _remove_at_once(path: Path) -> None:
-    """Remove a file or a folder, renamed first: a kill half way through leaves nothing that looks like a run's.
-
-    Of a link to a folder, such as one on another disk, what lies behind it goes, and the link stays.
-    """
-    if path.is_symlink() and path.is_dir():
-        for entry in sorted(path.iterdir(), reverse=True):  # the newest checkpoint first
-            _remove_at_once(entry)
-    elif path.is_dir() and not path.is_symlink():
+    """Remove a file, a link or a folder, renamed first: a kill half way through leaves nothing that looks like one."""
+    if path.is_dir() and not path.is_symlink():
         gone = path.with_name(f"{_GONE}{path.name}")
         shutil.rmtree(gone, ignore_errors=True)
         path.rename(gone)

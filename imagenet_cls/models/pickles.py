@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-# Enough for the structure of any checkpoint, whose tensors lie elsewhere; and no more, whatever a header promises.
+# Enough for the structure of any checkpoint, whose tensors lie elsewhere, and no more, whatever a header promises: how
+# many pickles of a file are looked at, how much of each, and what of all of them.
+_MOST_PICKLES = 8
 _MOST_BYTES = 16 * 2**20
-_MOST_NAMES = 1000
+_MOST_OPCODES = 300_000
 
 # What every checkpoint asks for: to put tensors, containers and options together.
 _HARMLESS = re.compile(
@@ -33,8 +35,13 @@ def foreign_global(path: Path) -> str | None:
     path: a pickle, or a zip or tar of them, as `torch.save` of any age wrote.
     """
     try:
-        names = islice((name for data in _pickles(path) for name in _globals(data)), _MOST_NAMES)
-        found = [name for name in names if not _HARMLESS.fullmatch(name)]
+        opcodes = iter(range(_MOST_OPCODES))
+        found = [
+            name
+            for data in islice(_pickles(path), _MOST_PICKLES)
+            for name in _globals(data, opcodes)
+            if not _HARMLESS.fullmatch(name)
+        ]
     except Exception:  # an archive can be broken in nearly as many ways as there are exceptions; it was refused already
         return None
     return next((name for name in found if not name.startswith("torch.")), found[0] if found else None)
@@ -59,15 +66,16 @@ def _pickles(path: Path) -> Iterator[bytes]:
                 yield member.read(_MOST_BYTES)
 
 
-def _globals(data: bytes) -> Iterator[str]:
-    """The names in pickles that lie one behind the other, up to the first byte that belongs to none."""
+def _globals(data: bytes, opcodes: Iterator[int]) -> Iterator[str]:
+    """The names in pickles that lie one behind the other, up to the first byte that belongs to none, or the last of
+    `opcodes`."""
     stream = io.BytesIO(data)
-    while stream.tell() < len(data):
+    while stream.tell() < len(data) and next(opcodes, None) is not None:
         strings: list[str] = []
         memo: dict[object, str] = {}
         latest = ""
         try:
-            for opcode, argument, _ in pickletools.genops(stream):
+            for _, (opcode, argument, _) in zip(opcodes, pickletools.genops(stream), strict=False):
                 if opcode.name in ("GLOBAL", "INST"):
                     yield str(argument).replace(" ", ".", 1)
                 elif opcode.name == "STACK_GLOBAL" and len(strings) > 1:  # module and name are the two strings on top

@@ -105,7 +105,7 @@ def _read_pickle(path: Path) -> Any:
 def _not_whole(path: Path, error: Exception) -> str:
     reason = _one_line(error)
     if "Unsupported operand" in reason:
-        reason += ", which pickle protocols beside torch.save's own have too"
+        reason += ", as in files of another pickle protocol than torch.save's"
     return (
         f"{str(path)!r} is not a whole checkpoint: {reason}\n"
         "copy or download it again, or name a .pth, .pth.tar, .safetensors file or one of our checkpoint folders"

@@ -1,8 +1,8 @@
 """How a rank ends, between itself and the process that started it: messages, exit codes, and who goes with whom.
 
 Owns the files that ranks leave for their launching process, in torchrun's own format, and what is made of them. Refuses
-to start or to end any process. Called by `ranks` and `parallel.group` in a rank, by `spawn` and `torchrun` in the
-launching process, and by `data.workers`.
+to start a process, or to end another. Called by `ranks` and `parallel.group` in a rank, by `spawn` and `torchrun` in
+the launching process, and by `data.workers`.
 """
 
 import contextlib
@@ -21,6 +21,8 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 # Also torchrun's: how often it may start the ranks again.
 _RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
+
+# Our own, beside that file: the code of a rank that was stopped as asked.
 STOPPED_FILE = "stopped"
 
 # How long a rank that was asked to stop may take to save before it is killed; and once one has failed, how long the
@@ -75,7 +77,10 @@ def code_after_stop(code: int) -> int:
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if LAUNCHED_VARIABLE not in os.environ or os.environ.get(_RESTARTS_VARIABLE, "0") == "0" or not error_file:
         return code
-    Path(error_file).with_name(STOPPED_FILE).write_text(str(code))
+    try:
+        Path(error_file).with_name(STOPPED_FILE).write_text(str(code))
+    except OSError:
+        return code
     return 0
 
 

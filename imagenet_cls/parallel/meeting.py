@@ -1,7 +1,7 @@
 """Where the ranks of a run meet: an address and a port, or a file.
 
 Owns the finding of that place, the wait until it is there, the roll call, and the words for a meeting that failed.
-Refuses to start a process group. Called by `parallel.group` and `parallel.launch`.
+Refuses to start a process group. Called by `parallel.group` and `ranks`.
 """
 
 import json

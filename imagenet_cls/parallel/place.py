@@ -2,7 +2,7 @@
 
 Owns the reading of launchers' environment variables, the choice of device, and the network interface that leads to
 the master. Refuses to start or contact anything. Imports no torch, so that a launching process can ask before it pays
-for that import. Called by `cli` (am I a rank, or do I have to start ranks?) and `parallel.group`.
+for that import. Called by `ranks` (am I one, or do I have to start them?) and `parallel.group`.
 """
 
 import fcntl

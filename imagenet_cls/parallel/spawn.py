@@ -33,9 +33,11 @@ def start_server(ranks: Ranks) -> None:
     preload = ["imagenet_cls.parallel.fork_server", "torch", "torchvision", "timm", "imagenet_cls.cli"]
     multiprocessing.set_forkserver_preload(preload)
     environment = dict(os.environ)
-    paths = [str(Path(imagenet_cls.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
+    root = Path(imagenet_cls.__file__).parents[1]
     try:
-        os.environ.update(variables(ranks), PYTHONPATH=os.pathsep.join(paths))  # also where we are not installed
+        os.environ.update(variables(ranks), PYTHONSAFEPATH="1")  # not what lies in the folder where the user stands
+        if not root.name.endswith("-packages"):  # a checkout, perhaps not installed
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [environment.get("PYTHONPATH")])])
         forkserver.ensure_running()
     finally:
         os.environ.clear()
@@ -82,6 +84,7 @@ def _meeting_place(ranks: Ranks) -> tuple[dict[str, str], object]:
         raise UsageError(f"--nodes {ranks.nodes}: an elastic number of machines needs --launcher pytorch.")
     nodes = int(ranks.nodes)
     shared = {"WORLD_SIZE": str(ranks.gpus * nodes), "LOCAL_WORLD_SIZE": str(ranks.gpus)}
+    shared |= {name: os.environ.get(name, "") for name in ("PYTHONPATH", "PYTHONSAFEPATH")}  # not the server's
     if ranks.by_file:
         return shared, None
     if nodes > 1:
@@ -106,7 +109,8 @@ def _spawned(
     first_rank: int,
     folder: str,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # not that of `fork_server`
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what `fork_server` did
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR2])
     os.environ.update(env, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
     os.environ[ERROR_FILE_VARIABLE] = str(Path(folder) / f"{local_rank}.json")
     threading.Thread(target=_stop_with_launcher, daemon=True).start()
@@ -116,8 +120,8 @@ def _spawned(
 def _stop_with_launcher() -> None:
     """Send this rank SIGTERM once the launching process is gone, however it went: see `ending.die_with_launcher`.
 
-    The kernel watches over parents only, and the parent of a spawned rank is the server that forked it, which lives as
-    long as its ranks do.
+    The parent of a spawned rank is the server that forked it. Where the kernel watches over parents (Linux), that one
+    ends with the launching process, and this is only another way to know.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "ranks are started by multiprocessing"
@@ -126,13 +130,13 @@ def _stop_with_launcher() -> None:
 
 
 def _forward_signals(pids: Callable[[], list[int | None]]) -> Callable[[], None]:
-    """Pass a stop on to the ranks, which decide; a terminal's Ctrl-C reaches them by itself. Returns the undo."""
+    """Pass a stop on to the ranks, which decide; a terminal's Ctrl-C reaches them by itself, too, and they take both
+    for one (`stop`). Returns the undo."""
 
     def pass_on(number: int, frame: object) -> None:
-        if number != signal.SIGINT:
-            for pid in pids():
-                with contextlib.suppress(ProcessLookupError, TypeError):
-                    os.kill(pid, number)  # type: ignore[arg-type]
+        for pid in pids():
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(pid, number)  # type: ignore[arg-type]
 
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from imagenet_cls.parallel.group import Group
 
 # Two interrupts closer than this are one: a terminal and a launcher may both pass a single Ctrl-C on.
-_SECOND_CTRL_C_SEC = 0.3
+_SECOND_CTRL_C_SEC = 0.5
 
 
 # What asks for a stop. SIGUSR2 is SLURM's word before a time limit (`parallel.requeue`); SIGUSR1 is taken by nccl.

@@ -37,8 +37,9 @@ def run_torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     os.environ.update(variables(ranks))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:  # each of torch's modules gives its own a level
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(PATIENCE_WITH_STOP_SEC))
     # What the other ranks are granted once one has failed. There is no option for it, only this default, of 30 s: too
     # long for ranks that wait for one that is gone.
@@ -61,7 +62,7 @@ def run_torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
         except (OSError, DistError, RendezvousError) as error:
-            reason = str(error).strip().splitlines()[0][:200]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise ResourceError(
                 f"could not start {ranks.gpus} ranks ({' '.join(meeting)}): {reason}\n"
                 "Check the address, the port and the limits, and that every machine was started."

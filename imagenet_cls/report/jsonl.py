@@ -111,13 +111,14 @@ def lacking_before(path: Path, step: int) -> str:
     there are no records at all. Raises as `truncate_after` does, which comes next.
     """
     with writing(path):
-        train = [record["step"] for record in read_metrics(path) if record["kind"] == "train"]
-    steps = {number for number in train if number <= step}
-    lacking = sorted(set(range(min(steps, default=1), step + 1)) - steps)
-    if not lacking:
+        records = (record for _, record in _lines(path)) if path.exists() else ()
+        steps = {record["step"] for record in records if record["kind"] == "train" and 1 <= record["step"] <= step}
+    expected = range(min(steps, default=1), step + 1)
+    if len(steps) == len(expected):
         return ""
+    first, lacking = next(number for number in expected if number not in steps), len(expected) - len(steps)
     return (
-        f"{path} lacks {len(lacking)} of the steps up to {step}, the first of them {lacking[0]}: the run goes on "
+        f"{path} lacks {lacking} of the steps up to {step}, the first of them {first}: the run goes on "
         "in the same bits, but its curves have a gap"
     )
 

@@ -56,7 +56,7 @@ def test_fifty_launched_runs_end_without_an_abort(images: Path, tmp_path: Path, 
 def main(images: Path, folder: Path) -> None:
     # Once, in the parent, what takes longer than all the rest of a run: imports, reading the config, drawing curves.
     import imagenet_cls.engine.run
-    import imagenet_cls.parallel.launch  # noqa: F401
+    import imagenet_cls.parallel.ending  # noqa: F401
     from imagenet_cls.cli import load_for_training, refuse_taken_folder, train_here, train_parser
     from imagenet_cls.ranks import RankCommand, run_rank
     from imagenet_cls.report import reporter

@@ -172,5 +172,7 @@ def test_what_a_killed_removal_or_write_left_goes(digits: Path, part: Path) -> N
 
 
 def test_a_name_that_no_folder_can_have(digits: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="can't be a folder: File name too long\nName another one with --work-dir"):
+    with pytest.raises(
+        UsageError, match="can't be the run's folder: File name too long\nName another one with --work-dir"
+    ):
         train_here(words(digits, tmp_path / ("x" * 300)))
