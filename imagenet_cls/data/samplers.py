@@ -21,13 +21,19 @@ class EpochSampler(DistributedSampler[SampleKey]):
 
     The order of epoch e is its permutation with every image `repeats` times in a row, as views 0 to repeats - 1, and
     is cut to `samples_per_epoch`: with repeats an epoch is as long as without, and covers so much fewer images. Step s
-    takes the global batch `order(e)[s * G : (s + 1) * G]`; rank r of W takes every W-th of it, from r on. So the union
-    of all ranks' samples is the same for every W, of a step and also of a micro-batch (micro-batch m of k takes
-    `order[s * G + m * G / k : s * G + (m + 1) * G / k]` over all ranks). What is left over behind the last
-    whole global batch is not seen in this epoch; the next permutation leaves over others.
+    takes the global batch `order(e)[s * G : (s + 1) * G]`. What is left over behind the last whole global batch is not
+    seen in this epoch; the next permutation leaves over others.
+
+    A global batch is dealt like cards to the devices and their micro-batches: micro-batch m of k on device d of N
+    takes every (N k)-th sample, from number d k + m on. So the groups of images that go through the model together
+    depend on N k alone: one device that takes eight micro-batches in turn sees the eight groups of eight devices, in
+    each of them the repeats of an image as far apart as there. And the m-th micro-batches of all devices together,
+    which synchronised BatchNorm normalises, depend on k alone. The devices are the ranks, or those of one rank under
+    DataParallel, which cuts the batch of all its devices into equal parts.
 
     Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. Order, ranks
-    and the cut (to multiples of 256) are those of RASampler in DeiT's `samplers.py` and in torchvision's references.
+    and the cut (to multiples of 256) are those of RASampler in DeiT's `samplers.py` and in torchvision's references,
+    which know no micro-batches.
 
     Unlike torch's DistributedSampler, nothing is padded, the seed is hashed and not added to the epoch, and an epoch
     can begin at any step without replaying the steps before it.
@@ -42,9 +48,15 @@ class EpochSampler(DistributedSampler[SampleKey]):
         seed: int,
         repeats: int = 1,
         repeats_multiple: int | None = None,
+        accumulation: int = 1,
+        devices: int = 1,
     ):
-        """Raises DataError where an epoch has fewer samples than one global batch takes."""
-        assert global_batch_size % world_size == 0, (global_batch_size, world_size)
+        """accumulation: micro-batches of a device in one step. devices: of one rank.
+
+        Raises DataError where an epoch has fewer samples than one global batch takes.
+        """
+        groups = world_size * devices * accumulation
+        assert global_batch_size % groups == 0, (global_batch_size, world_size, devices, accumulation)
         num_samples = samples_per_epoch(num_images, repeats_multiple)
         if num_samples < global_batch_size:
             raise DataError(_too_few(num_images, num_samples, global_batch_size, repeats_multiple))
@@ -54,6 +66,8 @@ class EpochSampler(DistributedSampler[SampleKey]):
         self.global_batch_size = global_batch_size
         self.world_size = world_size
         self.repeats = repeats
+        self.accumulation = accumulation
+        self.devices = devices
         self.steps_per_epoch = num_samples // global_batch_size
         self.start_step = 0
 
@@ -66,17 +80,17 @@ class EpochSampler(DistributedSampler[SampleKey]):
     def __iter__(self) -> Iterator[SampleKey]:
         order = torch.randperm(self.num_images, generator=generator("permutation", self.seed, self.epoch))
         first, end = self.start_step * self.global_batch_size, self.steps_per_epoch * self.global_batch_size
-        # Global batches are multiples of the world size, so one stride over the epoch is a stride over each batch.
-        places = range(first + self.rank, end, self.world_size)
+        # Each row has one sample of every group: those of a device's micro-batches side by side, devices rank by rank.
+        rows = self.global_batch_size // (self.world_size * self.devices * self.accumulation)
+        dealt = torch.arange(first, end).view(-1, rows, self.world_size, self.devices, self.accumulation)
+        places = dealt[:, :, self.rank].permute(0, 3, 2, 1).flatten()  # by step, micro-batch, device, row
+        samples = order[places // self.repeats] * self.repeats + places % self.repeats
+        del order, dealt, places
         epoch, repeats = self.epoch, self.repeats
-        if repeats > 1:
-            order = order[: -(-end // repeats)].repeat_interleave(repeats)
-        mine = order[first + self.rank : end : self.world_size].clone()
-        del order
-        for start in range(0, len(mine), 1024):  # a Python list of a whole epoch would take 50 MB
-            chunk = mine[start : start + 1024].tolist()
-            for place, index in zip(places[start : start + 1024], chunk, strict=True):
-                yield epoch, index, place % repeats
+        for start in range(0, len(samples), 1024):  # a Python list of a whole epoch would take 50 MB
+            for sample in samples[start : start + 1024].tolist():
+                index, view = divmod(sample, repeats)
+                yield epoch, index, view
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.start_step) * (self.global_batch_size // self.world_size)

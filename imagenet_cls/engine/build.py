@@ -225,7 +225,15 @@ def build_train_loader(
     """This rank's micro-batches. mean: the colour (in 0..1) that policies fill what is moved out of sight with."""
     data = config.data
     sampler = EpochSampler(
-        len(source), plan.global_batch, group.rank, group.world_size, config.seed, data.repeats, data.repeats_multiple
+        len(source),
+        plan.global_batch,
+        group.rank,
+        group.world_size,
+        config.seed,
+        data.repeats,
+        data.repeats_multiple,
+        accumulation=plan.accumulation,
+        devices=plan.devices,
     )
     if isinstance(source, SyntheticSource):
         return SyntheticLoader(source, sampler, plan.loader_batch, config.augment, config.seed, group.device)

@@ -1,26 +1,35 @@
-"""One, two, three and four real ranks: they read the same samples, count the same, and start from the same weights."""
+"""One, two, three and four real ranks: they read the same samples, count the same, and start from the same weights.
+
+Also as many micro-batches in turn instead: the groups of images that go through the model together are the same.
+"""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bed import arguments, losses, train_here
 from forked import Forked, meet, part
 from torch import nn
 
-from imagenet_cls.config.schema import AugmentConfig
+from imagenet_cls.config.schema import AugmentConfig, Config, DataConfig, TrainConfig
 from imagenet_cls.data.loader import TrainLoader, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.transforms import train_transform
+from imagenet_cls.engine.build import build_train_loader
 from imagenet_cls.engine.evaluate import evaluate, outputs_of
+from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.drift import refuse_differing_weights
 from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.place import Place
 from imagenet_cls.parallel.reduce import gather_to_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import RunningStatistics, hand_out_buffers, wrap
+from imagenet_cls.report.log import close_log
 
 WORLD_SIZES = (1, 2, 3, 4)
 BATCHES = {12: 1, 48: 2}  # and in how many micro-batches each
@@ -181,3 +190,48 @@ def test_ranks_partition_each_step(batch: int, world_size: int, start_step: int)
     assert len(alone) == 1438 // batch - start_step
     for step, expected in enumerate(alone):
         assert sorted(number for rank in shares for number in rank[step]) == sorted(expected)
+
+
+def test_gpus_of_one_process_and_micro_batches_see_the_groups_of_ranks() -> None:
+    """By the loader that a run has: eight at once; four, two, one with micro-batches in turn; also by DataParallel."""
+
+    def steps(world_size: int, micro_batch: int, devices: int = 1) -> list[list[list[int]]]:
+        """Of each step the groups of images that go through the model together."""
+        train = TrainConfig(global_batch_size=64, micro_batch_size=micro_batch)
+        config = replace(
+            Config(), train=train, data=DataConfig(repeats=4, num_workers=0), augment=AugmentConfig(size_px=2)
+        )
+        plan = plan_run(train, 103, world_size, devices)
+        groups: list[list[list[int]]] = [[] for _ in range(plan.steps_per_epoch)]
+        for rank in range(world_size):
+            group = Group(Place(rank, rank, world_size, world_size), torch.device("cpu"))
+            loader = build_train_loader(config, Numbered(103), plan, group, (0.0, 0.0, 0.0))
+            for number, batch in enumerate(loader.epoch(2)):
+                groups[number // plan.accumulation] += map(sorted, batch.targets.split(plan.micro_batch))
+        return [sorted([[int(target) for target in group] for group in step]) for step in groups]
+
+    at_once = steps(8, 8)
+    assert [len(step) for step in at_once] == [8]
+    for layout in ((4, 8), (2, 8), (1, 8), (1, 8, 2), (1, 8, 8)):
+        assert steps(*layout) == at_once
+
+
+def test_with_batch_norm_two_ranks_repeat_one_that_takes_two_micro_batches(
+    digits: Path, tmp_path: Path, forked: Forked
+) -> None:
+    """The losses: BatchNorm normalises the same groups. (Its running statistics move once a step on ranks, and twice in
+    turn; training never reads them.)"""
+    settings = {
+        "model__kwargs": "{dropout: 0.0}",
+        "data__repeats": 4,
+        "train__max_steps": 5,
+        "schedule__warmup_epochs": 0,
+    }
+    words = partial(arguments, digits, model="noisy", train__global_batch_size=64, **settings)
+    for folder, micro_batch in (("turns", 32), ("other", 16)):
+        train_here(words(work_dir=tmp_path / folder, train__micro_batch_size=micro_batch))
+        close_log()
+    two = words(work_dir=tmp_path / "two", parallel__init_method=f"file://{tmp_path / 'store'}")
+    assert forked.run(two, tmp_path / "said", ranks=2) == [0, 0], (tmp_path / "said").read_text()
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "turns"), rel=1e-5)
+    assert losses(tmp_path / "other") != pytest.approx(losses(tmp_path / "turns"), rel=1e-3), "it is about something"

@@ -1,7 +1,7 @@
 """The sampler: the same global batches for every world size, from any step on, and nothing evaluated twice."""
 
 import time
-from itertools import islice
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -20,24 +20,72 @@ def test_global_batches_are_the_permutations_slices() -> None:
     assert list(sampler) == [(3, index, 0) for index in order[:96]]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_batches"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (6, 1), (6, 2)]
-)
-def test_ranks_together_take_the_same_micro_batches(world_size: int, micro_batches: int) -> None:
-    num_images, batch = 103, 12
-    share = batch // world_size
+def groups_of_an_epoch(
+    num_images: int, batch: int, world_size: int, accumulation: int, devices: int = 1, repeats: int = 1
+) -> list[list[list[tuple[int, int, int]]]]:
+    """Of each step, the samples that go through the model together: by micro-batch, device, rank."""
+    micro = batch // (world_size * accumulation * devices)
     ranks = []
     for rank in range(world_size):
-        sampler = EpochSampler(num_images, batch, rank, world_size, seed=7)
+        sampler = EpochSampler(
+            num_images, batch, rank, world_size, 7, repeats, accumulation=accumulation, devices=devices
+        )
         sampler.set_epoch(3)
-        ranks.append([index for _, index, _ in sampler])
-        assert len(ranks[-1]) == len(sampler) == 8 * share
-    order = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
-    size = batch // micro_batches
-    for m in range(8 * micro_batches):
-        part = slice(m * size // world_size, (m + 1) * size // world_size)
-        together = sorted(index for rank in ranks for index in rank[part])
-        assert together == sorted(order[m * size : (m + 1) * size])
+        samples = list(sampler)
+        assert len(samples) == len(sampler) == num_images // batch * batch // world_size
+        ranks.append([samples[begin : begin + micro] for begin in range(0, len(samples), micro)])
+        per_step = accumulation * devices
+        for start in (1, num_images // batch):
+            sampler.set_epoch(3, start)
+            assert list(sampler) == samples[start * per_step * micro :]
+    steps = []
+    for step in range(num_images // batch):
+        numbers = range(step * per_step, (step + 1) * per_step)
+        steps.append([ranks[rank][n] for n in numbers for rank in range(world_size)])
+    return steps
+
+
+LAYOUTS = {
+    1: [(1, 1, 1)],
+    4: [(4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (1, 1, 4)],
+    6: [(6, 1, 1), (3, 2, 1), (2, 3, 1), (1, 6, 1), (1, 3, 2)],
+    8: [(8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4)],
+}
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize(
+    ("together", "layout"), [(groups, layout) for groups, layouts in LAYOUTS.items() for layout in layouts]
+)
+def test_the_groups_depend_on_how_many_there_are_alone(
+    together: int, layout: tuple[int, int, int], repeats: int
+) -> None:
+    """Ranks x micro-batches x devices; the reference is the permutation itself, every image so often in a row."""
+    num_images, batch = 1003, 96
+    permutation = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
+    order = [(3, index, view) for index in permutation for view in range(repeats)]
+    for step, found in enumerate(groups_of_an_epoch(num_images, batch, *layout, repeats=repeats)):
+        samples = order[step * batch : (step + 1) * batch]
+        assert sorted(found) == sorted(samples[number::together] for number in range(together))
+        distinct = {len({index for _, index, _ in group}) for group in found}
+        assert distinct == {min(batch // together, batch // repeats)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_micro_batches_of_all_ranks_together_depend_on_how_many_there_are_in_turn(accumulation: int) -> None:
+    """What synchronised BatchNorm sees: on one, two, four devices the same images."""
+    num_images, batch = 103, 24
+
+    def micro_batches(world_size: int, devices: int) -> list[list[list[tuple[int, int, int]]]]:
+        at_once = world_size * devices
+        return [
+            [sorted(chain(*groups[m : m + at_once])) for m in range(0, len(groups), at_once)]
+            for groups in groups_of_an_epoch(num_images, batch, world_size, accumulation, devices, repeats=3)
+        ]
+
+    alone = micro_batches(1, 1)
+    assert len(alone) == 4 and all(len(step) == accumulation for step in alone)
+    assert all(micro_batches(*layout) == alone for layout in [(2, 1), (4, 1), (1, 2), (1, 4)])
 
 
 def test_starts_at_any_step_and_epochs_differ() -> None:
@@ -59,25 +107,20 @@ def test_fewer_images_than_a_batch_is_an_error() -> None:
         EpochSampler(10, 16, 0, 1, seed=0)
 
 
-@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 1), (2, 1), (2, 2), (3, 1), (6, 2)])
-def test_repeats_come_one_after_the_other_each_its_own_view(world_size: int, micro_batches: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_repeats_come_one_after_the_other_each_its_own_view(world_size: int) -> None:
     num_images, batch, repeats = 103, 12, 5
     order = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
     samples = [(3, index, view) for index in order for view in range(repeats)][: num_images // batch * batch]
     assert len(set(samples)) == 96 and len({index for _, index, _ in samples}) == 20
-    ranks = []
     for rank in range(world_size):
         sampler = EpochSampler(num_images, batch, rank, world_size, seed=7, repeats=repeats)
         sampler.set_epoch(3)
-        ranks.append(list(sampler))
-        assert ranks[-1] == samples[rank::world_size] and len(ranks[-1]) == len(sampler)
+        mine = list(sampler)
+        assert mine == samples[rank::world_size] and len(mine) == len(sampler)
         for start in (1, 5, 8):
             sampler.set_epoch(3, start)
-            assert list(sampler) == ranks[-1][start * batch // world_size :]
-    size = batch // micro_batches
-    for m in range(8 * micro_batches):
-        part = slice(m * size // world_size, (m + 1) * size // world_size)
-        assert sorted(key for rank in ranks for key in rank[part]) == sorted(samples[m * size : (m + 1) * size])
+            assert list(sampler) == mine[start * batch // world_size :]
 
 
 def test_an_epoch_is_cut_to_a_multiple() -> None:
