@@ -44,7 +44,9 @@ Each config below has the settings of a published recipe, and opens with its pap
 its mirror image). **Ours** is a run of this project. **Not run** says that there was none: then a config is a
 translation, and its claim is the source's alone. The batch is that of an optimizer step; where the source tells how
 many images each of its GPUs had, `train.micro_batch_size` has that number in most configs, so that BatchNorm never sees
-more of them at once than it did there.
+more of them at once than it did there. A GPU that takes several such micro-batches in turn sees the very groups that as
+many GPUs would: a step's samples are dealt to them one by one, which spreads an image's repeats as the samplers of
+DeiT and torchvision spread them over GPUs.
 
 What stands behind a translation is that each ingredient does what the recipe's authors' did, compared with independent
 implementations:
