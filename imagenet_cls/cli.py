@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from imagenet_cls.config.keys import is_kwargs, leaves, sections
 from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.errors import UsageError
+from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.place import Place
 from imagenet_cls.program import main, positive
 from imagenet_cls.ranks import RankCommand, add_rank_options, check_names, run_command
@@ -102,7 +104,17 @@ def load_for_training(arguments: argparse.Namespace) -> Loaded:
     changes, configs = split_words(arguments, ["one config"])
     if arguments.syncbn:
         changes.append("parallel.sync_bn=true")
+    for key in arguments.allow_change:
+        refuse_unknown_key(key)
     return load_config(configs[0] if configs else None, changes)
+
+
+def refuse_unknown_key(key: str) -> None:
+    """Raise UsageError for what is neither a key of a config, nor a section, nor below one's `kwargs`."""
+    known = {".".join(path): hint for path, hint in {**sections(), **leaves()}.items() if path}
+    below_kwargs = any(key.startswith(f"{name}.") and is_kwargs(hint) for name, hint in known.items())
+    if key not in known and not below_kwargs:
+        raise UsageError(f"--allow-change {key}: no such key{did_you_mean(key, known)}\nSee docs/config.md.")
 
 
 def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
@@ -187,13 +199,16 @@ def load_for_testing(arguments: argparse.Namespace) -> Loaded:
 
 def refuse_unwritable_out(arguments: argparse.Namespace, loaded: Loaded) -> None:
     """Raise UsageError where --out could not be written, or would replace a file: before the evaluation, which may take
-    an hour, not after.
+    an hour, not after. Leaves nothing behind: an evaluation that fails has no rows.
     """
     if arguments.out is not None:
         path = Path(arguments.out)
         if path.is_file() and path.stat().st_size > 0:
             raise UsageError(f"{path} is there already\nName another file with --out, or move that one away.")
+        is_new = not os.path.lexists(path)
         write_rows(path, [], mode="a")
+        if is_new:
+            path.unlink(missing_ok=True)
 
 
 def test_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, groups: "list[Group]") -> None:

@@ -104,14 +104,16 @@ def train_here(words: list[str]) -> None:
     assert train_command(words) == 0
 
 
-def run(words: list[str], timeout_sec: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
+def run(
+    words: list[str], timeout_sec: float = 240, cwd: Path = REPOSITORY, **more: str
+) -> subprocess.CompletedProcess[str]:
     """Any command, in a session of its own, which ends with it.
 
     Its output goes to files: whoever outlives it and holds a pipe would keep us waiting, whatever the timeout.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with subprocess.Popen(
-            words, env=environment(**more), stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=REPOSITORY,
+            words, env=environment(**more), stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd,
             start_new_session=True,
         ) as started:  # fmt: skip
             try:

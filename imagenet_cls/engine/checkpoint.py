@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,23 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imagenet_cls.errors import CheckpointError, ResourceError
+from imagenet_cls.config.load import config_from_dict
+from imagenet_cls.config.schema import Config
+from imagenet_cls.engine.state import Progress
+from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError
 
 FORMAT = 1
 _TEMPORARY = ".tmp-"
 # `.old`: a checkpoint that stepped aside for another of the same step, and is one until that has taken its place.
 _NAME = re.compile(r"step-([0-9]{7,})(\.old)?")
+
+# What everything that reads a checkpoint relies on: types of values by name.
+_STATE = {
+    "step": int, "num_classes": int, "classes": list, "data_digest": str, "world_size": int, "cpu_threads": int,
+    "versions": dict, "config": dict, "scaler": dict, "preprocessing": {"mean": list, "std": list},
+    "progress": {"step": int, "evaluated_step": int, "best": dict, "latest": dict, "evaluations": list},
+}  # fmt: skip
+_NUMBERS = {"groups": list, "parameters": dict, "on_host": list}
 
 
 @dataclass
@@ -68,7 +79,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         if not folder.exists():
             folder.mkdir()
             _fsync(folder.parent)
-        _remove_leftovers(folder)
+        remove_leftovers(folder)
         temporary.mkdir()
         for name, tensors in groups.items():
             if tensors is not None:
@@ -131,22 +142,48 @@ def read_checkpoint(path: Path) -> Snapshot:
         }
         state = json.loads(content["state.json"])
         numbers = json.loads(content["optimizer.json"])
-        if not isinstance(state, dict) or not isinstance(state.get("progress"), dict):
+        model, optimizer = parsed["model.safetensors"], parsed["optimizer.safetensors"]
+        if not isinstance(state, dict):
             raise ValueError("state.json says nothing of a run")
-    except (SafetensorError, ValueError, KeyError, RecursionError) as error:
+    except KeyError as error:
+        raise CheckpointError(f"{path}: can't be read: {error} is missing\nUse another checkpoint.") from error
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: can't be read: {error}\nUse another checkpoint.") from error
     if state.pop("format", None) != FORMAT:
         raise CheckpointError(
             f"{path}: written in another format than {FORMAT}.\nRead it with the version that wrote it."
         )
+    odd = _odd(state, _STATE, "state.json") or _odd(numbers, _NUMBERS, "optimizer.json")
+    if not odd and (unknown := state["progress"].keys() - {known.name for known in fields(Progress)}):
+        odd = f"state.json: progress: {min(unknown)} is unknown"
+    if odd:
+        raise CheckpointError(f"{path}: can't be read: {odd}\nUse another checkpoint.")
     return Snapshot(
-        model=parsed["model.safetensors"],
-        optimizer=parsed["optimizer.safetensors"],
+        model=model,
+        optimizer=optimizer,
         optimizer_numbers=numbers,
         state=state,
         ema=parsed.get("ema.safetensors"),
         path=path,
     )
+
+
+def _odd(value: Any, expected: Any, where: str) -> str:
+    """What is missing in a value out of a file, or of another type than every run of ours writes; "" for nothing."""
+    kind = dict if isinstance(expected, dict) else expected
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return f"{where} is no {kind.__name__}"
+    members = expected.items() if isinstance(expected, dict) else ()
+    return next(filter(None, (_odd(value.get(name), of, f"{where}: {name}") for name, of in members)), "")
+
+
+def config_of(state: Mapping[str, Any], where: Path | str) -> Config:
+    """The config that a checkpoint was trained with. Raises CheckpointError where it is none of this version."""
+    try:
+        return config_from_dict(state["config"])
+    except ConfigError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{where}: its config can't be read: {reason}\nUse another checkpoint.") from error
 
 
 def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
@@ -281,8 +318,8 @@ def _candidates(path: Path) -> list[Path]:
     return candidates
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """What a run that was killed left. Only one run at a time holds the folder, so nothing of it is in use."""
+def remove_leftovers(folder: Path) -> None:
+    """Put right what a killed run left. Only one run at a time holds the folder, so nothing of it is in use."""
     for path in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
     for aside in [path for path in folder.glob("step-*.old") if _NAME.fullmatch(path.name)]:

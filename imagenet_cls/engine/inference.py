@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
 from imagenet_cls.data.layout import is_image
 from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_num_classes, rank_devices
-from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
+from imagenet_cls.engine.checkpoint import Snapshot, config_of, find_checkpoint
 from imagenet_cls.engine.differences import differences
 from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
 from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_in
@@ -140,9 +139,9 @@ def load_any_weights(
     """
     if checkpoint is not None and checkpoint.is_dir():
         snapshot, _, damage = find_checkpoint(checkpoint)
-        stored = config_from_dict(snapshot.state["config"])
-        trusted = {config.model.name, *config.imports, *allow_import}
         assert snapshot.path is not None
+        stored = config_of(snapshot.state, snapshot.path)
+        trusted = {config.model.name, *config.imports, *allow_import}
         averaged = len(snapshot.state.get("averaged", []))
         note = f", an average of {averaged} checkpoints" if averaged else ""
         return Weights(
@@ -253,7 +252,7 @@ class Predictor:
     ):
         snapshot, best, self.damage = find_checkpoint(checkpoint)
         assert snapshot.path is not None
-        config = config_from_dict(snapshot.state["config"])
+        config = config_of(snapshot.state, snapshot.path)
         models = _models_of(snapshot, config, allow_import)
         kind = weights or best or ("ema" if "ema" in models else "raw")
         if kind not in models:

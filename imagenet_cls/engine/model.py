@@ -16,9 +16,9 @@ from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
 from imagenet_cls.data import sizes_px
 from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
 from imagenet_cls.engine.fit import refuse_unfit, refuse_unusable
-from imagenet_cls.errors import ConfigError
+from imagenet_cls.errors import CheckpointError, ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
-from imagenet_cls.models.build import build_model, model_mean_std
+from imagenet_cls.models.build import build_model, model_mean_std, origin_of_weights
 from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weights import load_weights, naming_the_key, read_weights
@@ -35,12 +35,14 @@ def prepared_model(
     """The model on this rank's device, ready to be wrapped. A collective: every rank calls it.
 
     messages: receives a sentence about the weights that it starts from, and one about what is frozen. start_weights:
-    whether it gets those that the config names, published or in a file. images_at_once: that BatchNorm will see.
+    whether it gets those that the config names, published or in a file; false for a run that goes on, whose weights are
+    another's to tell. images_at_once: that BatchNorm will see.
     """
     # Rank 0 reads weights from disk or network, and DDP hands them out when it wraps: the others need neither.
     reads = group.is_main and start_weights
     own = config.model if reads else replace(config.model, pretrained=False, checkpoint=None)
-    model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, messages))
+    said = messages if start_weights else []
+    model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, said))
     model = split_batch_norm(model, config.model, config.augment.splits)
     if frozen := freeze(model, config.model, num_classes):
         messages.append(frozen)
@@ -87,22 +89,37 @@ def memory_format(train: TrainConfig) -> torch.memory_format:
 
 
 def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: list[str]) -> nn.Module:
-    """The model on the CPU, with the weights that it starts from: drawn by key, published, or from a file."""
+    """The model on the CPU, with the weights that it starts from: drawn by key, published, or from a file.
+
+    messages: receives where they come from, and what of them could not be taken over.
+    """
     seed_generators(hash_key("init", seed))
     built = build_model(model, num_classes)
     refuse_unusable(built, model.name)
-    if model.checkpoint is not None:
-        with naming_the_key("model.checkpoint"):
-            messages.append(load_weights(built, weights_in(Path(model.checkpoint)), num_classes))
+    if model.checkpoint is None:
+        messages.append(origin_of_weights(model, built, num_classes))
+        return built
+    with naming_the_key("model.checkpoint"):
+        weights, origin, damage = weights_and_origin(Path(model.checkpoint))
+        messages += [*damage, f"starts from the weights of {origin}: {load_weights(built, weights, num_classes)}"]
     return built
 
 
 def weights_in(path: Path) -> dict[str, Tensor]:
     """The weights in a file, or in a checkpoint (or run folder) of ours, verified. Raises CheckpointError."""
+    return weights_and_origin(path)[0]
+
+
+def weights_and_origin(path: Path) -> tuple[dict[str, Tensor], str, list[str]]:
+    """As `weights_in`; where they lay, with step and kind if in a checkpoint; a line for each better one, damaged."""
+    if not path.suffix and not path.exists():
+        raise CheckpointError(f"no checkpoint {str(path)!r}: no such folder; check the path, or train that run first")
     if not path.is_dir():
-        return read_weights(path)
-    snapshot, kind, _ = find_checkpoint(path)
-    return best_weights(snapshot, kind)
+        return read_weights(path), str(path), []
+    snapshot, kind, damage = find_checkpoint(path)
+    chosen = "raw" if kind == "raw" or snapshot.ema is None else "ema"
+    origin = f"{path} (step {snapshot.state['progress']['step']}, {chosen}{', its best' if kind else ''})"
+    return best_weights(snapshot, kind), origin, damage
 
 
 def best_weights(snapshot: Snapshot, kind: str | None) -> dict[str, Tensor]:

@@ -11,7 +11,9 @@ from copy import copy
 from itertools import islice
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from imagenet_cls.data import EpochSampler, ImageSource
 from imagenet_cls.errors import NonFiniteError
@@ -30,6 +32,19 @@ def samples_of_step(sampler: EpochSampler, source: ImageSource, step: int) -> li
     sampler.set_epoch(*divmod(step - 1, sampler.steps_per_epoch))
     share = sampler.global_batch_size // sampler.world_size
     return list(dict.fromkeys(source.name(index) for _, index, _ in islice(sampler, share)))
+
+
+def refuse_nonfinite_weights(model: nn.Module, step: int, group: Group) -> None:
+    """Raise NonFiniteError, on every rank alike, where a trained weight is NaN or infinite: no step can mend that, so
+    such a state is not worth saving, and must not take the place of one that is.
+    """
+    trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    if trained and not torch.nn.utils.get_total_norm(trained, torch.inf).isfinite():
+        error = NonFiniteError(
+            f"weights are NaN or infinite after step {step}, by too large an update: this state is not saved.\n"
+            "Lower optimizer.lr, warm up longer, or set train.clip_norm; a checkpoint from before is as it was."
+        )
+        raise told_by_main(error, group)
 
 
 def nonfinite_error(

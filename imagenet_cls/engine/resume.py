@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.engine.agree import settings_of, versions
 from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.checkpoint import config_of
 from imagenet_cls.errors import CheckpointError
 
 # Sections and keys that change how fast, where or how visibly a run goes, but not what it computes.
@@ -38,7 +38,7 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
             "Start a new run from its weights: model.checkpoint=CHECKPOINT"
         )
     # Through the schema: a key that is newer than the checkpoint has its default there.
-    before, now = settings_of(config_from_dict(state["config"])), settings_of(parts.config)
+    before, now = settings_of(config_of(state, "the checkpoint")), settings_of(parts.config)
     changed = {
         key: (before.get(key), now.get(key)) for key in sorted({*before, *now}) if before.get(key) != now.get(key)
     }

@@ -81,6 +81,8 @@ def dry_run(config: Config, options: RunOptions, group: Group) -> None:
     try:
         with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
             reporter.banner(banner(parts, options, Progress()))
+            for message in parts.messages:
+                reporter.say(message)
             reporter.say(try_one_batch(parts))
     finally:
         parts.train_loader.close()

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO
 
-from imagenet_cls.engine.checkpoint import list_checkpoints, step_of
+from imagenet_cls.engine.checkpoint import list_checkpoints, remove_leftovers, step_of
 from imagenet_cls.errors import ResourceError, UsageError
 
 # What a run writes besides its logs: what makes a folder a taken one, and what --overwrite removes, and nothing else.
@@ -100,6 +100,8 @@ class RunFolder:
             self._take_lock()
             for left in self.path.glob(f"{_GONE}*"):
                 shutil.rmtree(left, ignore_errors=True)
+            if self.checkpoints.is_dir():
+                remove_leftovers(self.checkpoints)
         except OSError as error:
             raise ResourceError(
                 f"can't write to {self.path}: {error.strerror or error}\nName another folder with --work-dir."

@@ -5,10 +5,14 @@ Owns what a checkpoint holds of a run, the thread that writes it, and what a sav
 which is `engine.checkpoint`'s. Called by `engine.run`, and by the loop.
 """
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
+from math import isfinite
+from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import Self
@@ -17,11 +21,19 @@ import torch
 
 from imagenet_cls.config.load import config_to_dict
 from imagenet_cls.engine.build import Parts
-from imagenet_cls.engine.checkpoint import Snapshot, list_checkpoints, prune, size_bytes, step_of, write_checkpoint
+from imagenet_cls.engine.checkpoint import (
+    Snapshot,
+    list_checkpoints,
+    prune,
+    size_bytes,
+    step_of,
+    verified_files,
+    write_checkpoint,
+)
 from imagenet_cls.engine.resume import versions
 from imagenet_cls.engine.runfolder import RunFolder
 from imagenet_cls.engine.state import Progress, host_copy, take_optimizer
-from imagenet_cls.errors import UserError
+from imagenet_cls.errors import CheckpointError, UserError
 from imagenet_cls.optim.build import state_copies
 from imagenet_cls.parallel.group import on_main
 from imagenet_cls.report.reporter import Reporter
@@ -74,7 +86,7 @@ class Saver:
         self.parts, self.progress, self.folder, self.reporter = parts, progress, folder, reporter
         self.goes_on = parts.config.checkpoint.on_error == "continue"
         self.behind = Behind()
-        self.saved_best: set[int] = set()
+        self.saved_best = best_on_disk(folder.checkpoints, progress) if parts.group.is_main else set()
         # A run goes on from the newest whole one, so those behind it are not.
         later = [step_of(path) for path in list_checkpoints(folder.checkpoints)] if parts.group.is_main else []
         self.damaged = {step for step in later if step > progress.step}
@@ -134,6 +146,24 @@ class Saver:
         prune(self.folder.checkpoints, snapshot.state["step"], keep_last, best | self.saved_best, self.damaged)
 
 
+def best_on_disk(checkpoints: Path, progress: Progress) -> set[int]:
+    """Steps of the best checkpoints that there are: where the best one of all could not be saved, the next best one.
+
+    Those of later steps don't count: the run goes on from before them.
+    """
+    here = {step_of(path): path for path in list_checkpoints(checkpoints) if step_of(path) <= progress.step}
+    found = {entry["step"] for entry in progress.best.values()} & here.keys()
+    for kind in [kind for kind, entry in progress.best.items() if entry["step"] not in here]:
+        scores = {}
+        for step, path in here.items():
+            with suppress(CheckpointError, ValueError, KeyError, TypeError):
+                state = json.loads(verified_files(path, "state.json")["state.json"])["progress"]
+                if state["evaluated_step"] == step and isfinite(state["latest"][kind]["loss"]):
+                    scores[step] = state["latest"][kind]["top1_pct"]
+        found |= {max(scores, key=lambda step: scores[step])} if scores else set()
+    return found
+
+
 def take_snapshot(parts: Parts, progress: Progress, description: dict) -> Snapshot:
     """This moment of a run, in host memory: nothing of it changes when training goes on."""
     optimizer, numbers = take_optimizer(parts.model, parts.optimizer)
@@ -173,7 +203,7 @@ def too_little_room(parts: Parts, folder: RunFolder) -> str | None:
     trained = sum(parameter.nbytes for parameter in parts.model.parameters() if parameter.requires_grad)
     weights = size_bytes(parts.model.state_dict()) * (1 if parts.ema is None else 2)
     needed = 3 * (weights + trained * state_copies(parts.config.optimizer))
-    there = sum(file.stat().st_size for path in list_checkpoints(folder.checkpoints) for file in path.iterdir())
+    there = sum(file.stat().st_size for path in list_checkpoints(folder.checkpoints) for file in path.glob("*"))
     free = shutil.disk_usage(folder.path).free
     if needed <= free + there:
         return None

@@ -16,7 +16,7 @@ from imagenet_cls.engine.agree import tensors_held
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.nonfinite import samples_of_step
+from imagenet_cls.engine.nonfinite import refuse_nonfinite_weights, samples_of_step
 from imagenet_cls.engine.saving import Saver
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.engine.step import autocast
@@ -47,6 +47,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
 
     def save() -> None:
         drift.check(progress.step)  # what the ranks disagree about is not worth saving
+        refuse_nonfinite_weights(p.model, progress.step, p.group)
         saver.save()
 
     while True:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bed import DIST_TRAIN, TRAIN, arguments, evaluations, losses, run, train_here
+from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, evaluations, losses, run, train_here
 from forked import Forked
 
 
@@ -31,7 +31,11 @@ def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_pa
     folder = tmp_path / "run"
     # The same network by two names: a factory's, and one that a module under `imports` registers in each process.
     named = {} if way == "dist_train.sh" else {"model.name": "bed_registered", "imports": "[registered]"}
-    done = run(start_words(way, arguments(digits, folder, log__tensorboard="true", **named)))
+    # What lies in the folder where the user stands is not ours to import.
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "queue.py").write_text("raise RuntimeError('not the library')\n")
+    words = start_words(way, arguments(digits, folder, log__tensorboard="true", **named))
+    done = run(words, cwd=REPOSITORY if way == "torchrun" else tmp_path / "here")  # `-m` does import from there
     assert done.returncode == 0, done.stderr
     single, double = losses(one_rank), losses(folder)
     assert len(double) == len(single) == 22

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_a_restart_goes_on_with_its_own_run_only(digits: Path, part: Path) -> No
     with pytest.raises(UsageError, match="holds a run already"):
         train_here(words(digits, part))
     assert files(part) == before
+
+
+@pytest.mark.usefixtures("restarted")
+def test_a_restart_of_another_job_takes_no_run_over(digits: Path, part: Path) -> None:
+    """The number of its process is the same, as in containers, and another process has it."""
+    (part / ".job").write_text(f"ranks of process {os.getppid()} on {socket.gethostname()}, started at 7\n")
+    with pytest.raises(UsageError, match="holds a run already"):
+        train_here(words(digits, part))
 
 
 @pytest.mark.usefixtures("restarted")
@@ -176,3 +185,54 @@ def test_a_name_that_no_folder_can_have(digits: Path, tmp_path: Path) -> None:
         UsageError, match="can't be the run's folder: File name too long\nName another one with --work-dir"
     ):
         train_here(words(digits, tmp_path / ("x" * 300)))
+
+
+def test_overwrite_only_unlinks_what_is_linked_behind_a_link(digits: Path, part: Path, tmp_path: Path) -> None:
+    oldest = list_checkpoints(part / "checkpoints")[-1]
+    shutil.move(oldest, tmp_path / "kept")
+    oldest.symlink_to(tmp_path / "kept")
+    (part / "checkpoints").rename(tmp_path / "disk")
+    (part / "checkpoints").symlink_to(tmp_path / "disk")
+    kept = files(tmp_path / "kept")
+    train_here(words(digits, part, "--overwrite", "train.max_steps=7"))
+    assert files(tmp_path / "kept") == kept and kept
+    assert [path.name for path in list_checkpoints(tmp_path / "disk")] == ["step-0000007", "step-0000005"]
+
+
+def test_a_checkpoint_on_a_disk_that_is_not_there_is_damaged(
+    digits: Path, part: Path, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told, and written anew when the run comes to that step again; where all are so, there is no fresh start."""
+    last = newest(part)
+    (part / "checkpoints" / "step-best.old").mkdir()
+    shutil.rmtree(last)
+    last.symlink_to(tmp_path / "unmounted")
+    train_here(words(digits, part, "--resume", "train.max_steps=17"))
+    assert f"{last}: not a whole checkpoint" in " ".join(capsys.readouterr().out.split())
+    (part / "checkpoints" / "step-best.old").rmdir()  # no checkpoint of ours, so it is still there
+    assert not last.is_symlink() and state_digest(part) == state_digest(runs / "part")
+    for path in list_checkpoints(part / "checkpoints"):
+        shutil.rmtree(path)
+    last.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match="none of 1 checkpoints is whole"):
+        train_here(words(digits, part, "--resume"))
+
+
+@pytest.mark.parametrize("step", [-(10**12), 0, 10**12])
+def test_records_of_steps_that_are_none_cost_nothing(digits: Path, part: Path, step: int) -> None:
+    with (part / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"kind": "train", "step": {step}}}\n')
+    train_here(words(digits, part, "--resume", "train.max_steps=18"))
+
+
+def test_what_a_kill_in_the_last_save_left_goes_at_the_next_start(digits: Path, part: Path) -> None:
+    """Though that has nothing to save any more."""
+    (part / "checkpoints" / ".tmp-gone-step-0000010").mkdir()
+    train_here(words(digits, part, "--resume", "train.max_steps=17"))
+    assert not list((part / "checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("key", ["optimzer.lr", "lr", "optimizer.lrr"])
+def test_a_key_that_there_is_not_allows_nothing(digits: Path, part: Path, key: str) -> None:
+    with pytest.raises(UsageError, match=f"--allow-change {key}: no such key"):
+        train_here(words(digits, part, "--resume", "--allow-change", key))

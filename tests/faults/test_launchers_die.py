@@ -185,8 +185,7 @@ def test_a_rank_that_dies_takes_the_others_with_it(digits: Path, tmp_path: Path,
 def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
     """A terminal that closes sends SIGHUP to the launcher's whole process group.
 
-    SIGTERM comes to the launcher, which passes it on, and twice, as from impatient schedulers; without a launcher, to
-    the process and its data worker.
+    SIGTERM comes to the same group twice, as from impatient schedulers.
     """
     folder = tmp_path / "run"
     with started(launcher, digits, folder, prefix=["nohup"]) as (process, _):
@@ -196,7 +195,7 @@ def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_p
         assert process.poll() is None
         asked_at = time.monotonic()
         for _ in range(2):
-            os.killpg(process.pid, signal.SIGTERM) if launcher == "alone" else process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGTERM)
             time.sleep(0.02)
         _, errors = process.communicate(timeout=5)
         assert_all_gone(folder, asked_at + 5 - time.monotonic())
@@ -211,6 +210,7 @@ def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_p
         ("dist_train.sh", signal.SIGTERM, "rank 1"),
         ("dist_train.sh", signal.SIGUSR2, "the launcher"),
         ("spawn", signal.SIGUSR2, "the launcher"),
+        ("spawn", signal.SIGINT, "the launcher"),
     ],
 )
 def test_a_stop_is_the_same_wherever_it_is_asked_for(

@@ -28,6 +28,7 @@ from imagenet_cls.engine.checkpoint import (
     step_of,
     write_checkpoint,
 )
+from imagenet_cls.engine.state import Progress
 from imagenet_cls.errors import CheckpointError, ResourceError
 
 FILES = (
@@ -49,8 +50,21 @@ def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
             "conv.weight//momentum_buffer": torch.arange(6.0).view(2, 3),
             "conv.weight//step": torch.tensor(3.0),
         },
-        optimizer_numbers={"groups": [{"lr": 0.1, "betas": [0.9, 0.999]}], "parameters": {}},
-        state={"step": step, "progress": {"best": best}, "classes": ["ärger", "b"], "note": value},
+        optimizer_numbers={"groups": [{"lr": 0.1, "betas": [0.9, 0.999]}], "parameters": {}, "on_host": []},
+        state={
+            "step": step,
+            "progress": Progress(step=step, best=best).to_dict(),
+            "num_classes": 2,
+            "classes": ["ärger", "b"],
+            "data_digest": "",
+            "world_size": 1,
+            "cpu_threads": 1,
+            "versions": {},
+            "config": {},
+            "scaler": {},
+            "preprocessing": {"mean": [0.5], "std": [0.5]},
+            "note": value,
+        },
     )
 
 
@@ -143,7 +157,38 @@ def test_a_state_that_is_none_is_an_error_in_words(tmp_path: Path, text: str) ->
     (path / "state.json").write_text(text)
     (path / "manifest.json").unlink()
     _write_json(path / "manifest.json", _manifest(path))
-    with pytest.raises(CheckpointError, match="can't be read"):
+    with pytest.raises(CheckpointError, match="can't be read|written in another format"):
+        read_checkpoint(path)
+
+
+FORGED = {
+    "state.json": [("classes", None), ("num_classes", "10"), ("world_size", True), ("preprocessing", {"mean": 1}),
+                   ("progress", {"step": "x"}), ("config", []), ("versions", 1), ("step", None)],
+    "optimizer.json": [("groups", {}), ("on_host", None), ("parameters", [])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "name", "value"), [(file, *case) for file, cases in FORGED.items() for case in cases])
+def test_what_is_missing_or_of_another_type_is_named(tmp_path: Path, file: str, name: str, value: object) -> None:
+    """With digests that fit: nobody who reads a checkpoint meets a surprise later. None: the name is left out."""
+    path = write_checkpoint(tmp_path, snapshot(1))
+    content = json.loads((path / file).read_text())
+    content[name] = value
+    (path / file).write_text(json.dumps({key: item for key, item in content.items() if item is not None}))
+    (path / "manifest.json").unlink()
+    _write_json(path / "manifest.json", _manifest(path))
+    with pytest.raises(CheckpointError, match=f"can't be read: {file}: {name}") as told:
+        read_checkpoint(path)
+    assert str(told.value).count("\n") == 1
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "optimizer.json"])
+def test_a_file_that_is_left_out_is_named(tmp_path: Path, file: str) -> None:
+    path = write_checkpoint(tmp_path, snapshot(1))
+    for gone in (file, "manifest.json"):
+        (path / gone).unlink()
+    _write_json(path / "manifest.json", _manifest(path))
+    with pytest.raises(CheckpointError, match=f"can't be read: '{file}' is missing"):
         read_checkpoint(path)
 
 

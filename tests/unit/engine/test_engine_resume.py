@@ -13,6 +13,7 @@ from imagenet_cls.engine.build import Parts, build
 from imagenet_cls.engine.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from imagenet_cls.engine.resume import refuse_changes
 from imagenet_cls.engine.saving import describe_run
+from imagenet_cls.engine.state import Progress
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.parallel.group import Group
 from imagenet_cls.parallel.place import Place
@@ -53,8 +54,9 @@ def test_the_order_of_patterns_is_part_of_the_recipe(digits: Path, tmp_path: Pat
 
     def written(*factors: str) -> dict[str, Any]:
         parts = parts_for(digits, optimizer__lr_scales="{" + ", ".join(factors) + "}")
-        state = describe_run(parts) | {"step": 1, "progress": {"step": 1}}
-        return read_checkpoint(write_checkpoint(tmp_path / "checkpoints", Snapshot({}, {}, {}, state))).state
+        state = describe_run(parts) | {"step": 1, "progress": Progress(step=1).to_dict(), "scaler": {}}
+        numbers = {"groups": [], "parameters": {}, "on_host": []}
+        return read_checkpoint(write_checkpoint(tmp_path / "checkpoints", Snapshot({}, {}, numbers, state))).state
 
     one, other = ('"2.*": 0.5', '"*.weight": 2')
     same, swapped = (
