@@ -1,11 +1,13 @@
 """One, two, three and four real ranks: they read the same samples, count the same, and start from the same weights.
 
-Also as many micro-batches in turn instead: the groups of images that go through the model together are the same.
+Also as many micro-batches in turn instead: the groups of images that go through the model together are the same; what
+mixes them is drawn for each by itself.
 """
 
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from bed import arguments, losses, train_here
 from forked import Forked, meet, part
 from torch import nn
 
-from imagenet_cls.config.schema import AugmentConfig, Config, DataConfig, TrainConfig
-from imagenet_cls.data.loader import TrainLoader, eval_batches
+from imagenet_cls.config.schema import AugmentConfig, Config, DataConfig, ErasingConfig, MixConfig, TrainConfig
+from imagenet_cls.data.device import Preprocess, TrainPreprocess
+from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
+from imagenet_cls.data.mixing import build_mixing
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.transforms import train_transform
 from imagenet_cls.engine.build import build_train_loader
@@ -30,6 +34,7 @@ from imagenet_cls.parallel.reduce import gather_to_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import RunningStatistics, hand_out_buffers, wrap
 from imagenet_cls.report.log import close_log
+from imagenet_cls.seeding import hash_key, seed_generators
 
 WORLD_SIZES = (1, 2, 3, 4)
 BATCHES = {12: 1, 48: 2}  # and in how many micro-batches each
@@ -235,3 +240,39 @@ def test_with_batch_norm_two_ranks_repeat_one_that_takes_two_micro_batches(
     assert forked.run(two, tmp_path / "said", ranks=2) == [0, 0], (tmp_path / "said").read_text()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "turns"), rel=1e-5)
     assert losses(tmp_path / "other") != pytest.approx(losses(tmp_path / "turns"), rel=1e-3), "it is about something"
+
+
+MIX = MixConfig(mixup_alpha=0.8)
+SEED, STEPS, MICRO_BATCHES, RANKS = 11, (4, 5), (0, 1), 2
+
+
+def numbered_batch() -> tuple[Preprocess, TrainBatch]:
+    source = Numbered(6)
+    images, targets = zip(*map(source.load, range(6)), strict=True)
+    preprocess = Preprocess((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), torch.device("cpu"), channels_last=False)
+    return preprocess, TrainBatch(torch.stack(images), torch.tensor(targets))
+
+
+def mix_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
+    """The same images in every micro-batch, so that only what is drawn differs."""
+    preprocess, batch = numbered_batch()
+    group = meet(rank, world_size, folder / "store")
+    prepare = TrainPreprocess(preprocess, ErasingConfig(), build_mixing(MIX, 7), SEED, group.rank)
+    for step in STEPS:
+        for micro_batch in MICRO_BATCHES:
+            mixture = prepare(batch, epoch=0, step=step, micro_batch=micro_batch)
+            torch.save(mixture, folder / f"{step}-{micro_batch}-{rank}.pt")
+    part(group)
+
+
+def test_every_micro_batch_of_every_rank_is_mixed_by_a_key_of_its_own(forked: Forked, tmp_path: Path) -> None:
+    """(seed, step, micro-batch, rank): draws apart from each other, and each the one of its key."""
+    forked.call(mix_on_each_rank, RANKS, tmp_path)
+    (preprocess, batch), mixing, seen = numbered_batch(), build_mixing(MIX, 7), []
+    assert mixing is not None
+    for key in product(STEPS, MICRO_BATCHES, range(RANKS)):
+        mixture = torch.load(tmp_path / "{}-{}-{}.pt".format(*key))
+        seed_generators(hash_key("mix", SEED, *key))
+        assert all(map(torch.equal, mixture, mixing(preprocess(batch.images), batch.targets, 0)))
+        seen.append(tuple(mixture[1].flatten().tolist()))
+    assert len(set(seen)) == len(seen) == 8
