@@ -1,13 +1,12 @@
 """From a config's `model` section to a module on the CPU.
 
-Owns the three origins of a model (timm, torchvision, the user's own factory), and two facts that others need of a
-finished model: the pixel statistics its weights were made with, and which parameters are its head. Refuses nothing that
-`check` has let pass but published weights that can't be fetched or don't fit. Called by `engine.model`.
+Owns the three origins of a model (timm, torchvision, the user's own factory), and three facts that others need of a
+finished model: where its weights come from, the pixel statistics that they were made with, and which parameters are its
+head. Refuses nothing that `check` has let pass but published weights that can't be fetched or don't fit. Called by
+`engine.model`.
 
 Nothing here draws a random number beyond the initial weights: the caller seeds, and the same seed gives the same bits.
 """
-
-import logging
 
 import timm
 import torchvision
@@ -21,17 +20,15 @@ TORCHVISION = "torchvision:"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-_log = logging.getLogger(__name__)
-
 
 def build_model(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build the model on the CPU, in float32 and training mode, with `num_classes` outputs.
 
     num_classes: outputs of the head; the caller has settled it from `model.num_classes` and the data set. Published
-    weights (`model.pretrained`) are downloaded once; a head of another size is initialised anew, which is logged.
-    `model.checkpoint` is not looked at: see `weights.load_weights`. Raises ResourceError where published weights can't
-    be fetched, CheckpointError where they don't fit the kwargs, UserError where the user's factory does not return a
-    module.
+    weights (`model.pretrained`) are downloaded once; a head of another size is initialised anew, which
+    `origin_of_weights` tells. `model.checkpoint` is not looked at: see `weights.load_weights`. Raises ResourceError
+    where published weights can't be fetched, CheckpointError where they don't fit the kwargs, UserError where the
+    user's factory does not return a module.
     """
     if model.name.startswith(TORCHVISION):
         build = _build_torchvision
@@ -86,7 +83,32 @@ def _replace_head(built: nn.Module, num_classes: int) -> None:
     if size != num_classes:
         parent, _, leaf = name.rpartition(".")
         setattr(built.get_submodule(parent), leaf, fresh)
-        _log.info("the published weights have %d classes: the head %r is new, with %d", size, name, num_classes)
+
+
+def origin_of_weights(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
+    """Where the weights of what `build_model` has built come from, in one sentence for the user.
+
+    It names the published weights, the tag that timm chose included, and a head that could not be taken over.
+    """
+    of_torchvision = model.name.startswith(TORCHVISION)
+    if not model.pretrained:
+        own = is_factory_name(model.name) and not of_torchvision
+        return "starts from scratch" + (f": the weights are those that {model.name} makes" if own else "")
+    if of_torchvision:
+        name = model.name.removeprefix(TORCHVISION)
+        weights = torchvision.models.get_model_weights(name)[model.kwargs.get("weights", "DEFAULT")]
+        source, had = f"torchvision {name}, {weights.name}", len(weights.meta["categories"])
+    else:
+        cfg = getattr(built, "pretrained_cfg", None) or {}
+        tagged = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")])) or model.name
+        source, had = f"timm {tagged}", cfg.get("num_classes", num_classes)
+        if cfg.get("file"):
+            source += f", read from {cfg['file']}"
+    sentence = f"starts from published weights ({source})"
+    if had != num_classes:
+        head = ", ".join(head_names(built, num_classes))
+        sentence += f"; the head ({head}) is initialised anew: it had {had} outputs, the model has {num_classes}"
+    return sentence
 
 
 def _is_download_error(error: Exception) -> bool:

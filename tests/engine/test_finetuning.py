@@ -4,12 +4,14 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+import torchvision
 from bed import REPOSITORY, arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file, save_file
 
@@ -29,7 +31,7 @@ TOOLS = {
     "predict": predict_command,
     "average_checkpoints": AVERAGE,
 }
-# Small ones in place of what the page names. The test's weights play the part of the published ones.
+# Small ones in place of what the page names.
 SMALL = {
     "vit_small_patch16_224": "test_vit",
     "resnet18": "test_resnet",
@@ -62,21 +64,22 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
 
 
 def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
-    """The page's words, with small models and images, and two epochs."""
+    """The page's words, with small models and images, and two epochs.
+
+    Whether a run starts from published weights is left to the words and the config; if it does, timm reads them from a
+    file of the test's instead of its hub.
+    """
     if tool in ("predict", "average_checkpoints"):
         return words
     small = [re.sub("|".join(SMALL), lambda match: SMALL[match[0]], word) for word in words]
     sizes = [f"{key}=32" for key in ("augment.size_px", "eval.crop_px") if not any(key in word for word in words)]
     added = [*sizes, "data.num_workers=0", "eval.crop_pct=1.0"]
     if tool == "train":
-        own = any(word.startswith("my_") for word in words)
         kind = "vit" if any("vit" in word for word in words) else "resnet"
-        if not own and not any("model.name" in word for word in words):
-            added.append("model.name=test_resnet")
-        if not own and not any("model.checkpoint" in word for word in words):
-            added += ["model.pretrained=false", f"model.checkpoint={weights / kind}.safetensors"]
-        if own:
-            added += ["model.pretrained=false", "--dry-run"]
+        if words[0].startswith("my_"):
+            added.append("--dry-run")
+        else:  # the same architecture for all, whose checkpoints are averaged
+            added.append(f"model.kwargs.pretrained_cfg_overlay.file={weights / kind}.safetensors")
         added += ["train.max_steps=8", "log.tensorboard=false", "log.plots=false"]  # two epochs
     return small + added
 
@@ -85,7 +88,9 @@ def test_every_command_of_the_page_in_its_order(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    small = (tmp_path / CONFIG).read_text().replace("name: resnet50.a1_in1k", "name: test_resnet")
+    (tmp_path / CONFIG).write_text(small)
     for number in (1, 2):
         (tmp_path / "photos" / str(number)).parent.mkdir(exist_ok=True)
         (tmp_path / "photos" / str(number)).symlink_to(digits / "train" / str(number))
@@ -93,7 +98,10 @@ def test_every_command_of_the_page_in_its_order(
     image = next((digits / "train" / "2").glob("*.jpg"))
     (tmp_path / "new_photos" / "a.jpg").write_bytes(image.read_bytes())
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text.replace("torchvision:resnet50", "torchvision:resnet18"))
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
     for kind in ("resnet", "vit"):
         torch.manual_seed(0)
         save_file(timm.create_model(f"test_{kind}", num_classes=1000).state_dict(), tmp_path / f"{kind}.safetensors")
@@ -112,17 +120,40 @@ def test_every_command_of_the_page_in_its_order(
         return found
 
     assert "no run folder was written" in told("--dry-run")
+    for line, out in said.items():
+        if line.startswith("train"):
+            (start,) = (text for text in out.splitlines() if text.startswith("starts from "))
+            if match := re.search(r"model.checkpoint=(\S+)", line):
+                assert start.startswith(f"starts from the weights of {match[1]}"), (line, start)
+            else:
+                name = next((small for name, small in SMALL.items() if f"model.name={name}" in line), "test_resnet")
+                source = "torchvision resnet18, IMAGENET1K_V1" if "my_" in line else f"timm {name}.r160_in1k, read from"
+                assert start.startswith(f"starts from published weights ({source}"), (line, start)
+                assert "is initialised anew: it had 1000 outputs, the model has 2" in start
+    frozen = load_file(newest(Path("work_dirs/head")) / "model.safetensors")
+    published = load_file("resnet.safetensors")
+    assert all(torch.equal(frozen[name], published[name]) for name in published if not name.startswith("fc."))
+    assert re.search(
+        r"work_dirs/head \(step \d+, (raw|ema), its best\): loaded", told("model.checkpoint=work_dirs/head")
+    )
     assert "it had 1000 outputs, the model has 2" in told("start.safetensors")
     head = 2 * timm.create_model("test_resnet").fc.in_features + 2
     assert f"{head:,} of " in told("model.head_only") and "initialised anew" in told("model.head_only")
     assert "initialised anew" not in told("model.checkpoint=work_dirs/head")
     assert "BatchNorm layers keep their running statistics" in told("model.freeze=")
     assert "BatchNorm layers keep their running statistics" in told("model.freeze_bn")
-    assert "position embeddings resized" in told("model.kwargs.img_size=288")
+    assert "Resized position embedding: (10, 10) to (3, 3)" in Path("work_dirs/vit_48/logs/rank0.log").read_text()
     assert "new_photos/a.jpg: " in told("predict")
     assert "an average of 2 checkpoints" in told("work_dirs/kept_average data.root")
     config = json.loads((newest(Path("work_dirs/own_dataset")) / "state.json").read_text())["config"]
     assert config["optimizer"]["layer_decay"] == 0.8 and config["data"]["root"] == "photos"
+
+
+def test_another_name_alone_starts_from_scratch_which_is_said(digits: Path, tmp_path: Path, call: Callable) -> None:
+    words = [REPOSITORY / CONFIG, f"data.root={digits / 'train'}", "data.num_workers=0", "train.global_batch_size=8"]
+    words += ["augment.size_px=32", "eval.crop_px=32", "model.name=test_resnet", "--work-dir", tmp_path / "run"]
+    code, out, err = call(train_command, *words, "--dry-run")
+    assert (code, err) == (0, "") and "starts from scratch" in out.splitlines() and "published" not in out
 
 
 # ------------------------------------------------------------------------------------------------------------- transfer

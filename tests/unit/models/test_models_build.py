@@ -9,7 +9,7 @@ from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ResourceError, UserError
-from imagenet_cls.models.build import _replace_head, build_model, head_names, model_mean_std
+from imagenet_cls.models.build import _replace_head, build_model, head_names, model_mean_std, origin_of_weights
 from imagenet_cls.models.check import check_model
 
 MODELS = [
@@ -84,6 +84,31 @@ def test_published_weights_with_another_head_size(tmp_path, monkeypatch) -> None
     assert torch.equal(built.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
     same = build_model(ModelConfig(name="torchvision:resnet18", pretrained=True), 1000)
     assert torch.equal(same.fc.weight, source.fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "outputs", "told"),
+    [
+        (ModelConfig(name="test_resnet"), 5, "starts from scratch"),
+        (ModelConfig(name="torchvision:resnet18"), 5, "starts from scratch"),
+        (ModelConfig(name="models_build_own:good"), 5,
+         "starts from scratch: the weights are those that models_build_own:good makes"),
+        (ModelConfig(name="resnet18.fb_swsl_ig1b_ft_in1k", pretrained=True), 1000,
+         "starts from published weights (timm resnet18.fb_swsl_ig1b_ft_in1k)"),
+        (ModelConfig(name="resnet18", pretrained=True), 5,
+         "starts from published weights (timm resnet18.a1_in1k); the head (fc.weight, fc.bias) is initialised anew: "
+         "it had 1000 outputs, the model has 5"),
+        (ModelConfig(name="torchvision:resnet50", pretrained=True), 1000,
+         "starts from published weights (torchvision resnet50, IMAGENET1K_V2)"),
+        (ModelConfig(name="torchvision:resnet50", pretrained=True, kwargs={"weights": "IMAGENET1K_V1"}), 5,
+         "starts from published weights (torchvision resnet50, IMAGENET1K_V1); the head (fc.weight, fc.bias) is "
+         "initialised anew: it had 1000 outputs, the model has 5"),
+    ],
+)  # fmt: skip
+def test_where_weights_come_from_is_told(model: ModelConfig, outputs: int, told: str) -> None:
+    without = ModelConfig(name="resnet18" if ":" in model.name else model.name)  # nothing is downloaded here
+    with torch.device("meta"):
+        assert origin_of_weights(model, build_model(without, outputs), outputs) == told
 
 
 @pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "vit_b_16", "mobilenet_v3_small", "densenet121"])
