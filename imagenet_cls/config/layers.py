@@ -20,7 +20,7 @@ from imagenet_cls.config.origin import Origin, format_line, real_path, show, sho
 from imagenet_cls.config.reader import UnreadableError
 from imagenet_cls.config.schema import COMPONENT_DEFAULTS, KWARGS_OF
 from imagenet_cls.errors import Problem
-from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.lookup import nearest
 
 BASE = "_base_"
 DEFAULT = Origin("default")
@@ -75,11 +75,10 @@ def near_files(path: Path) -> str:
     """A clause that offers the config files most like a path that does not exist; "" where there are none."""
     folder = path.parent if path.parent.is_dir() else Path("configs")
     there = sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
-    by_name = {file.name: file for file in there}
-    near = did_you_mean(path.name if path.suffix else f"{path.name}.yaml", by_name)
-    if near or not there:
-        return near
-    return f"; in {shown_path(folder)} there are: {', '.join(list(by_name)[:8])}"
+    near = nearest(path.name if path.suffix else f"{path.name}.yaml", [file.name for file in there])
+    if near:
+        return f"; did you mean {' or '.join(repr(shown_path(folder / name)) for name in near)}?"
+    return f"; in {shown_path(folder)} there are: {', '.join(file.name for file in there[:8])}" if there else ""
 
 
 class _Walker:

@@ -50,7 +50,10 @@ def scan_images(base: bytes, folder: bytes) -> list[bytes]:
                     elif name[name.rfind(b".") :].lower() in IMAGE_SUFFIXES:
                         files.append(name)
         except OSError as error:
-            raise DataError(f"{os.fsdecode(path)}: {error.strerror}\nmake it readable for this user") from None
+            shown = os.path.normpath(os.fsdecode(path))
+            if isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise DataError(f"{shown}: no such folder\nname the folder that holds the images") from None
+            raise DataError(f"{shown}: {error.strerror}\nmake it readable for this user") from None
         files.sort()
         folders.append((current, files))
     return [current + b"/" + name for current, files in sorted(folders) for name in files]

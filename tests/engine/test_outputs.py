@@ -261,6 +261,13 @@ def test_a_place_for_predictions_that_cannot_be_written_is_told_first(
     assert (tmp_path / "old.csv").read_text() == "old"
 
 
+def test_an_evaluation_that_fails_leaves_no_file_of_predictions(small: Path, tmp_path: Path, call: Callable) -> None:
+    words = [DEMO, "data.name=folder", f"data.root={tmp_path / 'nowhere'}", "data.num_workers=0", newest(small)]
+    code, _, err = call(evaluate_command, *words, "--out", tmp_path / "rows.csv")
+    assert code == 3 and "nowhere" in err
+    assert not (tmp_path / "rows.csv").exists()
+
+
 def test_foreign_weights(small: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
     """As a wrapped model saves them; and a head of another size, which would name by chance, is refused."""
     words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]

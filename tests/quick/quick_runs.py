@@ -96,6 +96,8 @@ that published recipes are made of. Each trains through in seconds on one thread
 
     python tools/train.py configs/quick/resnet_tv_v2.yaml
 
+`resnet_finetune` starts from what `resnet_sgd_step` has learned, so that one is trained first.
+
 The tests train each of them, and it must land in its band (`tests/quick/quick_runs.py`). The same settings in a plain
 loop, made of timm's, torch's and torchvision's own parts and none of ours (`tests/quick/plain_loop.py`), land in the
 same bands: `bash scripts/test.sh -m long tests/quick`. `python tests/quick/quick_runs.py` trains all of them anew and

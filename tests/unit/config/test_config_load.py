@@ -289,7 +289,7 @@ def test_none_is_the_demo_and_a_file_that_is_missing_is_not_found() -> None:
     assert load_config(None, ["seed=7"]).config.seed == 7
     assert load_config(None).name == "demo"
     write("configs/resnet50.yaml", LR)
-    with pytest.raises(UsageError, match=r"no config configs/resnet5O.yaml; did you mean 'resnet50.yaml'"):
+    with pytest.raises(UsageError, match=r"no config configs/resnet5O.yaml; did you mean 'configs/resnet50.yaml'"):
         load_config("configs/resnet5O.yaml")
 
 

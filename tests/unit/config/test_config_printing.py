@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from imagenet_cls.config.load import load_config
+from imagenet_cls.config.origin import shown_path
 from imagenet_cls.config.printing import print_config_main
 
 REPO = Path(__file__).resolve().parents[3]
@@ -62,4 +63,4 @@ def test_diff_shows_both_values_of_the_keys_that_differ(capsys: pytest.CaptureFi
 
 def test_a_missing_config_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_config_main([str(REPO / "configs" / "demo.yml")]) == 2
-    assert "did you mean 'demo.yaml'" in capsys.readouterr().err
+    assert f"did you mean {shown_path(REPO / 'configs' / 'demo.yaml')!r}?" in capsys.readouterr().err

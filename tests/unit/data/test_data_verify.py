@@ -196,6 +196,13 @@ def test_a_file_that_this_user_may_not_read(locked: Path) -> None:
     (locked / "train" / "dog").chmod(0o755)
 
 
+def test_a_folder_that_is_not_there(image_folder: Path, tmp_path: Path) -> None:
+    for missing in (tmp_path / "none", image_folder / "train" / "dog" / "004.JPEG"):
+        with pytest.raises(DataError) as caught:
+            images_below(missing)
+        assert str(caught.value).splitlines() == [f"{missing}: no such folder", "name the folder that holds the images"]
+
+
 def test_counts_and_digests(image_folder: Path, tmp_path: Path) -> None:
     """Against a plain loop over the files."""
     manifest = verified(image_folder, tmp_path / "m.json")
