@@ -124,7 +124,7 @@ def test_configs_that_cannot_be_read(refused: Refused, tmp_path: Path, text: str
 
 def test_a_config_that_does_not_exist(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    refused(2, ["configs/resnet5.yaml"], "no config configs/resnet5.yaml", "did you mean 'resnet50.yaml'")
+    refused(2, ["configs/resnet5.yaml"], "no config configs/resnet5.yaml", "did you mean 'configs/resnet50.yaml'")
 
 
 @pytest.mark.parametrize(
