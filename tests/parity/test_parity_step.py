@@ -1,12 +1,12 @@
 """Whole optimizer steps of three recipes, written out in plain tensors beside ours, in fp64.
 
 From bytes to weights: normalised pixels, mixing, loss, rate of the step, clipping inside the optimizer, weight decay.
-The networks are small; the settings are those of torchvision's ResNet-50, of ResNet-50 with RSB A2, and of DeiT-S.
+The networks are small; the settings are those of the shipped configs of torchvision's ResNet-50, of ResNet-50 with RSB
+A2, and of DeiT-S, read from their files; what they should come to is written out in the tests.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import (
-    DistillConfig,
-    ErasingConfig,
-    LossConfig,
-    MixConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from imagenet_cls.config.schema import Config, DistillConfig, ErasingConfig
 from imagenet_cls.data.device import Preprocess, TrainPreprocess
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.data.mixing import build_mixing
@@ -44,51 +36,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Weights = dict[str, Tensor]
 
 
-@dataclass
-class Recipe:
-    """The sections of a config that decide about a step."""
-
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    train: TrainConfig
-    loss: LossConfig = field(default_factory=LossConfig)
-    mix: MixConfig = field(default_factory=MixConfig)
-
-
-def torchvision_v1() -> Recipe:
-    config = load_config(Path(__file__).resolve().parents[2] / "configs" / "resnet50.yaml").config
-    return Recipe(config.optimizer, config.schedule, config.train, config.loss, config.mix)
-
-
-def rsb_a2() -> Recipe:
-    return Recipe(
-        OptimizerConfig(name="lamb", lr=5e-3, weight_decay=0.02, norm_weight_decay=0.0, bias_weight_decay=0.0),
-        ScheduleConfig(
-            warmup_epochs=5, warmup_start_lr=1e-4, warmup_prefix=False, by_epoch=True, kwargs={"min_lr": 1e-6}
-        ),
-        TrainConfig(epochs=300, global_batch_size=2048),
-        LossConfig(name="bce", kwargs={"target_threshold": 0.2}),
-        MixConfig(mixup_alpha=0.1, cutmix_alpha=1.0),
-    )
-
-
-def deit_s() -> Recipe:
-    spared = dict.fromkeys(("norm", "bias", "token", "scale"), 0.0)
-    return Recipe(
-        OptimizerConfig(
-            name="adamw",
-            lr=5e-4,
-            lr_base_batch=512,
-            weight_decay=0.05,
-            **{f"{kind}_weight_decay": decay for kind, decay in spared.items()},
-        ),
-        ScheduleConfig(
-            warmup_epochs=5, warmup_start_lr=1e-6, warmup_prefix=False, by_epoch=True, kwargs={"min_lr": 1e-5}
-        ),
-        TrainConfig(epochs=300, global_batch_size=1024),
-        LossConfig(label_smoothing=0.1),
-        MixConfig(mixup_alpha=0.8, cutmix_alpha=1.0),
-    )
+def recipe(path: str) -> Config:
+    """A shipped config; of it, the sections that decide about a step are used."""
+    return load_config(Path(__file__).resolve().parents[2] / "configs" / path).config
 
 
 def roughened(model: nn.Module) -> nn.Module:
@@ -118,17 +68,17 @@ def batches(first_step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield step, images, torch.randint(0, CLASSES, (BATCH,), generator=draws)
 
 
-def ours(recipe: Recipe, model: nn.Module, first_step: int) -> Weights:
+def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
     """The parts that `engine.build` makes, used as `engine.train` uses them."""
-    lr, _ = scaled_lr(recipe.optimizer, recipe.train.global_batch_size)
-    schedule = build_schedule(recipe.schedule, lr, STEPS_PER_EPOCH, recipe.train.epochs)
-    mixing = build_mixing(recipe.mix, CLASSES)
-    preprocess = Preprocess(MEAN, STD, torch.device("cpu"), recipe.train.channels_last)
+    lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
+    schedule = build_schedule(config.schedule, lr, STEPS_PER_EPOCH, config.train.epochs)
+    mixing = build_mixing(config.mix, CLASSES)
+    preprocess = Preprocess(MEAN, STD, torch.device("cpu"), config.train.channels_last)
     prepare = TrainPreprocess(preprocess, ErasingConfig(), mixing, SEED, rank=0)
-    criterion = build_criterion(build_loss(recipe.loss, CLASSES), DistillConfig())
-    optimizer = build_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer))
-    sam = build_sam(recipe.train, model, optimizer)
-    updater = Updater(model, optimizer, recipe.train, torch.amp.GradScaler("cpu", enabled=False))
+    criterion = build_criterion(build_loss(config.loss, CLASSES), DistillConfig())
+    optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer))
+    sam = build_sam(config.train, model, optimizer)
+    updater = Updater(model, optimizer, config.train, torch.amp.GradScaler("cpu", enabled=False))
     for step, images, targets in batches(first_step):
         for point in sam.points(step, iter([TrainBatch(images, targets)])):
             for micro, batch in enumerate(point):
@@ -222,7 +172,7 @@ def test_torchvision_v1(epoch: int) -> None:
             memory["m"][name] = 0.9 * memory["m"][name] + gradients[name] + 1e-4 * w
             w.sub_(lr * memory["m"][name])
 
-    found = ours(torchvision_v1(), model, epoch * STEPS_PER_EPOCH)
+    found = ours(recipe("resnet50.yaml"), model, epoch * STEPS_PER_EPOCH)
     expected = written_out(
         reference, epoch * STEPS_PER_EPOCH, lambda images, targets, _: (images, one_hot(targets)), loss, update
     )
@@ -253,7 +203,7 @@ def test_rsb_a2(epoch: int) -> None:
                 direction = direction * w.norm() / direction.norm()
             w.sub_(lr * direction)
 
-    found = ours(rsb_a2(), model, epoch * STEPS_PER_EPOCH)
+    found = ours(recipe("resnet/resnet50_rsb_a2.yaml"), model, epoch * STEPS_PER_EPOCH)
     expected = written_out(reference, epoch * STEPS_PER_EPOCH, partial(mix, mixup_alpha=0.1), loss, update)
     assert_close(found, expected, before)
 
@@ -279,7 +229,7 @@ def test_deit_s(epoch: int) -> None:
                 w.mul_(1 - lr * 0.05)
             w.sub_(lr * m / (v.sqrt() + 1e-8))
 
-    found = ours(deit_s(), model, epoch * STEPS_PER_EPOCH)
+    found = ours(recipe("deit/deit_small_paper.yaml"), model, epoch * STEPS_PER_EPOCH)
     expected = written_out(reference, epoch * STEPS_PER_EPOCH, partial(mix, mixup_alpha=0.8), loss, update)
     assert_close(found, expected, before)
 
