@@ -41,6 +41,7 @@ class Meter:
         self.samples_of = samples_of
         self.nonfinite_steps = 0
         self.nonfinite_in_a_row = 0
+        self.in_doubt = False  # the last step had no finite loss and gradient
         self.own_losses: Tensor | None = None
         self.rows: list[tuple[int, int, float]] = []
         self.values: list[Tensor] = []
@@ -117,6 +118,7 @@ class Meter:
         """
         for row, record in enumerate(records):
             finite_loss = math.isfinite(record["loss"])
+            self.in_doubt = not finite_loss or ("skipped" in record and not self.overflow_is_normal)
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if "skipped" in record or not finite_loss else 0
             patience = _LOSS_SCALE_SEARCH_STEPS if self.overflow_is_normal and finite_loss else 0
             if self.nonfinite_in_a_row >= self.max_nonfinite_steps + patience:

@@ -30,6 +30,7 @@ from imagenet_cls.engine.checkpoint import (
     verified_files,
     write_checkpoint,
 )
+from imagenet_cls.engine.nonfinite import refuse_nonfinite_weights
 from imagenet_cls.engine.resume import versions
 from imagenet_cls.engine.runfolder import RunFolder
 from imagenet_cls.engine.state import Progress, host_copy, take_optimizer
@@ -77,7 +78,7 @@ class Behind:
 
 
 class Saver:
-    """Saves a run into its folder. Rank 0 does; on the others every method but `finish` does nothing.
+    """Saves a run into its folder. Rank 0 does; on the others `save` and `check` write nothing.
 
     As a context manager it waits for what is in flight, whatever happened, except on the way out of a second Ctrl-C.
     """
@@ -93,7 +94,11 @@ class Saver:
         self.description = describe_run(parts) if parts.group.is_main else {}
 
     def save(self) -> None:
-        """Copy this moment, and have it written while training goes on. Raises what an earlier save failed with."""
+        """Copy this moment, and have it written while training goes on.
+
+        Raises what an earlier save failed with, and NonFiniteError, on every rank, for weights that are not finite.
+        """
+        refuse_nonfinite_weights(self.parts.model, self.progress.step, self.parts.group)
         if not self.parts.group.is_main:
             return
         self._tell(self.behind.wait)  # before the copy, so that there is only one in memory

@@ -16,7 +16,7 @@ from imagenet_cls.engine.agree import tensors_held
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.nonfinite import refuse_nonfinite_weights, samples_of_step
+from imagenet_cls.engine.nonfinite import samples_of_step
 from imagenet_cls.engine.saving import Saver
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.engine.step import autocast
@@ -47,14 +47,13 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
 
     def save() -> None:
         drift.check(progress.step)  # what the ranks disagree about is not worth saving
-        refuse_nonfinite_weights(p.model, progress.step, p.group)
         saver.save()
 
     while True:
         signal_number = 0
         if evaluation_due(p, progress):
             improved, signal_number = evaluate_all(p, progress, reporter, stop)
-            if improved or signal_number or save_due(p, progress.step):
+            if improved or signal_number or save_due(p, progress.step, meter.in_doubt):
                 save()
         if signal_number or progress.step >= plan.total_steps:
             return signal_number
@@ -72,8 +71,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
                     if step == 0 and not losses:
                         reporter.first_batch(batch.images[: len(batch.targets)], batch.targets, p.data.classes)
                     images, targets = p.prepare(batch, epoch, step, micro)
-                    # What dropout and drop-path draw from.
-                    seed_generators(hash_key("batch", seed, step, micro, p.group.rank), *p.devices.all)
+                    seed_generators(hash_key("batch", seed, step, micro, p.group.rank), *p.devices.all)  # for dropout
                     with sync_on_last(p.wrapped, micro == plan.accumulation - 1):
                         with autocast(device, p.evaluation.autocast_dtype):
                             logits = p.wrapped(images)
@@ -97,7 +95,8 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
             saver.check()
             if save_due(p, progress.step) and not evaluation_due(p, progress):
                 report_steps()
-                save()
+                if save_due(p, progress.step, meter.in_doubt):
+                    save()
                 meter.restart_clock()
         report_steps()
 
@@ -128,13 +127,16 @@ def evaluation_due(p: Parts, progress: Progress) -> bool:
     return (at_end or at_epoch) and progress.evaluated_step < progress.step
 
 
-def save_due(p: Parts, step: int) -> bool:
-    """At the end of the run, and as `checkpoint.every_steps` and `checkpoint.every_epochs` say."""
+def save_due(p: Parts, step: int, in_doubt: bool = False) -> bool:
+    """At the end of the run, and as `checkpoint.every_steps` and `checkpoint.every_epochs` say.
+
+    in_doubt: the last step gave NaN. Until the end such a state takes no other checkpoint's place.
+    """
     every_steps, every_epochs = p.config.checkpoint.every_steps, p.config.checkpoint.every_epochs
     epochs, rest = divmod(step, p.plan.steps_per_epoch)
     by_steps = every_steps is not None and step % every_steps == 0
     by_epochs = every_epochs is not None and rest == 0 and epochs % every_epochs == 0
-    return by_steps or by_epochs or step >= p.plan.total_steps
+    return step >= p.plan.total_steps or ((by_steps or by_epochs) and not in_doubt)
 
 
 class _Stopped(Exception):

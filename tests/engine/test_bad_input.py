@@ -378,6 +378,8 @@ def test_weights_that_give_nan_are_never_the_best(digits: Path, tmp_path: Path) 
     assert all(not math.isfinite(float(record["loss"])) for record in evaluations(tmp_path / "run"))
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-0000022" / "state.json").read_text())
     assert state["progress"]["best"] == {}
+    # Nothing of it takes the place of an earlier checkpoint before the end.
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0000022"]
 
 
 def huge(num_classes: int) -> torch.nn.Module:

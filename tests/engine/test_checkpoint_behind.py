@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from bed import arguments, evaluations, losses, noisy, train_here
+from bed import arguments, evaluations, losses, noisy, state_digest, train_here
 from torch import Tensor, nn
 
 from imagenet_cls.engine import saving
 from imagenet_cls.engine.checkpoint import Snapshot, list_checkpoints, read_checkpoint, step_of
-from imagenet_cls.errors import ResourceError
+from imagenet_cls.errors import NonFiniteError, ResourceError
 from imagenet_cls.report.log import close_log
 
 STEPS = 11
@@ -105,6 +105,25 @@ def test_an_error_surfaces_at_the_next_step(digits: Path, tmp_path: Path) -> Non
     assert reached == [] and saved(tmp_path) == []
 
 
+def spoil(network: nn.Module) -> None:
+    with torch.no_grad():
+        next(network.parameters()).fill_(torch.nan)
+
+
+def test_weights_that_turn_nan_push_out_no_checkpoint(digits: Path, tmp_path: Path) -> None:
+    """Neither by the saves behind them, nor when the run goes on, which begins from before them."""
+    words = words_for(digits, tmp_path / "run", train__epochs=2, train__max_nonfinite_steps=99)
+    EVENTS[10] = spoil
+    with pytest.raises(NonFiniteError, match="weights are NaN or infinite after step 22"):
+        train_here(words)
+    close_log()
+    assert saved(tmp_path / "run") == [4, 8]
+    EVENTS.clear()
+    train_here([*words, "--resume"])
+    train_here(words_for(digits, tmp_path / "whole", train__epochs=2, train__max_nonfinite_steps=99))
+    assert state_digest(tmp_path / "run") == state_digest(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_the_newest_and_the_best_stay_and_nothing_else(digits: Path, tmp_path: Path, keep_last: int) -> None:
     """From step 25 on the weights are worth nothing, so the best are old ones."""
@@ -123,7 +142,9 @@ def test_the_newest_and_the_best_stay_and_nothing_else(digits: Path, tmp_path: P
 def test_where_the_best_could_not_be_saved_the_best_before_it_stays(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The save of step 22, the best, fails; the one of step 11 is as good as it gets until there is a better one."""
+    """The save of step 22, the best, fails; the one of step 11 is as good as it gets until there is a better one, also
+    for the run that goes on.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def recover(network: nn.Module) -> None:
@@ -135,9 +156,12 @@ def test_where_the_best_could_not_be_saved_the_best_before_it_stays(
     EVENTS[23] = recover
     changes = {"checkpoint__keep_last": 1, "checkpoint__on_error": "continue", "ema__decay": "null"}
     try:
-        train_here(words_for(digits, tmp_path, train__epochs=3, **changes))
+        train_here(words_for(digits, tmp_path, train__epochs=3, train__max_steps=28, **changes))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert saved(tmp_path) == [11, 28]
+    EVENTS.update(dict.fromkeys(range(5), forget))
+    train_here([*words_for(digits, tmp_path, train__epochs=3, **changes), "--resume"])
     results = {record["step"]: record["top1_pct"] for record in evaluations(tmp_path)}
     assert results[22] > results[11] > results[33]
     assert saved(tmp_path) == [11, 33]

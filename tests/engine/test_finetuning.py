@@ -308,3 +308,19 @@ def test_a_run_hands_on_its_best_weights(digits: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weight, stored[kind][name]) for name, weight in weights_in(run).items())
     assert all(torch.equal(weight, stored["ema"][name]) for name, weight in weights_in(newest(run)).items())
     assert not all(torch.equal(weight, stored["raw"][name]) for name, weight in stored["ema"].items())
+
+
+def test_a_run_to_start_from_that_is_not_there_or_damaged_is_told(digits: Path, tmp_path: Path, call: Callable) -> None:
+    run = tmp_path / "run"
+    code, _, err = call(train_command, *arguments(digits, tmp_path / "next", model__checkpoint=run))
+    assert code == 4 and err.endswith(
+        f"no checkpoint '{run}': no such folder; check the path, or train that run first\n"
+    )
+    train_here(arguments(digits, run, train__max_steps=12, checkpoint__keep_last="null"))
+    damaged = newest(run)
+    (damaged / "model.safetensors").write_bytes(b"")
+    words = arguments(digits, tmp_path / "next", model__checkpoint=run, train__max_steps=1)
+    code, out, err = call(train_command, *words)
+    assert (
+        (code, err) == (0, "") and f"{damaged.name}" in out and f"starts from the weights of {run} (step 11, raw" in out
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forked, Strike
-from same_run import ACCUMULATION, SAVED_EVERY, STEPS, assert_same_run, resumed_at, words_for
+from same_run import ACCUMULATION, SAVED_EVERY, STEPS, assert_same_run, checkpoints, resumed_at, words_for
 
 IN_STEP_17 = 17 * ACCUMULATION
 # By point: the passing at which the rank dies, and the newest checkpoint that was begun before. Where that one was in
@@ -64,6 +64,25 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(
     step = resumed_at(output)
     assert step == begun if point in IN_ITS_PLACE else begun - SAVED_EVERY <= step <= begun
     assert_same_run(folder, undisturbed(ranks))
+
+
+def test_a_stop_at_the_end_of_an_epoch_and_kills_while_its_step_is_saved_again(
+    forked: Forked, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """The stop saves step 20 before it is evaluated. The run that goes on evaluates it and saves it once more, and is
+    killed there: what it told of the evaluation is told once in the end.
+    """
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    words = words_for(few_images(1), folder)
+    asked = Strike("after_optimizer_step", 20, 0, signal.SIGTERM)
+    assert forked.run(words, output, 1, [asked]) == [128 + signal.SIGTERM], output.read_text()
+    assert checkpoints(folder)[-1] == 20
+    for point in ("checkpoint_opened", "checkpoint_after_fsync", "checkpoint_after_rename"):
+        assert forked.run([*words, "--resume"], output, 1, [Strike(point, 1, 0)]) == [-signal.SIGKILL]
+    output.unlink()
+    assert forked.run([*words, "--resume"], output, 1) == [0], output.read_text()
+    assert resumed_at(output) == 20
+    assert_same_run(folder, undisturbed(1))
 
 
 def test_an_optimizer_that_keeps_its_step_count_in_its_groups(

@@ -157,7 +157,7 @@ def test_a_state_that_is_none_is_an_error_in_words(tmp_path: Path, text: str) ->
     (path / "state.json").write_text(text)
     (path / "manifest.json").unlink()
     _write_json(path / "manifest.json", _manifest(path))
-    with pytest.raises(CheckpointError, match="can't be read|written in another format"):
+    with pytest.raises(CheckpointError, match=r"can't be read|written in another format"):
         read_checkpoint(path)
 
 
