@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from imagenet_cls.config.schema import Config
+from imagenet_cls.optim.scaling import scaled_lr
 
 
 def an_optimizer(lr: float) -> torch.optim.Optimizer:
@@ -127,6 +128,21 @@ def test_rates_and_sides_of_ffcv(
     points = config.augment.progressive
     assert (points.epochs, points.sizes_px, points.multiple_px) == ([*ramp], [160, 192], 32)
     assert (config.eval.crop_px, config.eval.crop_pct, config.eval.flip_tta) == (256, 224 / 256, True)
+
+
+@pytest.mark.parametrize(
+    ("stem", "batch", "lr"),
+    [
+        ("deit_small_paper", 2048, 5e-4 * 2048 / 512),
+        ("deit_small_mmpretrain", 512, 5e-4 * 512 / 512),
+        ("deit3_small_paper", 1024, 4e-3),  # --unscale-lr
+        ("resnet50_nvidia_90e", 4096, 4.096),
+        ("efficientnet_b4_nvidia", 2048, 0.08),
+        ("resnet50_rsb_a2", 1024, 5e-3),  # its source states no rule
+    ],
+)
+def test_rates_follow_the_batch_where_the_source_says_so(stem: str, batch: int, lr: float) -> None:
+    assert scaled_lr(recipe(stem).optimizer, batch)[0] == pytest.approx(lr, rel=1e-12)
 
 
 def convnext_rate(step: int) -> float:
