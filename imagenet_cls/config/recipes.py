@@ -65,7 +65,7 @@ implementations:
 | their rates | schedulers and formulas of the sources' scripts | `tests/configs/test_configs_rates.py` |
 | their other settings | a table of every recipe, copied by hand | `tests/configs/published_settings.py` |
 
-Two recipes that were looked at have no config. MosaicML's baseline of ResNet-50 (90 epochs): no figure is claimed for it,
+Two published recipes have no config. MosaicML's baseline of ResNet-50 (90 epochs): no figure is claimed for it,
 so that nothing could be compared. timm's RegNetY-3.2GF with RandAugment (`regnety_032.ra_in1k`, 81.95 %): its settings
 are in a gist, not in timm's repository.
 """
