@@ -8,6 +8,7 @@ wrong with the name. Refuses to draw by keys: a policy draws while it is applied
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,17 @@ _LIMITS: dict[str, Range] = {
     "a": Range(0, 100),
 }
 _TIMM_HIGHEST = 10
+# The same for torchvision's keywords. Two bins are the least whose steps its posterize can divide by; a chain depth
+# below 1 is drawn for each image; from tiny alphas come NaN. `magnitude` is one of the bins.
+_TORCHVISION_LIMITS: dict[str, Range] = {
+    "num_ops": Range(1, 100),
+    "num_magnitude_bins": Range(2, 1000),
+    "severity": Range(1, 10),
+    "mixture_width": Range(1, 100),
+    "chain_depth": Range(-1, 100),
+    "alpha": Range(0.001, 1000),
+    "fill": Range(0, 255),
+}
 
 # Applications that a policy is tried with, and the side of their images at most.
 _TRIALS, _TRIAL_PX = 16, 224
@@ -185,7 +197,30 @@ def _check_torchvision(augment: AugmentConfig) -> list[Problem]:
         value = augment.policy_kwargs.get(kwarg, allowed[0])
         if value not in allowed:
             problems.append(Problem(f"augment.policy_kwargs.{kwarg}", f"{value!r} is not one of {', '.join(allowed)}"))
-    return problems
+    return problems + list(_wrong_torchvision_numbers(factory, augment.policy_kwargs))
+
+
+def _wrong_torchvision_numbers(factory: Callable[..., Any], kwargs: dict[str, Any]) -> Iterator[Problem]:
+    """torchvision looks at few of them: a magnitude of -3 is the third from above, and no operations are no policy."""
+    taken = signature(factory).parameters
+    limits = {kwarg: allowed for kwarg, allowed in _TORCHVISION_LIMITS.items() if kwarg in taken}
+    if "magnitude" in taken:
+        bins = kwargs.get("num_magnitude_bins", taken["num_magnitude_bins"].default)
+        known = _is_number(bins, whole=True) and bins in limits["num_magnitude_bins"]
+        limits["magnitude"] = Range(0, bins - 1) if known else Range()
+    for kwarg, allowed in limits.items():
+        value = kwargs.get(kwarg)
+        if kwarg not in kwargs or (kwarg == "fill" and value is None):
+            continue
+        whole = kwarg not in ("alpha", "fill")
+        numbers = value if kwarg == "fill" and isinstance(value, list) and len(value) == 3 else [value]
+        if not all(_is_number(number, whole) and number in allowed for number in numbers):
+            kind = "a whole number" if whole else "three numbers or one" if kwarg == "fill" else "a number"
+            yield Problem(f"augment.policy_kwargs.{kwarg}", f"{value!r} is out of range: {kind}, {allowed}")
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
 
 
 def _check_own(augment: AugmentConfig) -> list[Problem]:

@@ -228,9 +228,74 @@ def test_bad_arguments_are_told_by_their_key(name: str | None, kwargs: dict, key
     assert problem.key == f"augment.policy_kwargs{key}" and message in problem.message
 
 
+WHOLE_0_30 = "a whole number, 0 to 30"
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "key", "message"),
+    [
+        ("rand_augment", {"magnitude": -3}, "magnitude", f"-3 is out of range: {WHOLE_0_30}"),
+        ("rand_augment", {"magnitude": 31}, "magnitude", f"31 is out of range: {WHOLE_0_30}"),
+        ("rand_augment", {"magnitude": 99}, "magnitude", f"99 is out of range: {WHOLE_0_30}"),
+        ("rand_augment", {"magnitude": 9.5}, "magnitude", f"9.5 is out of range: {WHOLE_0_30}"),
+        ("rand_augment", {"magnitude": True}, "magnitude", f"True is out of range: {WHOLE_0_30}"),
+        ("rand_augment", {"magnitude": "9"}, "magnitude", f"'9' is out of range: {WHOLE_0_30}"),
+        ("rand_augment", {"magnitude": None}, "magnitude", f"None is out of range: {WHOLE_0_30}"),
+        ("rand_augment", {"magnitude": 10, "num_magnitude_bins": 10}, "magnitude", "a whole number, 0 to 9"),
+        ("rand_augment", {"num_ops": 0}, "num_ops", "0 is out of range: a whole number, 1 to 100"),
+        ("rand_augment", {"num_ops": 10**9}, "num_ops", "a whole number, 1 to 100"),
+        (
+            "rand_augment",
+            {"num_magnitude_bins": 0},
+            "num_magnitude_bins",
+            "0 is out of range: a whole number, 2 to 1,000",
+        ),
+        ("rand_augment", {"num_magnitude_bins": 1, "magnitude": 0}, "num_magnitude_bins", "1 is out of range"),
+        ("trivial_augment_wide", {"num_magnitude_bins": 10**12}, "num_magnitude_bins", "a whole number, 2 to 1,000"),
+        ("trivial_augment_wide", {"num_magnitude_bins": 1}, "num_magnitude_bins", "1 is out of range"),
+        ("trivial_augment_wide", {"magnitude": -3}, "magnitude", "unknown"),
+        ("aug_mix", {"alpha": -1}, "alpha", "-1 is out of range: a number, 0.001 to 1,000"),
+        ("aug_mix", {"alpha": 0}, "alpha", "0 is out of range"),
+        ("aug_mix", {"alpha": float("nan")}, "alpha", "nan is out of range"),
+        ("aug_mix", {"mixture_width": 0}, "mixture_width", "0 is out of range: a whole number, 1 to 100"),
+        ("aug_mix", {"chain_depth": 10**9}, "chain_depth", "a whole number, -1 to 100"),
+        ("aug_mix", {"severity": 0}, "severity", "0 is out of range: a whole number, 1 to 10"),
+        ("aug_mix", {"severity": 11}, "severity", "11 is out of range: a whole number, 1 to 10"),
+        ("auto_augment", {"fill": 256}, "fill", "256 is out of range: three numbers or one, 0 to 255"),
+        ("auto_augment", {"fill": [0, 0, -1]}, "fill", "[0, 0, -1] is out of range"),
+        ("auto_augment", {"fill": [0, 0]}, "fill", "[0, 0] is out of range"),
+    ],
+)
+def test_numbers_that_torchvision_would_take_for_something_else(
+    name: str, kwargs: dict, key: str, message: str
+) -> None:
+    (problem,) = check_policy(AugmentConfig(policy=f"torchvision:{name}", policy_kwargs=kwargs))
+    assert problem.key == f"augment.policy_kwargs.{key}" and message in problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("rand_augment", {"magnitude": 0, "num_ops": 1, "num_magnitude_bins": 2}),
+        ("rand_augment", {"magnitude": 30, "num_ops": 3}),
+        ("rand_augment", {"magnitude": 40, "num_magnitude_bins": 41, "fill": [124, 116, 104]}),
+        ("trivial_augment_wide", {"num_magnitude_bins": 2, "fill": 128}),
+        ("auto_augment", {"policy": "cifar10", "fill": None}),
+        ("aug_mix", {"severity": 10, "mixture_width": 1, "chain_depth": -1, "alpha": 0.001}),
+        ("aug_mix", {"severity": 1, "mixture_width": 5, "chain_depth": 4, "alpha": 1000, "all_ops": False}),
+    ],
+)
+def test_numbers_at_the_ends_of_torchvisions_ranges(image: Tensor, name: str, kwargs: dict) -> None:
+    augment = AugmentConfig(policy=f"torchvision:{name}", policy_kwargs=kwargs)
+    assert check_policy(augment) == []
+    policy = build_policy(augment, 32)
+    seed_generators(1)
+    assert policy is not None and any(not torch.equal(policy(image), image) for _ in range(20))
+
+
 def test_what_a_policy_refuses_is_told() -> None:
-    (problem,) = check_policy(AugmentConfig(policy="torchvision:rand_augment", policy_kwargs={"magnitude": 31}))
-    assert problem.key == "augment.policy" and "fails on an image: IndexError" in problem.message
+    (problem,) = check_policy(AugmentConfig(policy=OWN, policy_kwargs={"share": "much"}))
+    assert problem.key == "augment.policy" and "fails on an image: TypeError" in problem.message
     (problem,) = check_policy(AugmentConfig(policy="torchvision:aug_mix", interpolation="bicubic"))
     assert "say augment.policy_kwargs.interpolation: bilinear" in problem.message
 
