@@ -209,9 +209,9 @@ def _wrong_torchvision_numbers(factory: Callable[..., Any], kwargs: dict[str, An
         known = _is_number(bins, whole=True) and bins in limits["num_magnitude_bins"]
         limits["magnitude"] = Range(0, bins - 1) if known else Range()
     for kwarg, allowed in limits.items():
-        value = kwargs.get(kwarg)
-        if kwarg not in kwargs or (kwarg == "fill" and value is None):
+        if kwarg not in kwargs or (kwarg == "fill" and kwargs["fill"] is None):
             continue
+        value = kwargs[kwarg]
         whole = kwarg not in ("alpha", "fill")
         numbers = value if kwarg == "fill" and isinstance(value, list) and len(value) == 3 else [value]
         if not all(_is_number(number, whole) and number in allowed for number in numbers):
