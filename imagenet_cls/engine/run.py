@@ -27,7 +27,7 @@ from imagenet_cls.engine.state import Progress, give_optimizer
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, Stopped
-from imagenet_cls.models.freeze import set_training
+from imagenet_cls.models.freeze import is_still, set_training
 from imagenet_cls.models.weights import misfit
 from imagenet_cls.optim.build import state_names
 from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
@@ -266,7 +266,7 @@ def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[
         ("device", f"{device}, {precision[parts.evaluation.autocast_dtype]}"),
         ("ranks", f"{group.world_size} ({group.place.launcher})"),
         ("batch", batch),
-        ("BatchNorm sees", seen),
+        *([("BatchNorm sees", seen)] if is_still(parts.model, config.model) else []),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs} epochs)"),
         ("optimizer", f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}"),
         *recipe_rows(config),

@@ -209,7 +209,7 @@ def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_p
     [
         ("dist_train.sh", signal.SIGTERM, "rank 1"),
         ("dist_train.sh", signal.SIGUSR2, "the launcher"),
-        ("spawn", signal.SIGUSR2, "the launcher"),
+        pytest.param("spawn", signal.SIGUSR2, "the launcher", marks=pytest.mark.long),
         ("spawn", signal.SIGINT, "the launcher"),
     ],
 )
