@@ -172,8 +172,10 @@ def test_views_of_few_images_are_shown_in_tensorboard(
 ) -> None:
     """Three views of 16 images, of which one for each label is shown."""
     few = {"train__global_batch_size": 16, "train__max_steps": 1, "log__tensorboard": "true"}
-    train_here(arguments(digits, tmp_path / "run", loss__name="jsd", augment__splits=3, **few))
+    train_here(arguments(digits, tmp_path / "run", "noisy", loss__name="jsd", augment__splits=3, **few))
     assert re.search(r"BatchNorm sees +48 images at a time", capsys.readouterr().out)
+    train_here(arguments(digits, tmp_path / "plain", loss__name="jsd", augment__splits=3, **few))
+    assert "BatchNorm" not in capsys.readouterr().out  # there is none
 
 
 def test_never_mixed_is_mixing_that_is_off_from_the_start(digits: Path, tmp_path: Path) -> None:

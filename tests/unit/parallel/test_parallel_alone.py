@@ -116,7 +116,7 @@ def test_one_ctrl_c_that_arrives_twice_is_one_and_a_second_one_means_now() -> No
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # a terminal and a launcher both pass it on
         assert stop.agreed() == signal.SIGINT
-        time.sleep(0.35)
+        time.sleep(0.55)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
