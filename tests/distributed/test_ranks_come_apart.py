@@ -127,6 +127,7 @@ def drifting(**kwargs: Any) -> dict[str, Any]:
 CASES: dict[str, dict[str, Any]] = {
     "undisturbed": {},
     "one NaN": own_loss(rank=1, first_step=6, last_step=6),
+    "NaN in the last step": own_loss(rank=1, first_step=12, last_step=12),
     "NaN to the end": own_loss(rank=1, first_step=6, last_step=99) | {"train__max_nonfinite_steps": 3},
     "gradient to the end": own_loss(rank=1, first_step=2, last_step=99, gradient=True)
     | {"train__max_nonfinite_steps": 2, "train__micro_batch_size": 2},
@@ -194,12 +195,15 @@ def test_an_undisturbed_run_agrees_at_every_checkpoint(left: Path) -> None:
 
 
 def test_nan_on_one_rank_changes_the_weights_of_none(left: Path) -> None:
-    """The step before, the step, the step after. That ranks still agree, the checks before each checkpoint tell."""
-    assert end_of(left, "one NaN") == (0, [])
-    folder = left / "one NaN"
+    """That ranks still agree, the checks before each checkpoint tell. Such a step is saved only if it is the last."""
+    assert end_of(left, "one NaN") == end_of(left, "NaN in the last step") == (0, [])
+    folder, ended = left / "one NaN", left / "NaN in the last step"
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert saved(folder, 6, name) == saved(folder, 5, name) == saved(left / "undisturbed", 5, name)
-        assert saved(folder, 7, name) != saved(folder, 6, name) != saved(left / "undisturbed", 6, name)
+        assert saved(ended, 12, name) == saved(ended, 11, name) == saved(left / "undisturbed", 11, name)
+        assert saved(ended, 12, name) != saved(left / "undisturbed", 12, name)
+        assert saved(folder, 5, name) == saved(left / "undisturbed", 5, name) != saved(folder, 7, name)
+        assert saved(folder, 7, name) != saved(left / "undisturbed", 7, name)
+    assert not (folder / "checkpoints" / "step-0000006").exists()
     steps = records(folder, "train")
     assert [step["step"] for step in steps if step.get("skipped")] == [6] and len(steps) == 12
     (event,) = records(folder, "event")
