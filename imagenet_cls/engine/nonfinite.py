@@ -38,8 +38,9 @@ def refuse_nonfinite_weights(model: nn.Module, step: int, group: Group) -> None:
     """Raise NonFiniteError, on every rank alike, where a trained weight is NaN or infinite: no step can mend that, so
     such a state is not worth saving, and must not take the place of one that is.
     """
-    trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
-    if trained and not torch.nn.utils.get_total_norm(trained, torch.inf).isfinite():
+    # A sum is as finite as what it adds, and takes a tenth of the time of a norm on a CPU.
+    sums = [weight.detach().sum(dtype=torch.float32) for weight in model.parameters() if weight.requires_grad]
+    if sums and not torch.stack(sums).isfinite().all():
         error = NonFiniteError(
             f"weights are NaN or infinite after step {step}, by too large an update: this state is not saved.\n"
             "Lower optimizer.lr, warm up longer, or set train.clip_norm; a checkpoint from before is as it was."
