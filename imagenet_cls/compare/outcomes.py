@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from imagenet_cls.compare.ways import Way
-from imagenet_cls.engine.checkpoint import newest_in
+from imagenet_cls.engine.choice import newest_in
 from imagenet_cls.report.jsonl import read_metrics
 
 _WIDTH = 110  # of the notes, in characters; the table is about as wide

@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint, list_checkpoints, verified_files, write_checkpoint
+from imagenet_cls.engine.checkpoint import Snapshot, list_checkpoints, verified_files, write_checkpoint
+from imagenet_cls.engine.choice import find_checkpoint
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
 from imagenet_cls.lookup import is_factory_name

@@ -228,26 +228,6 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def newest_whole(folder: Path) -> tuple[Snapshot | None, list[str]]:
-    """The newest checkpoint that verifies, and a message for each newer one that did not.
-
-    (None, []) where there is no checkpoint at all. Raises CheckpointError where there are some and all are bad:
-    starting afresh in silence would lose the run.
-    """
-    damage: list[str] = []
-    for path in list_checkpoints(folder):
-        try:
-            return read_checkpoint(path), damage
-        except CheckpointError as error:
-            damage.append(str(error).splitlines()[0])
-    if damage:
-        raise CheckpointError(
-            f"{folder}: none of {len(damage)} checkpoints is whole; the newest: {damage[0]}\n"
-            "Restore one from elsewhere, or start anew with --overwrite (which removes this run)."
-        )
-    return None, []
-
-
 def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int], damaged: Collection[int] = ()) -> None:
     """Remove all but the newest `keep_last` checkpoints up to `step`, and those of `keep_steps` (the best ones).
 
@@ -268,54 +248,6 @@ def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int], 
             f"could not remove an old checkpoint from {folder}: {_reason(error)}\n"
             "Mend the folder, then go on with --resume."
         ) from error
-
-
-def newest_in(path: Path) -> tuple[Snapshot, list[str]]:
-    """What `--resume-from` means: that checkpoint, or of a run folder the newest whole one; and what was damaged.
-
-    Raises CheckpointError where there is none.
-    """
-    candidates = _candidates(path)
-    if candidates == [path]:
-        return read_checkpoint(path), []
-    snapshot, damage = newest_whole(candidates[0].parent)
-    assert snapshot is not None  # there are candidates
-    return snapshot, damage
-
-
-def find_checkpoint(path: Path) -> tuple[Snapshot, str | None, list[str]]:
-    """The checkpoint that a user means: one itself, or of a run folder the one with the best top-1.
-
-    Returns it verified; which of its weights are the best (`raw` or `ema`; None where one checkpoint was named, or none
-    was evaluated); and a line for each better one that is damaged. Raises CheckpointError where there is no whole one.
-    """
-    candidates = _candidates(path)
-    if candidates == [path]:
-        return read_checkpoint(path), None, []
-    newest, damage = newest_in(path)
-    best = newest.state["progress"]["best"]
-    kind = max(best, key=lambda name: best[name]["top1_pct"], default=None)
-    wanted = [candidate for candidate in candidates if kind is not None and step_of(candidate) == best[kind]["step"]]
-    if not wanted or wanted[0] == newest.path:
-        return newest, kind if wanted else None, damage
-    try:
-        return read_checkpoint(wanted[0]), kind, damage
-    except CheckpointError as error:
-        line = f"{str(error).splitlines()[0]}; using {newest.path} instead"
-        return newest, None, [*damage, line]
-
-
-def _candidates(path: Path) -> list[Path]:
-    """The checkpoint that `path` is, or those of the run folder that it is, newest first. Raises CheckpointError."""
-    if (path / "manifest.json").is_file():
-        return [path]
-    candidates = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not candidates:
-        raise CheckpointError(
-            f"{path}: neither a checkpoint (no manifest.json) nor a run folder with checkpoints.\n"
-            "Name a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder."
-        )
-    return candidates
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -20,7 +20,8 @@ from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
 from imagenet_cls.data.layout import is_image
 from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_num_classes, rank_devices
-from imagenet_cls.engine.checkpoint import Snapshot, config_of, find_checkpoint
+from imagenet_cls.engine.checkpoint import Snapshot, config_of
+from imagenet_cls.engine.choice import find_checkpoint
 from imagenet_cls.engine.differences import differences
 from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
 from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_in

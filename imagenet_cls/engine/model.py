@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
 from imagenet_cls.data import sizes_px
-from imagenet_cls.engine.checkpoint import Snapshot, find_checkpoint
+from imagenet_cls.engine.checkpoint import Snapshot
+from imagenet_cls.engine.choice import find_checkpoint
 from imagenet_cls.engine.fit import refuse_unfit, refuse_unusable
 from imagenet_cls.errors import CheckpointError, ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm

@@ -17,7 +17,8 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.agree import refuse_differing_code, refuse_differing_configs
 from imagenet_cls.engine.build import Parts, build, data_parallel_devices
 from imagenet_cls.engine.check import check, check_ranks
-from imagenet_cls.engine.checkpoint import Snapshot, checkpoint_path, list_checkpoints, newest_in, newest_whole
+from imagenet_cls.engine.checkpoint import Snapshot, checkpoint_path, list_checkpoints
+from imagenet_cls.engine.choice import newest_in, newest_whole
 from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.engine.resources import naming_what_gave_out
 from imagenet_cls.engine.resume import refuse_changes, versions

@@ -5,14 +5,10 @@ Owns what a checkpoint holds of a run, the thread that writes it, and what a sav
 which is `engine.checkpoint`'s. Called by `engine.run`, and by the loop.
 """
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
-from math import isfinite
-from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import Self
@@ -27,14 +23,14 @@ from imagenet_cls.engine.checkpoint import (
     prune,
     size_bytes,
     step_of,
-    verified_files,
     write_checkpoint,
 )
+from imagenet_cls.engine.choice import best_on_disk
 from imagenet_cls.engine.nonfinite import refuse_nonfinite_weights
 from imagenet_cls.engine.resume import versions
 from imagenet_cls.engine.runfolder import RunFolder
 from imagenet_cls.engine.state import Progress, host_copy, take_optimizer
-from imagenet_cls.errors import CheckpointError, UserError
+from imagenet_cls.errors import UserError
 from imagenet_cls.optim.build import state_copies
 from imagenet_cls.parallel.group import on_main
 from imagenet_cls.report.reporter import Reporter
@@ -149,24 +145,6 @@ class Saver:
             self.saved_best = best
         keep_last = self.parts.config.checkpoint.keep_last
         prune(self.folder.checkpoints, snapshot.state["step"], keep_last, best | self.saved_best, self.damaged)
-
-
-def best_on_disk(checkpoints: Path, progress: Progress) -> set[int]:
-    """Steps of the best checkpoints that there are: where the best one of all could not be saved, the next best one.
-
-    Those of later steps don't count: the run goes on from before them.
-    """
-    here = {step_of(path): path for path in list_checkpoints(checkpoints) if step_of(path) <= progress.step}
-    found = {entry["step"] for entry in progress.best.values()} & here.keys()
-    for kind in [kind for kind, entry in progress.best.items() if entry["step"] not in here]:
-        scores = {}
-        for step, path in here.items():
-            with suppress(CheckpointError, ValueError, KeyError, TypeError):
-                state = json.loads(verified_files(path, "state.json")["state.json"])["progress"]
-                if state["evaluated_step"] == step and isfinite(state["latest"][kind]["loss"]):
-                    scores[step] = state["latest"][kind]["top1_pct"]
-        found |= {max(scores, key=lambda step: scores[step])} if scores else set()
-    return found
 
 
 def take_snapshot(parts: Parts, progress: Progress, description: dict) -> Snapshot:

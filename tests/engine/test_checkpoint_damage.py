@@ -12,7 +12,8 @@ import pytest
 from bed import arguments, newest, state_digest, train_here
 
 from imagenet_cls.cli import train_command
-from imagenet_cls.engine.checkpoint import newest_whole, step_of
+from imagenet_cls.engine.checkpoint import step_of
+from imagenet_cls.engine.choice import newest_whole
 from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 

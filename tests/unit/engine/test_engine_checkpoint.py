@@ -19,15 +19,13 @@ from imagenet_cls.engine.checkpoint import (
     _manifest,
     _write_json,
     checkpoint_path,
-    find_checkpoint,
     list_checkpoints,
-    newest_in,
-    newest_whole,
     prune,
     read_checkpoint,
     step_of,
     write_checkpoint,
 )
+from imagenet_cls.engine.choice import find_checkpoint, newest_in, newest_whole
 from imagenet_cls.engine.state import Progress
 from imagenet_cls.errors import CheckpointError, ResourceError
 
