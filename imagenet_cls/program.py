@@ -59,6 +59,7 @@ def end(code: int) -> None:
     That frees what the kernel frees anyway, which takes two to four seconds with torch and timm: too long after a
     second Ctrl-C. Returns only under a debugger or a profiler, which has more to do.
     """
+    ignore_interrupts()
     if sys.gettrace() is not None or sys.getprofile() is not None:
         return
     # As the interpreter does: threads first, of which the idle ones of pools are told to end; then what is registered.
@@ -69,6 +70,16 @@ def end(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def ignore_interrupts() -> None:
+    """From here on Ctrl-C changes nothing: this process is on its way out, which takes a moment.
+
+    A terminal and a launcher may both pass a Ctrl-C on, and people press it again. Python hands signals to the main
+    thread only: from another one this does nothing.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def show(error: UserError, words: Sequence[str]) -> int:

@@ -76,7 +76,7 @@ class Behind:
 class Saver:
     """Saves a run into its folder. Rank 0 does; on the others `save` and `check` write nothing.
 
-    As a context manager it waits for what is in flight, whatever happened, except on the way out of a second Ctrl-C.
+    As a context manager it waits for what is in flight, whatever happened, except on the way out by a second Ctrl-C.
     """
 
     def __init__(self, parts: Parts, progress: Progress, folder: RunFolder, reporter: Reporter):

@@ -35,6 +35,7 @@ from imagenet_cls.parallel.meeting import (
     wait_for_machine,
 )
 from imagenet_cls.parallel.place import Place, address_towards, choose_interface, complete_master_address
+from imagenet_cls.program import ignore_interrupts
 
 T = TypeVar("T")
 
@@ -271,6 +272,7 @@ def leave(group: Group | None, code: int, together: bool) -> None:
     A rank that falls off the end of its script while gloo's threads still run aborts with exit code 134 now and then.
     So take the groups down, flush, and skip the interpreter's own clean-up.
     """
+    ignore_interrupts()
     heartbeat = None if group is None else group.heartbeat
     if group is not None and group.control is not None and together:
         if heartbeat is not None:

@@ -114,7 +114,10 @@ def _spawned(
     os.environ.update(env, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
     os.environ[ERROR_FILE_VARIABLE] = str(Path(folder) / f"{local_rank}.json")
     threading.Thread(target=_stop_with_launcher, daemon=True).start()
-    run_rank(argv)
+    try:
+        run_rank(argv)
+    except KeyboardInterrupt:  # where it begins and ends; torch would make 0 of it
+        os._exit(128 + signal.SIGINT)
 
 
 def _stop_with_launcher() -> None:

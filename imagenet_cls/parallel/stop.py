@@ -1,12 +1,14 @@
 """Stop requests: a signal on any rank becomes a decision of all ranks at the same step.
 
 A handler only sets a flag; nothing is saved inside one. After each step the flags of all ranks are reduced over the
-control group, asynchronously: the answer to step s is read at step s + 1, so no step waits for it. Called by
-`engine.train`.
+control group, asynchronously: the answer to step s is read at step s + 1, so no step waits for it. Only a second Ctrl-C
+waits for no step: the process is out within a second, whatever it is doing. Called by `engine.train`.
 """
 
 import contextlib
+import os
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Any
@@ -15,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from imagenet_cls.parallel.group import Group
+from imagenet_cls.program import ignore_interrupts
 
 # Two interrupts closer than this are one: a terminal and a launcher may both pass a single Ctrl-C on.
 _SECOND_CTRL_C_SEC = 0.5
 
+# How long the main thread may take to leave after the second one, before it is left behind.
+_WAY_OUT_SEC = 1.0
 
 # What asks for a stop. SIGUSR2 is SLURM's word before a time limit (`parallel.requeue`); SIGUSR1 is taken by nccl.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -28,25 +33,55 @@ class StopRequest:
     """Listens for the signals of `STOPPING` from `listen` to `close`. One for each run, in each rank's main thread.
 
     Where ranks got different ones, SIGTERM counts first, then SIGUSR2.
+
+    Python's handlers run between two of the main thread's instructions, which can be seconds apart: a backward, a wait
+    for another rank. So a thread reads signals as they arrive, from the pipe that Python's own C handler writes to, and
+    tells a second Ctrl-C from the first one passed on twice.
     """
 
     def __init__(self, group: Group):
         self.group = group
         self.signal = 0
-        self.first_at = 0.0
+        self.leaving = False
         self.pending: tuple[Any, torch.Tensor] | None = None
         self.previous: dict[int, Any] = {}
+        self.arrivals: int | None = None  # the pipe's end that is written to
 
     def listen(self) -> None:
+        """To be called, as `close`, in the main thread."""
         for number in STOPPING:
             self.previous[number] = signal.signal(number, self._note)
+        arrivals, self.arrivals = os.pipe()
+        os.set_blocking(self.arrivals, False)
+        signal.set_wakeup_fd(self.arrivals, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(arrivals,), name="signals", daemon=True).start()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A second Ctrl-C: out at once. torchrun passes the second one on as SIGTERM.
-        if self.signal == signal.SIGINT and time.monotonic() - self.first_at > _SECOND_CTRL_C_SEC:
+        if self.leaving:
+            ignore_interrupts()  # what cleans up on the way out is not to be interrupted in its turn
             raise KeyboardInterrupt
         if not self.signal:
-            self.signal, self.first_at = number, time.monotonic()
+            self.signal = number
+
+    def _watch(self, arrivals: int) -> None:
+        """In the thread: on a second Ctrl-C wake the main thread to leave, and where it does not, leave without it.
+
+        It can't where it is in a library's code, and Python swallows what is raised in a finalizer. As by a kill,
+        nothing is lost that was saved before.
+        """
+        first, first_at = 0, 0.0
+        while number := os.read(arrivals, 1)[0]:
+            if number not in STOPPING:
+                continue
+            if not first:
+                first, first_at = number, time.monotonic()
+            # torchrun passes the second one on as SIGTERM.
+            elif first == signal.SIGINT and time.monotonic() - first_at > _SECOND_CTRL_C_SEC:
+                self.leaving = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                time.sleep(_WAY_OUT_SEC)
+                os._exit(128 + signal.SIGINT)
+        os.close(arrivals)
 
     def agreed(self) -> int:
         """The signal that the run has to stop for, or 0; the same answer on every rank at the same step.
@@ -65,11 +100,16 @@ class StopRequest:
         return answer
 
     def close(self) -> None:
-        """Wait for the reduction in flight and give the signals back."""
+        """Wait for the reduction in flight and give the signals back; except to a process that is leaving."""
         if self.pending is not None:
             with contextlib.suppress(RuntimeError):  # a rank is gone: what is on its way up already says so
                 self.pending[0].wait()
             self.pending = None
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        self.previous.clear()
+        if self.arrivals is not None and not self.leaving:
+            signal.set_wakeup_fd(-1)
+            os.write(self.arrivals, b"\0")  # the thread's last: no signal has this number
+            os.close(self.arrivals)
+            self.arrivals = None
+            for number, handler in self.previous.items():
+                signal.signal(number, handler)
+            self.previous.clear()

@@ -7,8 +7,9 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel.ending import (
@@ -31,8 +32,7 @@ def run_torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
     """
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.elastic.multiprocessing import SignalException, api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -43,7 +43,8 @@ def run_torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(PATIENCE_WITH_STOP_SEC))
     # What the other ranks are granted once one has failed. There is no option for it, only this default, of 30 s: too
     # long for ranks that wait for one that is gone.
-    PContext.close.__defaults__ = (None, int(2 * PATIENCE_AFTER_FAILURE_SEC))
+    api.PContext.close.__defaults__ = (None, int(2 * PATIENCE_AFTER_FAILURE_SEC))
+    api._terminate_process_handler = _raise_twice(SignalException)  # type: ignore[assignment]
     passed_on = "SIGTERM,SIGINT,SIGQUIT,SIGUSR2"
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup torchrun would listen to it all the same
         passed_on += ",SIGHUP"
@@ -67,6 +68,21 @@ def run_torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
                 f"could not start {ranks.gpus} ranks ({' '.join(meeting)}): {reason}\n"
                 "Check the address, the port and the limits, and that every machine was started."
             ) from error
+
+
+def _raise_twice(exception: Callable[[str, signal.Signals], Exception]) -> Callable[[int, FrameType | None], None]:
+    """In place of torch's handler of signals, which raises for each: once to stop, and once more not to wait for it.
+
+    A third would interrupt what cleans up after those. Ranks hear all of them by themselves.
+    """
+    heard: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if len(heard) <= 2:
+            raise exception(f"got signal {number}", signal.Signals(number))
+
+    return handle
 
 
 def _meeting_words(ranks: Ranks) -> list[str]:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -109,16 +111,43 @@ def test_a_signal_becomes_a_request_and_handlers_are_given_back(number: signal.S
     assert [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)] == before
 
 
-def test_one_ctrl_c_that_arrives_twice_is_one_and_a_second_one_means_now() -> None:
-    stop = StopRequest(ALONE)
+LISTENING = """
+import hashlib, signal, time, torch
+from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.stop import StopRequest
+from imagenet_cls.program import main
+
+def command(words):
+    stop = StopRequest(Group(Place(), torch.device("cpu")))
     stop.listen()
     try:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # a terminal and a launcher both pass it on
-        assert stop.agreed() == signal.SIGINT
-        time.sleep(0.55)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
+        print("listening", flush=True)
+        {busy}
     finally:
         stop.close()
+        time.sleep(0.3)
+        print("cleaned up", flush=True)
+
+main(command)
+"""
+# A second in Python, and many in C, where no handler runs.
+BUSY = {"python": "[time.sleep(0.01) for _ in range(2000)]", "C": "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"}
+
+
+@pytest.mark.parametrize("language", BUSY)
+def test_a_second_ctrl_c_means_now_and_a_third_changes_nothing(language: str) -> None:
+    """One that arrives twice, since a terminal and a launcher both pass it on, is one."""
+    program = [sys.executable, "-c", LISTENING.format(busy=BUSY[language])]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "listening\n"
+        for pause_sec in (0.1, 0.7):
+            process.send_signal(signal.SIGINT)
+            time.sleep(pause_sec)
+            assert process.poll() is None
+        for _ in range(60):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.005)
+        process.wait(timeout=2)
+        assert (process.returncode, process.stderr and process.stderr.read()) == (130, "")
+        assert process.stdout.read() == ("cleaned up\n" if language == "python" else "")
