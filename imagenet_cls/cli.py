@@ -22,13 +22,11 @@ from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.errors import UsageError
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.place import Place
-from imagenet_cls.program import main, positive
+from imagenet_cls.program import positive
 from imagenet_cls.ranks import RankCommand, add_rank_options, check_names, run_command
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.group import Group
-
-__all__ = ["main", "predict_command", "test_command", "train_command"]
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ Refuses to know any command. Called by the entries in `tools/`, and by `cli`, `r
 import argparse
 import atexit
 import contextlib
+import importlib
 import io
 import os
 import signal
@@ -14,12 +15,24 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
-from imagenet_cls.errors import UserError
+from imagenet_cls.errors import UsageError, UserError
+
+Command = Callable[[Sequence[str]], int | None]
+
+# The libraries of setup.cfg, by the names that they are imported by.
+LIBRARIES = (
+    "torch", "torchvision", "timm", "omegaconf", "tensorboard", "safetensors", "rich", "matplotlib", "sklearn", "numpy",
+    "PIL", "yaml",
+)  # fmt: skip
+_HOW_TO_INSTALL = "Run `bash scripts/setup.sh`, which makes .venv, and then `source .venv/bin/activate`."
 
 
-def main(command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
+def main(command: Command | str, argv: Sequence[str] | None = None) -> int:
     """Run a command and turn what it raises into an exit code and a few lines on stderr.
+
+    command: or its name, `module:function`; then that is so for what importing it raises, too.
 
     Without `argv` it is this process's own command, as in the entries in tools/, and the process ends here (`end`).
     """
@@ -40,10 +53,17 @@ def open_streams() -> None:
             stream.reconfigure(errors="surrogateescape")  # file names need not be valid text
 
 
-def exit_code_of(command: Callable[[Sequence[str]], int | None], words: list[str]) -> int:
+def exit_code_of(command: Command | str, words: list[str]) -> int:
     """Run a command, show what a user has caused, and return the exit code. What only a bug can raise goes through."""
     try:
+        if isinstance(command, str):
+            module, _, name = command.partition(":")
+            command = cast(Command, getattr(importlib.import_module(module), name))
         return command(words) or 0
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in LIBRARIES:
+            raise
+        return show(UsageError(f"{error.name} is not installed for {sys.executable}.\n{_HOW_TO_INSTALL}"), words)
     except UserError as error:
         return show(error, words)
     except KeyboardInterrupt:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.engine.averaging import RULES, average_checkpoints, choose
 from imagenet_cls.errors import UsageError
 from imagenet_cls.program import main, positive
 
 
 def parser() -> argparse.ArgumentParser:
+    from imagenet_cls.engine.averaging import RULES
+
     made = argparse.ArgumentParser(
         prog="average_checkpoints.py",
         description="Average the weights of checkpoints into one that test.py and predict.py take.",
@@ -30,6 +31,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def average_command(argv: Sequence[str]) -> None:
+    from imagenet_cls.engine.averaging import RULES, average_checkpoints, choose
+
     arguments = parser().parse_args(argv)
     paths: list[Path] = arguments.paths
     for rule in RULES:

@@ -4,19 +4,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.config.load import Loaded, load_config
-from imagenet_cls.parallel.place import Place
 from imagenet_cls.program import main
-from imagenet_cls.ranks import RankCommand, add_rank_options, run_command
+
+if TYPE_CHECKING:
+    from imagenet_cls.config.load import Loaded
+    from imagenet_cls.parallel.place import Place
 
 # A check need not wait as long as a run may.
 LONGEST_WAIT_SEC = 60.0
 
 
 def parser() -> argparse.ArgumentParser:
+    from imagenet_cls.ranks import add_rank_options
+
     made = argparse.ArgumentParser(
         prog="check_dist.py",
         usage="check_dist.py [key=value ...] [options]",
@@ -28,11 +32,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def load(arguments: argparse.Namespace) -> Loaded:
+def load(arguments: argparse.Namespace) -> "Loaded":
+    from imagenet_cls.config.load import load_config
+
     return load_config(None, arguments.words)
 
 
-def check_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, groups: list) -> None:
+def check_here(arguments: argparse.Namespace, loaded: "Loaded", place: "Place", groups: list) -> None:
     """One rank's part. The ranks meet over gloo first, which can say what is wrong; see `check_ranks`."""
     from imagenet_cls.parallel.check_dist import check_ranks
     from imagenet_cls.parallel.group import choose_device, start_group
@@ -45,6 +51,8 @@ def check_here(arguments: argparse.Namespace, loaded: Loaded, place: Place, grou
 
 
 def check_command(argv: Sequence[str]) -> int:
+    from imagenet_cls.ranks import RankCommand, run_command
+
     # Nothing is trained, so there is nothing more to check before ranks are started.
     return run_command(RankCommand("check_dist.py", parser, load, no_check, check_here, no_check), argv)
 

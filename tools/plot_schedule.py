@@ -6,7 +6,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from imagenet_cls.program import main
-from imagenet_cls.schedule_plot import plot_schedule_command
 
 if __name__ == "__main__":
-    sys.exit(main(plot_schedule_command))
+    sys.exit(main("imagenet_cls.schedule_plot:plot_schedule_command"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.data.prepare import prepare_main
+from imagenet_cls.program import main
 
 if __name__ == "__main__":
-    sys.exit(prepare_main(sys.argv[1:]))
+    sys.exit(main("imagenet_cls.data.prepare:prepare_main"))
