@@ -150,7 +150,8 @@ def train(order: dict[str, Any], rank: int, shared: dict[str, str]) -> int:
     os.environ |= order["env"]
     if order["ranks"] > 1:
         os.environ |= shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    from imagenet_cls.cli import main, train_command
+    from imagenet_cls.cli import train_command
+    from imagenet_cls.program import main
 
     for strike in order["strikes"]:
         if strike["rank"] == rank:
