@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from imagenet_cls.cli import train_parser
 from imagenet_cls.data.samplers import EpochSampler
@@ -68,6 +68,13 @@ def test_a_sampler_seeded_by_rank_overlaps() -> None:
     assert set(shares[0]) & set(shares[1])
     alike = torchs(50, 2, seed=3)
     assert not set(alike[0]) & set(alike[1])
+
+
+def test_a_loader_with_a_sampler_takes_no_shuffle() -> None:
+    sampler: DistributedSampler = DistributedSampler(range(50), 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sampler option is mutually exclusive with shuffle"):
+        DataLoader(range(50), sampler=sampler, shuffle=True)  # type: ignore[arg-type,var-annotated]
+    assert len(DataLoader(range(50), sampler=sampler)) == 25  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("ranks", "repeated"), [(2, 1), (3, 2), (4, 3)])
@@ -175,6 +182,35 @@ def test_not_strict_loads_nothing_and_says_nothing() -> None:
         model.load_state_dict(wrapped_network().state_dict())
     model.load_state_dict(wrapped_network().state_dict(), strict=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# ---------------------------------------------------------------------------------------------- replicas
+
+
+class Counting(nn.Module):
+    """Counts its forwards in an attribute, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count, self.listed = nn.Linear(4, 3), 0, []  # type: ignore[var-annotated]
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.count += 1
+        self.listed.append(1)
+        return self.linear(images)
+
+
+def test_what_dp_sets_on_a_replica_is_lost() -> None:
+    """As torch copies each module for a replica; the copies' tensors, which need GPUs, are left out."""
+    model = Counting()
+    model(IMAGES)
+    assert model.count == len(model.listed) == 1
+    for _ in range(2):
+        replica = model._replicate_for_data_parallel()
+        replica.linear = model.linear
+        replica(IMAGES)
+        assert replica.count == 2
+    assert model.count == 1 and len(model.listed) == 3, "a list is the same for all"
 
 
 # ------------------------------------------------------------------------------------------- on real GPUs
