@@ -71,10 +71,11 @@ are in a gist, not in timm's repository.
 """
 
 NOTES_INTRODUCTION = """\
-## What deviates, and what is uncertain
+## What deviates, what is left out, and what is uncertain
 
-`deviates`: settings of the source that no key expresses, and what happens instead. `uncertain`: what the source does
-not say for sure, or what is written from memory of it. The others are believed to have every setting of their source.
+`deviates`: settings of the source that no key expresses, and what happens instead. `left out`: what the source's script
+does besides, and the keys that add it. `uncertain`: what the source does not say for sure, or what is written from
+memory of it. The others are believed to have every setting of their source.
 For all of them: what is random is drawn by keys of our own; an epoch ends with its last whole batch, where
 torchvision's script makes a step of what is left; `train.precision` is `auto`, whatever the source computed in; and
 torchvision's averages copy the weights while its rate warms up, where here what was there at the start fades.

@@ -433,7 +433,7 @@ class ExpectConfig:
     # On what the source trained, and for how long.
     hardware: str | None = None
     # Of a run of this project: hardware, seed, date and duration. Of the settings: `deviates:` and what could not be
-    # expressed, `uncertain:` and what the source does not say for sure.
+    # expressed, `left out:` and what could, `uncertain:` and what the source does not say for sure.
     note: str | None = None
 
 
