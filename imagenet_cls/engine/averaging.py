@@ -63,8 +63,8 @@ def average_checkpoints(paths: Sequence[Path], out: Path, kind: str = "raw") -> 
 
     paths: checkpoint folders, or run folders, which stand for their best one. kind: `raw` or `ema`. out: a new folder
     for one checkpoint; or a new `.safetensors` file for weights alone, which may come from foreign files, too (kind
-    does not matter to those). Raises CheckpointError where they are damaged or do not belong together, UsageError for
-    fewer than two and for a place that is taken.
+    matters to those that hold both). Raises CheckpointError where they are damaged or do not belong together,
+    UsageError for fewer than two and for a place that is taken.
     """
     if len(paths) < 2:
         ways = ", ".join(f"--{rule} N" for rule in RULES)
@@ -88,7 +88,7 @@ def _write_weights(paths: Sequence[Path], out: Path, kind: str) -> Path:
             average.add(path, _weights(snapshot, kind))
             last = snapshot
         else:
-            average.add(path, read_weights(path))
+            average.add(path, read_weights(path, averaged=kind == "ema"))
     with _writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         save_file(average.result(), out)

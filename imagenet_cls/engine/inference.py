@@ -24,7 +24,7 @@ from imagenet_cls.engine.checkpoint import Snapshot, config_of
 from imagenet_cls.engine.choice import find_checkpoint
 from imagenet_cls.engine.differences import differences
 from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
-from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_in
+from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_and_origin
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError
 from imagenet_cls.lookup import import_from_here
@@ -165,14 +165,15 @@ def load_any_weights(
     path = checkpoint or (Path(config.model.checkpoint) if config.model.checkpoint else None)
     count = choose_num_classes(config.model.num_classes, num_classes)
     model = build_model(replace(config.model, pretrained=path is None), count)
-    origin = f"published weights of {config.model.name}"
+    origin, damage = f"published weights of {config.model.name}", []
     if path is not None:
         # A head that is drawn anew is a start for training, but what it names is chance.
         with nullcontext() if checkpoint is not None else naming_the_key("model.checkpoint"):
-            origin = f"{path}: {load_weights(model, weights_in(path), count, head_may_differ=False)}"
+            weights, origin, damage = weights_and_origin(path)
+            origin += f": {load_weights(model, weights, count, head_may_differ=False)}"
     mean, std = choose_mean_std(config, model)
     bare = replace(config.model, pretrained=False, checkpoint=None)
-    return Weights({"raw": model}, bare, config.imports, count, None, mean, std, origin, [])
+    return Weights({"raw": model}, bare, config.imports, count, None, mean, std, origin, damage)
 
 
 def _models_of(snapshot: Snapshot, config: Config, trusted: Collection[str]) -> dict[str, nn.Module]:

@@ -22,7 +22,7 @@ from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
 from imagenet_cls.models.build import build_model, model_mean_std, origin_of_weights
 from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
-from imagenet_cls.models.weights import load_weights, naming_the_key, read_weights
+from imagenet_cls.models.weights import load_weights, naming_the_key, read_weights, read_weights_and_origin
 from imagenet_cls.parallel.group import Group, on_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -112,11 +112,14 @@ def weights_in(path: Path) -> dict[str, Tensor]:
 
 
 def weights_and_origin(path: Path) -> tuple[dict[str, Tensor], str, list[str]]:
-    """As `weights_in`; where they lay, with step and kind if in a checkpoint; a line for each better one, damaged."""
+    """As `weights_in`; where they lay, with step and kind if in a checkpoint; a line for each better one, damaged.
+
+    Of a file with trained weights and their moving average, the average, as `best_weights` of ours; the origin says so.
+    """
     if not path.suffix and not path.exists():
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such folder; check the path, or train that run first")
     if not path.is_dir():
-        return read_weights(path), str(path), []
+        return *read_weights_and_origin(path), []
     snapshot, kind, damage = find_checkpoint(path)
     chosen = "raw" if kind == "raw" or snapshot.ema is None else "ema"
     origin = f"{path} (step {snapshot.state['progress']['step']}, {chosen}{', its best' if kind else ''})"

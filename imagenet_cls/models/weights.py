@@ -1,15 +1,16 @@
 """Weights of any origin, into a model.
 
-Owns reading a checkpoint file into a plain state dict (`read_weights`) and fitting it to a model (`load_weights`).
+Owns reading a checkpoint file into a plain state dict (`read_weights`), the choice between trained weights and their
+moving average where it holds both, and fitting to a model (`load_weights`).
 Refuses, without executing anything, pickles that hold more than tensors and plain values; refuses whatever is not a
 whole checkpoint, and weights that do not fit but for a head of another size and position embeddings of another grid;
 in one wording for all (`misfit`). Our own checkpoint folders are `engine.checkpoint`'s. Called by `engine.model`,
 `engine.inference`, `engine.averaging` and `engine.run`.
 
 Formats, told by content and not by suffix: safetensors, and torch pickles as written by timm (`state_dict`),
-torchvision's reference scripts (`model`), pytorch/examples (`state_dict`), or a bare state dict; from a model that was
-wrapped by DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any
-order.
+torchvision's reference scripts (`model`), pytorch/examples (`state_dict`), or a bare state dict; with a moving average
+beside it as in timm's files (`state_dict_ema`) or torchvision's and DeiT's (`model_ema`); from a model that was wrapped
+by DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order.
 """
 
 import argparse
@@ -30,8 +31,9 @@ from imagenet_cls.models.build import head_names
 from imagenet_cls.models.pickles import foreign_global
 from imagenet_cls.models.resize import resize_weights
 
-# Where the libraries put the state dict inside a checkpoint, in order of preference.
+# Where the libraries put a state dict inside a checkpoint, in order of preference: trained weights, and their average.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
+AVERAGE_KEYS = ("state_dict_ema", "model_ema")
 
 
 @contextmanager
@@ -43,19 +45,26 @@ def naming_the_key(key: str) -> Iterator[None]:
         raise CheckpointError(f"{key}: {error}") from error
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path, averaged: bool = True) -> dict[str, Tensor]:
     """The weights in a file, by parameter name, on the CPU, without wrappers' prefixes.
 
-    path: a safetensors file, or one that `torch.save` wrote. Raises CheckpointError (at most three lines) for
-    anything that is missing, truncated, not a checkpoint, or unsafe to load.
+    path: a safetensors file, or one that `torch.save` wrote. averaged: where it holds a moving average beside the
+    trained weights, take the average, as timm's `create_model(checkpoint_path=)` does; false: the trained weights. A
+    file with one of the two gives that one. Raises CheckpointError (at most three lines) for anything that is missing,
+    truncated, not a checkpoint, or unsafe to load.
     """
+    return read_weights_and_origin(path, averaged)[0]
+
+
+def read_weights_and_origin(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], str]:
+    """As `read_weights`, and what to call them in a message: the file, and where it holds a moving average, by their
+    keys, which set was taken and which was left."""
     if not path.is_file():
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such file; check the path")
     if _is_safetensors(path):
-        state: Any = _read_safetensors(path)
-    else:
-        state = _find_state_dict(_read_pickle(path), path)
-    return _strip_prefixes(state)
+        return _strip_prefixes(_read_safetensors(path)), str(path)
+    state, chosen = _find_state_dict(_read_pickle(path), path, averaged)
+    return state, f"{path}{chosen}"
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -118,20 +127,46 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:120]}{'...' if len(text) > 120 else ''}"
 
 
-def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """The state dict in a checkpoint: the content itself, or under one of the keys that the libraries use."""
+def _find_state_dict(content: Any, path: Path, averaged: bool) -> tuple[dict[str, Tensor], str]:
+    """The state dict in a checkpoint, the content itself or under one of the keys that the libraries use, without
+    prefixes; and what `_choose` says of the choice."""
     if isinstance(content, Mapping):
-        nested = [content[key] for key in NESTED_KEYS if isinstance(content.get(key), Mapping)]
-        for candidate in [*nested, content]:
-            tensors = {str(name): value for name, value in candidate.items() if isinstance(value, Tensor)}
-            # A checkpoint's own top level may hold a lone tensor (pytorch/examples' best_acc1), which is no model.
-            if tensors and (candidate is not content or len(tensors) * 2 > len(content)):
-                return tensors
+        nested = {key: _tensors_in(content.get(key)) for key in (*NESTED_KEYS, *AVERAGE_KEYS)}
+        if any(nested.values()):
+            return _choose({key: _strip_prefixes(state) for key, state in nested.items() if state}, averaged)
+        # A checkpoint's own top level may hold a lone tensor (pytorch/examples' best_acc1), which is no model.
+        if len(state := _tensors_in(content)) * 2 > len(content):
+            return _strip_prefixes(state), ""
     keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
         f"{str(path)!r} holds no weights: found {keys or 'nothing'}\n"
-        f"expected a state dict, bare or under one of {', '.join(NESTED_KEYS)}"
+        f"expected a state dict, bare or under one of {', '.join((*NESTED_KEYS, *AVERAGE_KEYS))}"
     )
+
+
+def _choose(nested: Mapping[str, dict[str, Tensor]], averaged: bool) -> tuple[dict[str, Tensor], str]:
+    """One of the state dicts found under NESTED_KEYS and AVERAGE_KEYS, in this order; and a clause to put behind the
+    file's name.
+
+    An average of other names than the trained weights have is some library's own record, or lacks a part: not taken.
+    """
+    trained = next(iter(nested))  # they come in the order of preference, averages last
+    average = next((key for key in AVERAGE_KEYS if key in nested), None)
+    if average is None:
+        return nested[trained], ""
+    if average == trained:
+        return nested[average], f" (its average {average})"
+    if nested[average].keys() != nested[trained].keys():
+        return nested[trained], f" ({trained}; its average {average} has other names and is left)"
+    if averaged:
+        return nested[average], f" (its average {average}; {trained} is left)"
+    return nested[trained], f" ({trained}; its average {average} is left)"
+
+
+def _tensors_in(content: Any) -> dict[str, Tensor]:
+    if not isinstance(content, Mapping):
+        return {}
+    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
 def _strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:

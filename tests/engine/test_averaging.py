@@ -227,7 +227,9 @@ def test_weights_alone_from_anywhere(run: Path, digits: Path, tmp_path: Path, ca
     """Foreign files and checkpoints together, into one file that test.py takes."""
     first, second = checkpoints(run)[:2]
     state = load_file(first / "model.safetensors")
-    torch.save({"state_dict": {f"module.{key}": value for key, value in state.items()}}, tmp_path / "a.pth")
+    average = {key: value + 1 for key, value in state.items()}  # `--weights raw` does not want it
+    trained = {f"module.{key}": value for key, value in state.items()}
+    torch.save({"state_dict": trained, "state_dict_ema": average}, tmp_path / "a.pth")
     save_file(load_file(second / "model.safetensors"), tmp_path / "b.safetensors")
     out = tmp_path / "new" / "soup.safetensors"
     code, _, err = call(average_command, tmp_path / "a.pth", tmp_path / "b.safetensors", newest(run), "--out", out)

@@ -4,8 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from bed import arguments, newest, state_digest, train_here
 
+from imagenet_cls.config.schema import Config, ModelConfig
+from imagenet_cls.engine.inference import load_any_weights
+from imagenet_cls.engine.model import build_weights
 from imagenet_cls.errors import UsageError
 
 
@@ -59,3 +64,21 @@ def test_weights_that_overwrite_leaves_alone_may_lie_in_the_run_folder(
     words = arguments(digits, folder, train__max_steps=1, **{"model.checkpoint": kept})
     train_here([*words, "--overwrite"])
     assert kept.exists() and newest(folder).name == "step-0000001"
+
+
+def test_a_files_moving_average_is_taken_and_the_message_says_so(tmp_path: Path) -> None:
+    trained = timm.create_model("test_resnet", num_classes=10).state_dict()
+    average = {name: value + 1 for name, value in trained.items()}
+    path = tmp_path / "last.pth.tar"
+    torch.save({"state_dict": trained, "state_dict_ema": average}, path)
+    config = ModelConfig(name="test_resnet", num_classes=10, checkpoint=str(path))
+    told = f"{path} (its average state_dict_ema; state_dict is left): loaded {len(average)} tensors"
+
+    messages: list[str] = []
+    started = build_weights(config, 10, 0, messages)
+    assert messages == [f"starts from the weights of {told}"]
+    by_key = load_any_weights(Config(model=config), None, 10)
+    by_path = load_any_weights(Config(model=config), path, 10)
+    assert by_key.origin == by_path.origin == told
+    for model in (started, by_key.models["raw"], by_path.models["raw"]):
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in average.items())

@@ -13,10 +13,10 @@ import timm
 import torch
 import torchvision
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.weights import load_weights, read_weights
+from imagenet_cls.models.weights import load_weights, read_weights, read_weights_and_origin
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +80,58 @@ def test_real_wrappers_and_the_old_file_format(net: nn.Module, tmp_path: Path) -
     assert same(read_weights(tmp_path / "compiled.pt"), net.state_dict())
 
 
-def test_of_a_checkpoint_with_an_average_the_trained_weights_are_taken(net: nn.Module, tmp_path: Path) -> None:
-    average = copy.deepcopy(net)
+def averaged_like_torchvision(net: nn.Module) -> nn.Module:
+    """What its reference script calls ExponentialMovingAverage, after an update with weights of other values."""
+    average = AveragedModel(copy.deepcopy(net), avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
+    other = copy.deepcopy(net)
     with torch.no_grad():
-        average.fc.bias.add_(1)
-    torch.save({"state_dict_ema": average.state_dict(), "state_dict": net.state_dict()}, tmp_path / "timm.pth.tar")
-    torch.save({"model_ema": AveragedModel(average).state_dict(), "model": net.state_dict()}, tmp_path / "tv.pth")
-    for file in ("timm.pth.tar", "tv.pth"):
-        assert same(read_weights(tmp_path / file), net.state_dict())
+        for parameter in other.parameters():
+            parameter.add_(1)
+    for _ in range(2):  # the first one copies
+        average.update_parameters(other)
+        average.module.fc.bias.data.sub_(0.25)
+    return average
+
+
+def test_of_a_checkpoint_with_an_average_the_average_is_taken(net: nn.Module, tmp_path: Path) -> None:
+    """In timm's form also as timm reads it."""
+    average = averaged_like_torchvision(net)
+    state = average.module.state_dict()
+    assert not same(state, net.state_dict())
+    wrapped = collections.OrderedDict((f"module.{key}", value) for key, value in net.state_dict().items())
+    compiled = {f"_orig_mod.{key}": value for key, value in wrapped.items()}
+    for name, content in {
+        "timm.pth.tar": {"state_dict": wrapped, "state_dict_ema": state},
+        "vision.pth": {"model": net.state_dict(), "model_ema": average.state_dict()},
+        "compiled.pth": {"model": compiled, "model_ema": state},
+    }.items():
+        left, taken = content
+        path = tmp_path / name
+        torch.save({"epoch": 3, **content}, path)
+        weights, origin = read_weights_and_origin(path)
+        assert same(weights, state) and same(read_weights(path), state), name
+        assert origin == f"{path} (its average {taken}; {left} is left)"
+        weights, origin = read_weights_and_origin(path, averaged=False)
+        assert same(weights, net.state_dict()), name
+        assert origin == f"{path} ({left}; its average {taken} is left)"
+    theirs = timm.create_model("test_resnet", num_classes=10, checkpoint_path=tmp_path / "timm.pth.tar")
+    assert same(theirs.state_dict(), state)
+
+
+def test_an_average_alone_and_what_only_looks_like_one(net: nn.Module, tmp_path: Path) -> None:
+    state, path = net.state_dict(), tmp_path / "weights.pth"
+    torch.save({"model_ema": state, "epoch": 3}, path)
+    for averaged in (True, False):
+        weights, origin = read_weights_and_origin(path, averaged)
+        assert same(weights, state) and origin == f"{path} (its average model_ema)"
+    for absent in (None, {}, {"decay": 0.99, "shadow": dict(state)}):
+        torch.save({"state_dict": state, "state_dict_ema": absent}, path)
+        weights, origin = read_weights_and_origin(path)
+        assert same(weights, state) and origin == str(path)
+    parameters = {name: parameter + 1 for name, parameter in net.named_parameters()}  # BatchNorm's buffers lack
+    torch.save({"model": state, "model_ema": parameters}, path)
+    weights, origin = read_weights_and_origin(path)
+    assert same(weights, state) and origin == f"{path} (model; its average model_ema has other names and is left)"
 
 
 def test_safetensors(net: nn.Module, tmp_path: Path) -> None:
