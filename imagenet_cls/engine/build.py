@@ -1,7 +1,7 @@
-"""Config -> parts: the only module that sees every section.
+"""Config -> parts: each part is handed its own section.
 
-`build` makes the parts that `engine.train` runs. Each part is handed its own section. (`engine.check` asks the parts
-beforehand whether their sections are good.)
+`build` makes the parts that `engine.train` runs. (`engine.check` asks the parts beforehand whether their sections are
+good.)
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,7 @@
 """Stop requests: a signal on any rank becomes a decision of all ranks at the same step.
 
 A handler only sets a flag; nothing is saved inside one. After each step the flags of all ranks are reduced over the
-control group, asynchronously: the answer to step s is read at step s + 1, so no step waits for it. Only a second Ctrl-C
+control group, asynchronously: step s + 1 waits for the answer to step s, which has mostly come by then. A second Ctrl-C
 waits for no step: the process is out within a second, whatever it is doing. Called by `engine.train`.
 """
 
