@@ -1,8 +1,8 @@
 """Ranges of single keys, and then the rules across keys: the second half of stage 1.
 
-Owns what each key may be by itself; what fits together is in `rules`. Neither needs a library, a file or a device to
-decide. Types are settled before (`load`); names and signatures of components come after, where torch is loaded
-(`engine`). Pure: a config in, problems out. Called by `load`.
+Owns what each key may be by itself; what fits together is in `rules`, what does nothing in `idle`. None of it needs a
+library, a file or a device to decide. Types are settled before (`load`); names and signatures of components come after,
+where torch is loaded (`engine`). Pure: a config in, problems out. Called by `load`.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from imagenet_cls.config import keys
+from imagenet_cls.config.idle import Heights, idle_problems
 from imagenet_cls.config.origin import show
 from imagenet_cls.config.rules import RULES
 from imagenet_cls.config.schema import Config
@@ -174,17 +175,17 @@ MODEL_KWARG_RANGES: dict[str, Range] = {
 }
 
 
-def check(config: Config, skip: Collection[str] = ()) -> list[Problem]:
+def check(config: Config, skip: Collection[str] = (), heights: Heights | None = None) -> list[Problem]:
     """Everything that is out of range or does not fit together, in the order of the schema.
 
     skip: dotted keys whose values are not to be judged, since they are known to be wrong already; rules that read one
-    of them are left out.
+    of them are left out. heights: the layers of the values; without them what is written above what is not told apart.
     """
     problems = [
         problem
         for path in keys.leaves()
         if ".".join(path) not in skip
-        for problem in _check_key(".".join(path), _value(config, path))
+        for problem in _check_key(".".join(path), keys.value_of(config, path))
     ]
     for name, value in config.optimizer.kwargs.items():
         if name in KWARG_RANGES and ":" not in config.optimizer.name:
@@ -197,20 +198,13 @@ def check(config: Config, skip: Collection[str] = ()) -> list[Problem]:
     told = {problem.key for problem in problems}
     for path, hint in keys.leaves().items():
         if keys.is_kwargs(hint) and ".".join(path) not in skip:
-            found = _not_finite(".".join(path), _value(config, path))
+            found = _not_finite(".".join(path), keys.value_of(config, path))
             problems += [problem for problem in found if problem.key not in told]
     wrong = {*skip, *(problem.key for problem in problems)}
     for rule_keys, rule in RULES:
         if not wrong.intersection(rule_keys):
             problems += rule(config)
-    return problems
-
-
-def _value(config: Config, path: keys.KeyPath) -> Any:
-    value: Any = config
-    for name in path:
-        value = getattr(value, name)
-    return value
+    return [*problems, *idle_problems(config, heights or {}, wrong)]
 
 
 def _check_key(key: str, value: Any) -> Iterator[Problem]:

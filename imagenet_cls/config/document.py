@@ -46,6 +46,12 @@ changes the name starts that section anew, from the defaults of the new componen
 says. Momentum meant for `sgd` never reaches `adamw`. The learning rate has no default, so changing the optimizer
 without stating `lr` is an error. Naming the same component again changes nothing else.
 
+## Keys that do nothing
+
+`mix.prob` without mixing, `ema.warmup` without an average, `eval.crop_pct` beside `eval.resize_px`: a key that is
+written where it does nothing is an error, unless it has its default. Where a later layer takes away what a key needs
+(`mix.mixup_alpha=0`, `ema.decay=null`), it falls back to its default, and nothing is said.
+
 ## Values
 
 - `${section.key}` stands for the value of another key that holds one value or a list, once all layers are merged.

@@ -242,11 +242,16 @@ def command_line_layer(words: Sequence[str], findings: Findings) -> Layer:
 
 @dataclass
 class Merged:
-    """All layers, one over the other. resets: for a section whose component changed, the names before and after."""
+    """All layers, one over the other.
+
+    resets: for a section whose component changed, the names before and after. heights: which layer wrote a value,
+    counted from 1 upwards; what is at a default is not among them.
+    """
 
     entries: dict[keys.KeyPath, Entry]
     sections: dict[keys.KeyPath, Origin]
     resets: dict[str, tuple[str, str]]
+    heights: dict[keys.KeyPath, int] = field(default_factory=dict)
 
 
 def _component_entries(section: str, name: Any) -> dict[keys.KeyPath, Entry]:
@@ -274,7 +279,9 @@ def merge(layers: Iterable[Layer]) -> Merged:
             merged.entries[path] = Entry(keys.default_of(path), DEFAULT)
     for section in keys.components():
         merged.entries.update(_component_entries(section, keys.default_of((section, "name"))))
-    for layer in layers:
+    heights: dict[keys.KeyPath, int] = {}
+    for height, layer in enumerate(layers, 1):
+        heights |= dict.fromkeys(layer.entries, height)
         for section in keys.components():
             _reset_if_renamed(merged, layer, section)
         for name, kwargs in KWARGS_OF.items():
@@ -285,6 +292,7 @@ def merge(layers: Iterable[Layer]) -> Merged:
     schema_order = {path: place for place, path in enumerate(keys.leaves())}
     in_order = sorted(merged.entries, key=lambda path: schema_order.get(path, schema_order.get(path[:2], 0)))
     merged.entries = {path: merged.entries[path] for path in in_order}
+    merged.heights = {path: heights[path] for path in in_order if not merged.entries[path].origin.is_default}
     return merged
 
 

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys, reader
 from imagenet_cls.config.check import check
+from imagenet_cls.config.idle import forgotten
 from imagenet_cls.config.interpolate import interpolate, nested, texts
 from imagenet_cls.config.layers import (
     DEFAULT,
@@ -75,7 +76,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
         raise ConfigError(findings.lines)
     config, origins = _build(merged, findings)
     doubtful = {key for key in map(".".join, keys.leaves()) if findings.in_doubt(key)}
-    problems = check(config, skip=doubtful)
+    problems = check(config, doubtful, merged.heights)
     if findings.lines or problems:
         raise ConfigError([*findings.lines, *format_problems(problems, origins)])
     return Loaded(config=config, origins=origins, name=file.stem, path=file)
@@ -110,7 +111,8 @@ def dump_yaml(config: Config) -> str:
 
 
 def _build(merged: Merged, findings: Findings) -> tuple[Config, dict[str, Origin]]:
-    """Merged layers to dataclasses. What has no value or a wrong type is noted and stays at its default."""
+    """Merged layers to dataclasses. What has no value or a wrong type is noted and stays at its default; what a higher
+    layer made idle goes back to it."""
     origins = {".".join(path): origin for path, origin in merged.sections.items()}
     origins.update({".".join(path): entry.origin for path, entry in merged.entries.items()})
     entries = interpolate(_without_missing(merged, origins, findings), findings)
@@ -126,6 +128,9 @@ def _build(merged: Merged, findings: Findings) -> tuple[Config, dict[str, Origin
     for path, hint in keys.leaves().items():
         if keys.is_kwargs(hint):
             values[path] = reduce(lambda inner, name: inner.get(name, {}), path, kwargs)
+    idle = forgotten(_section((), values), merged.heights)
+    values.update({path: keys.default_of(path) for path in idle})
+    origins.update({".".join(path): DEFAULT for path in idle})
     return _section((), values), origins
 
 

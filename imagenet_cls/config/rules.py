@@ -1,12 +1,13 @@
 """Rules across keys: what does not fit together, and what to do about it.
 
-Owns every such statement that needs no library, no file and no device to decide. Each rule is a function from a config
-to problems; `RULES` lists them with the keys that they read. Called by `check`.
+Owns every such statement that needs no library, no file and no device to decide; keys that do nothing are in `idle`.
+Each rule is a function from a config to problems; `RULES` lists them with the keys that they read. Called by `check`.
 """
 
 import re
 from collections.abc import Callable, Iterator
 
+from imagenet_cls.config.idle import mixes
 from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import Problem
@@ -43,8 +44,6 @@ def _bad_images(config: Config) -> Iterator[Problem]:
     if data.on_bad_image == "exclude" and (data.name == "synthetic" or ":" in data.name):
         text = f"'exclude' leaves image files out, and data.name {show(data.name)} has none of ours; use error"
         yield Problem("data.on_bad_image", text)
-    if data.on_bad_image == "error" and data.manifest is not None:
-        yield Problem("data.manifest", "is used with data.on_bad_image exclude, which is error; make it null")
 
 
 def _sizes(config: Config) -> Iterator[Problem]:
@@ -100,12 +99,7 @@ def _progressive(config: Config) -> Iterator[Problem]:
 
 
 def _mixing(config: Config) -> Iterator[Problem]:
-    mix = config.mix
-    on = mix.mixup_alpha > 0 or mix.cutmix_alpha > 0 or mix.cutmix_minmax is not None
-    if not on:
-        if mix.off_epoch is not None:
-            text = f"{mix.off_epoch} is where mixing ends, and there is none; give mix.mixup_alpha, or make it null"
-            yield Problem("mix.off_epoch", text)
+    if not mixes(config.mix):
         return
     if config.loss.name in ("focal", "jsd"):
         yield Problem("mix", f"makes soft targets, and loss {config.loss.name!r} takes none; use cross_entropy or bce")
@@ -179,8 +173,6 @@ def _average(config: Config) -> Iterator[Problem]:
 
 def _repeats(config: Config) -> Iterator[Problem]:
     data = config.data
-    if data.repeats_multiple is not None and data.repeats == 1:
-        yield Problem("data.repeats_multiple", "cuts epochs of repeated samples, and data.repeats is 1; make it null")
     if data.repeats > config.train.global_batch_size:
         yield Problem(
             "data.repeats",
@@ -252,19 +244,19 @@ RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
     (("model.pretrained", "model.checkpoint"), _weights),
     (("data.name", "data.val", "data.val_fraction"), _validation_part),
     (("data.name", "data.train", "data.val"), _list_files),
-    (("data.name", "data.on_bad_image", "data.manifest"), _bad_images),
+    (("data.name", "data.on_bad_image"), _bad_images),
     (("eval.resize_px", "eval.crop_px"), _sizes),
     (("train.micro_batch_size", "train.global_batch_size"), _batches),
     (("schedule.warmup_epochs", "schedule.cooldown_epochs", "train.epochs"), _warmup),
     (PROGRESSIVE_KEYS, _progressive),
-    ((*MIXING_KEYS, "mix.off_epoch", "loss.name", "augment.splits"), _mixing),
+    ((*MIXING_KEYS, "loss.name", "augment.splits"), _mixing),
     (("mix.cutmix_minmax", "augment.size_px", "augment.progressive.sizes_px"), _cutmix_sides),
     (("loss.name", "augment.splits", "model.split_bn"), _splits),
     ((*TEACHER_KEYS, "augment.splits"), _distillation),
     (("train.clip_norm", "train.clip_value", "train.clip_agc"), _clipping),
     (("train.sam_rho", "train.precision"), _sharpness),
     (("ema.decay", "ema.half_life_images"), _average),
-    (("data.repeats", "data.repeats_multiple", "train.global_batch_size"), _repeats),
+    (("data.repeats", "train.global_batch_size"), _repeats),
     (("model.head_only", "model.freeze"), _frozen),
     (("model.split_bn", "model.freeze_bn", "parallel.sync_bn", "parallel.mode"), _split_batch_norm),
     (("device", "parallel.backend", "train.precision"), _devices),

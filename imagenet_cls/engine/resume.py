@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from imagenet_cls.config.idle import idle_keys
 from imagenet_cls.engine.agree import settings_of, versions
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.checkpoint import config_of
@@ -38,11 +39,11 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
             "Start a new run from its weights: model.checkpoint=CHECKPOINT"
         )
     # Through the schema: a key that is newer than the checkpoint has its default there.
-    before, now = settings_of(config_of(state, "the checkpoint")), settings_of(parts.config)
-    changed = {
-        key: (before.get(key), now.get(key)) for key in sorted({*before, *now}) if before.get(key) != now.get(key)
-    }
-    lines = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
+    old = config_of(state, "the checkpoint")
+    before, now = settings_of(old), settings_of(parts.config)
+    names = sorted({*before, *now} - idle_keys(old) - idle_keys(parts.config))  # what makes a key act is a key, too
+    changed = {key: (before.get(key), now.get(key)) for key in names if before.get(key) != now.get(key)}
+    lines = [f"{key}: {was!r} -> {new!r}" for key, (was, new) in changed.items()]
     if "optimizer.name" in changed:
         raise CheckpointError(
             f"{lines[list(changed).index('optimizer.name')]}: no optimizer goes on from what another one remembers.\n"

@@ -49,6 +49,16 @@ def test_a_changed_recipe_is_refused_unless_allowed(digits: Path) -> None:
     assert len(refuse_changes(before, changed, ["train.epochs", "optimizer.lr", "optimizer.kwargs"])) == 3
 
 
+def test_keys_that_do_nothing_are_not_compared(digits: Path) -> None:
+    before = describe_run(parts_for(digits))
+    before["config"]["ema"]["warmup"] = True  # as a checkpoint may hold it from before such keys were refused
+    assert refuse_changes(before, parts_for(digits), ()) == []
+    before = describe_run(parts_for(digits, train__sam_rho=0.1, train__sam_every_steps=2))
+    assert len(refuse_changes(before, parts_for(digits), ["train.sam_rho"])) == 1
+    with pytest.raises(CheckpointError, match=r"train\.sam_every_steps: 2 -> 3"):
+        refuse_changes(before, parts_for(digits, train__sam_rho=0.1, train__sam_every_steps=3), ())
+
+
 def test_the_order_of_patterns_is_part_of_the_recipe(digits: Path, tmp_path: Path) -> None:
     """Of `lr_scales` the first pattern that fits counts. The checkpoint keeps their order, whatever their names."""
 
