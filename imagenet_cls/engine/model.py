@@ -106,15 +106,12 @@ def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: lis
     return built
 
 
-def weights_in(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, or in a checkpoint (or run folder) of ours, verified. Raises CheckpointError."""
-    return weights_and_origin(path)[0]
-
-
 def weights_and_origin(path: Path) -> tuple[dict[str, Tensor], str, list[str]]:
-    """As `weights_in`; where they lay, with step and kind if in a checkpoint; a line for each better one, damaged.
+    """The weights in a file, or in a checkpoint (or run folder) of ours, verified; where they lay, with step and kind
+    if in a checkpoint; a line for each better one, damaged.
 
     Of a file with trained weights and their moving average, the average, as `best_weights` of ours; the origin says so.
+    Raises CheckpointError.
     """
     if not path.suffix and not path.exists():
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such folder; check the path, or train that run first")

@@ -15,6 +15,7 @@ from typing import Any
 
 import timm.optim
 import torch
+from timm.optim import Lookahead
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -48,6 +49,11 @@ BUILT_IN_FROM_TIMM = {"lamb": "timm:lamb", "rmsproptf": "timm:rmsproptf"}
 # What the program passes itself.
 RESERVED = ("params", "lr", "weight_decay")
 
+# `timm:lookahead_NAME`: timm's Lookahead around its NAME. Its arguments, as a config writes them and as each group of
+# parameters keeps them, so that none is mistaken for one of the optimizer inside; and as the class calls them.
+LOOKAHEAD = "lookahead_"
+LOOKAHEAD_KWARGS = {"lookahead_alpha": "alpha", "lookahead_k": "k"}
+
 
 def build_optimizer(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer over `groups`, each with its own `weight_decay` (and `names` and `lr_scale`, which every optimizer
@@ -74,15 +80,33 @@ def _factory(optimizer: OptimizerConfig) -> Callable[..., Any]:
         chosen = {"fused", "foreach", "differentiable"} & optimizer.kwargs.keys()
         return partial(BUILT_IN[name], **({} if chosen else IMPLEMENTATION[name]))
     if name.startswith(TIMM):
+        known = _timm_name(name)
         # Groups, not the model, go in: timm then adds no exclusions from weight decay of its own.
-        return partial(timm.optim.create_optimizer_v2, opt=_timm_name(name))
+        factory = partial(timm.optim.create_optimizer_v2, opt=known.removeprefix(LOOKAHEAD))
+        return partial(_lookahead, factory) if known.startswith(LOOKAHEAD) else factory
     if is_factory_name(name):
         return import_factory(name)
     raise LookupError(_unknown_name(name))
 
 
+def _lookahead(inner: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], **kwargs: Any) -> Lookahead:
+    """timm's Lookahead around what `inner` makes of the groups; LOOKAHEAD_KWARGS are for it, the others for `inner`.
+
+    After every k steps (timm: 6) the slow weights go the share alpha (timm: 0.5) of the way to the fast ones, which go
+    on from there (Zhang et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back", algorithm 1). timm's slow
+    weights begin where the fast ones are after the first k steps, and not before them.
+
+    What is evaluated, averaged and saved is the fast weights, wherever an epoch ends among the k steps; the paper's
+    authors evaluate the slow ones. timm's script calls `sync_lookahead` at the end of each epoch, to no effect since
+    torch 2.0: it passes over weights without a gradient, and `zero_grad` has removed all gradients before.
+    """
+    own = {ours: kwargs.pop(name) for name, ours in LOOKAHEAD_KWARGS.items() if name in kwargs}
+    return Lookahead(inner(groups, **kwargs), **own)
+
+
 def _unknown_name(name: str) -> str:
-    candidates = [*BUILT_IN, *BUILT_IN_FROM_TIMM, *(TIMM + known for known in timm.optim.list_optimizers())]
+    prefix = TIMM + LOOKAHEAD if name.lower().removeprefix(TIMM).startswith("look") else TIMM
+    candidates = [*BUILT_IN, *BUILT_IN_FROM_TIMM, *(prefix + known for known in timm.optim.list_optimizers())]
     allowed = f"(built in: {', '.join([*BUILT_IN, *BUILT_IN_FROM_TIMM])}; or timm:NAME, my_module:my_factory)"
     return f"unknown optimizer {name!r}{did_you_mean(name, candidates)} {allowed}"
 
@@ -90,7 +114,7 @@ def _unknown_name(name: str) -> str:
 def _timm_name(name: str) -> str:
     """timm's own name, checked here because timm takes `nonsense_adamw` for `adamw`."""
     known = name.removeprefix(TIMM).lower()
-    if known.removeprefix("lookahead_") not in timm.optim.list_optimizers():
+    if known.removeprefix(LOOKAHEAD) not in timm.optim.list_optimizers():
         raise LookupError(_unknown_name(name))
     return known
 
@@ -101,7 +125,7 @@ def _signature(optimizer: OptimizerConfig) -> Callable[..., Any]:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.startswith(TIMM):
-        return timm.optim.get_optimizer_class(_timm_name(name).removeprefix("lookahead_"), bind_defaults=False)
+        return timm.optim.get_optimizer_class(_timm_name(name).removeprefix(LOOKAHEAD), bind_defaults=False)
     return _factory(optimizer)
 
 
@@ -115,11 +139,26 @@ def check_optimizer(optimizer: OptimizerConfig) -> list[Problem]:
         signature = _signature(optimizer)
     except (LookupError, AssertionError, ImportError) as error:
         return [Problem("optimizer.name", str(error))]
-    problems = check_kwargs("optimizer", signature, optimizer.kwargs, RESERVED)
+    more_names = LOOKAHEAD_KWARGS if _has_lookahead(optimizer) else ()
+    problems = check_kwargs("optimizer", signature, optimizer.kwargs, RESERVED, more_names)
+    problems += _check_lookahead(optimizer.kwargs) if more_names else []
     # Whatever the first parameter is called, it receives the groups.
     groups_name = next(iter(keyword_names(signature)[0]), "params")
     problems += missing_kwargs("optimizer", signature, optimizer.kwargs, given=(groups_name, *RESERVED))
     return [*_check_lr_scales(optimizer.lr_scales), *(problems or _trial(optimizer))]
+
+
+def _has_lookahead(optimizer: OptimizerConfig) -> bool:
+    return optimizer.name.lower().startswith(TIMM + LOOKAHEAD)
+
+
+def _check_lookahead(kwargs: Mapping[str, Any]) -> Iterator[Problem]:
+    """Narrower than timm's own: with alpha 0 nothing would be learned, and k = 2.5 would mean 5."""
+    alpha, k = kwargs.get("lookahead_alpha", 0.5), kwargs.get("lookahead_k", 6)
+    if isinstance(alpha, bool) or not (isinstance(alpha, int | float) and 0 < alpha <= 1):
+        yield Problem("optimizer.kwargs.lookahead_alpha", f"{alpha!r} is not a number above 0 and up to 1")
+    if isinstance(k, bool) or not (isinstance(k, int) and k >= 1):
+        yield Problem("optimizer.kwargs.lookahead_k", f"{k!r} is not a whole number of at least 1")
 
 
 def _check_lr_scales(factors: Mapping[str, Any]) -> Iterator[Problem]:
@@ -156,7 +195,9 @@ def state_copies(optimizer: OptimizerConfig) -> int:
     """How many tensors of a weight's own shape the optimizer remembers of it, such as 2 for AdamW; as `state_names`."""
     weight, *_ = _trial_layer().parameters()
     values = [value for state in _trial_state(optimizer).values() for value in state.values()]
-    return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in values)
+    copies = sum(isinstance(value, Tensor) and value.shape == weight.shape for value in values)
+    # Slow weights are first kept after k steps, and the trial makes one.
+    return copies + (_has_lookahead(optimizer) and optimizer.kwargs.get("lookahead_k") != 1)
 
 
 def _trial_state(optimizer: OptimizerConfig) -> dict[int, dict[str, Any]]:

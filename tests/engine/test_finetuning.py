@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from imagenet_cls.cli import predict_command, train_command
 from imagenet_cls.cli import test_command as evaluate_command
-from imagenet_cls.engine.model import weights_in
+from imagenet_cls.engine.model import weights_and_origin
 from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
@@ -305,8 +305,8 @@ def test_a_run_hands_on_its_best_weights(digits: Path, tmp_path: Path) -> None:
     kind = max(best, key=lambda name: best[name]["top1_pct"])
     files = {"raw": "model.safetensors", "ema": "ema.safetensors"}
     stored = {name: load_file(newest(run) / file) for name, file in files.items()}
-    assert all(torch.equal(weight, stored[kind][name]) for name, weight in weights_in(run).items())
-    assert all(torch.equal(weight, stored["ema"][name]) for name, weight in weights_in(newest(run)).items())
+    assert all(torch.equal(weight, stored[kind][name]) for name, weight in weights_and_origin(run)[0].items())
+    assert all(torch.equal(weight, stored["ema"][name]) for name, weight in weights_and_origin(newest(run))[0].items())
     assert not all(torch.equal(weight, stored["raw"][name]) for name, weight in stored["ema"].items())
 
 

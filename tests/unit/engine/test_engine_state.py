@@ -16,7 +16,12 @@ from imagenet_cls.errors import CheckpointError
 from imagenet_cls.optim.build import build_optimizer, check_optimizer, state_names
 from imagenet_cls.optim.groups import parameter_groups
 
-KWARGS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9}}
+KWARGS: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    "rmsprop": {"momentum": 0.9},
+    "timm:lookahead_adamw": {"lookahead_k": 2},  # the halves meet between two looks ahead
+}
+NAMES = ["sgd", "adamw", "rmsprop", "lamb", "rmsproptf", "timm:nadamw", "timm:adafactor", "timm:lookahead_adamw"]
 DECAYS = {"weight_decay": 0.01, "norm_weight_decay": 0.0, "bias_weight_decay": 0.0}
 
 
@@ -45,7 +50,7 @@ def through_files(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> 
     return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(numbers))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "lamb", "rmsproptf", "timm:nadamw", "timm:adafactor"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_second_half_ends_in_the_same_bits(name: str) -> None:
     """Six steps, against three, taken apart, given to a model and optimizer of other values, and three more."""
     whole = network()
@@ -156,6 +161,13 @@ def test_arguments_that_were_changed_since_hold_where_the_state_allows_it() -> N
     assert [group["momentum"] for group in changed.param_groups] == [0.5, 0.5]
     weight = model[0].weight
     assert torch.equal(changed.state[weight]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"])
+
+    optimizer = optimizer_for(model, "timm:lookahead_sgd")
+    steps(model, optimizer, 0, 2)
+    config = OptimizerConfig("timm:lookahead_sgd", lr=0.05, kwargs={"lookahead_k": 3}, **DECAYS)
+    changed = build_optimizer(config, parameter_groups(model, config))
+    give_optimizer(model, changed, *take_optimizer(model, optimizer), ["lookahead_k"], state_names(config))
+    assert [(group["lookahead_k"], group["lookahead_step"]) for group in changed.param_groups] == [(3, 2), (3, 2)]
 
     optimizer = optimizer_for(model, "adamw")
     steps(model, optimizer, 0, 2)

@@ -9,7 +9,7 @@ from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import UserError
-from imagenet_cls.optim.build import build_optimizer, check_optimizer
+from imagenet_cls.optim.build import build_optimizer, check_optimizer, state_copies
 from imagenet_cls.optim.groups import parameter_groups
 
 BUILT_IN_EXAMPLES = {
@@ -81,6 +81,50 @@ def test_groups_keep_decay_and_names(name: str) -> None:
     assert [g["names"] for g in saved] == [["0.weight"], ["0.bias", "1.weight", "1.bias"], ["2.weight"], ["2.bias"]]
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"lookahead_alpha": 0.8, "lookahead_k": 2}, {"lookahead_k": 1}])
+def test_lookahead_takes_its_own_arguments_and_the_inner_ones(kwargs: dict) -> None:
+    """Against SGD and the paper's algorithm in a plain loop. As with timm, slow weights begin after k steps."""
+    alpha, k, steps = kwargs.get("lookahead_alpha", 0.5), kwargs.get("lookahead_k", 6), 13
+    model = layer()
+    inner = torch.optim.SGD(reference(model), lr=0.01, momentum=0.5)
+    slow: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, steps + 1):
+        inner.zero_grad()
+        model(torch.randn(6, 5, generator=generator)).square().sum().backward()
+        inner.step()
+        if step % k == 0:
+            fast = [p.detach().clone() for p in model.parameters()]
+            slow = [s + alpha * (f - s) for s, f in zip(slow or fast, fast, strict=True)]
+            for parameter, value in zip(model.parameters(), slow, strict=True):
+                parameter.data.copy_(value)
+
+    name, kwargs = "timm:Lookahead_Momentum", {"momentum": 0.5, **kwargs}
+    config = OptimizerConfig(name, lr=0.01, weight_decay=0.1, kwargs=kwargs, **SPARED)
+    assert check_optimizer(config) == []
+    other = layer()
+    got = weights_after(other, build_optimizer(config, parameter_groups(other, config)), steps)
+    for a, b in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_lookahead_keeps_one_more_copy_of_the_weights() -> None:
+    for k in (1, 6):
+        config = OptimizerConfig("timm:lookahead_adamw", lr=0.1, kwargs={"lookahead_k": k})
+        assert state_copies(config) == 1 + state_copies(OptimizerConfig("adamw", lr=0.1)) == 3
+
+
+def test_timms_sync_at_the_end_of_an_epoch_changes_nothing() -> None:
+    """Its script calls it behind `zero_grad`. Should this fail, epochs of ours ought to end with it, too."""
+    model = layer()
+    optimizer = timm.optim.create_optimizer_v2(model, opt="lookahead_sgd", lr=0.01)
+    weights_after(model, optimizer, steps=8)
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.sync_lookahead()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
 def test_the_fast_implementation_unless_kwargs_choose() -> None:
     groups = parameter_groups(layer(), OptimizerConfig(lr=0.1))
     assert build_optimizer(OptimizerConfig(name="sgd", lr=0.1), groups).defaults["fused"] is True
@@ -108,7 +152,15 @@ def only(name: str, **kwargs) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("adamv", "'adamw'"), ("SGD", "'sgd'"), ("timm:lionn", "'timm:lion'"), ("timm:nonsense_adamw", "'timm:nadamw'")],
+    [
+        ("adamv", "'adamw'"),
+        ("SGD", "'sgd'"),
+        ("timm:lionn", "'timm:lion'"),
+        ("timm:nonsense_adamw", "'timm:nadamw'"),
+        ("lookahead_adamw", "'timm:lookahead_adamw'"),
+        ("timm:lookahed_adamw", "'timm:lookahead_adamw'"),
+        ("timm:lookahead_lookahead_adamw", "'timm:lookahead_adamw'"),
+    ],
 )
 def test_unknown_names(name: str, meant: str) -> None:
     key, message = only(name)
@@ -124,6 +176,28 @@ def test_slips_in_kwargs() -> None:
     assert only("lamb", trust_clipp=True)[0] == "optimizer.kwargs.trust_clipp"
     for reserved in ("lr", "weight_decay", "params"):
         assert "set by the program" in only("adamw", **{reserved: 1})[1]
+
+
+@pytest.mark.parametrize(
+    ("slip", "key", "text"),
+    [
+        ({"lookahead_K": 5}, "lookahead_K", "'lookahead_k'"),
+        ({"k": 5}, "k", "lookahead_alpha, lookahead_k)"),
+        ({"lookahead_k": 0}, "lookahead_k", "0 is not a whole number of at least 1"),
+        ({"lookahead_k": 2.5}, "lookahead_k", "2.5 is not"),
+        ({"lookahead_k": True}, "lookahead_k", "True is not"),
+        ({"lookahead_alpha": 0}, "lookahead_alpha", "0 is not a number above 0"),
+        ({"lookahead_alpha": 1.5}, "lookahead_alpha", "1.5 is not"),
+        ({"lookahead_alpha": float("nan")}, "lookahead_alpha", "nan is not"),
+        ({"lookahead_alpha": "half"}, "lookahead_alpha", "'half' is not"),
+    ],
+)
+def test_slips_in_lookaheads_arguments(slip: dict, key: str, text: str) -> None:
+    got, message = only("timm:lookahead_adamw", **slip)
+    assert got == f"optimizer.kwargs.{key}"
+    assert text in message
+    got, message = only("timm:adamw", lookahead_k=5)  # which has none
+    assert got == "optimizer.kwargs.lookahead_k" and "unknown keyword" in message
 
 
 @pytest.mark.parametrize("factor", [-0.1, "ten", True, None, [1.0], float("nan"), float("inf")])
