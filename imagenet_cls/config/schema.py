@@ -25,8 +25,9 @@ class ModelConfig:
     # Outputs of the head. null: as many as the data set has classes.
     num_classes: int | None = None
     # Weights to start from: a checkpoint of ours (its moving average where it has one) or a run folder (its best
-    # weights), or .pth, .pth.tar, .safetensors of timm, torchvision, pytorch/examples. A head of another size is
-    # initialised anew, and position embeddings of another grid are resized; any other difference is an error.
+    # weights), or .pth, .pth.tar, .safetensors of timm, torchvision, pytorch/examples (likewise the average: the first
+    # lines say which). A head of another size is initialised anew, and position embeddings of another grid are resized;
+    # any other difference is an error.
     checkpoint: str | None = None
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. BatchNorm in there uses
     # its running statistics as they are; dropout and drop-path stay on.
@@ -237,7 +238,8 @@ class OptimizerConfig:
     """How weights follow gradients."""
 
     # `sgd` (momentum 0.9, no Nesterov unless kwargs say so), `adamw`, `rmsprop`: torch's. `lamb`, `rmsproptf`: timm's.
-    # `timm:NAME` for any other of timm's, or `my_module:my_factory`.
+    # `timm:NAME` for any other of timm's, `timm:lookahead_NAME` with Lookahead around it (evaluated and saved are the
+    # fast weights, also amid its k steps), or `my_module:my_factory`.
     name: str = "sgd"
     # Learning rate at its highest, for train.global_batch_size. Has no default, and changing `name` forgets it.
     lr: float = MISSING
@@ -261,7 +263,8 @@ class OptimizerConfig:
     layer_decay: float | None = None
     # Factors of the learning rate by patterns of parameter names: `{"head.*": 10}`. The first pattern that fits counts.
     lr_scales: Kwargs = field(default_factory=dict)
-    # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas: [0.9, 0.95]}`.
+    # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas: [0.9, 0.95]}`. Lookahead
+    # has `lookahead_alpha` (0.5: how far slow weights go to the fast ones) and `lookahead_k` (6: every so many steps).
     kwargs: Kwargs = field(default_factory=dict)
 
 
