@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 from imagenet_cls.errors import UsageError, UserError
@@ -34,9 +35,12 @@ def main(command: Command | str, argv: Sequence[str] | None = None) -> int:
 
     command: or its name, `module:function`; then that is so for what importing it raises, too.
 
-    Without `argv` it is this process's own command, as in the entries in tools/, and the process ends here (`end`).
+    Without `argv` it is this process's own command, as in the entries in tools/: the process ends here (`end`), and by
+    a Ctrl-C at once, until the command asks for something else (`raise_interrupts`, or handlers of its own).
     """
     open_streams()
+    if argv is None:
+        end_by_interrupts()
     code = exit_code_of(command, list(sys.argv[1:] if argv is None else argv))
     if argv is None:
         end(code)
@@ -92,14 +96,34 @@ def end(code: int) -> None:
     os._exit(code)
 
 
+def end_by_interrupts() -> None:
+    """From here on Ctrl-C ends this process without a word.
+
+    Raised while libraries are imported, as Python would have it, it might be taken for a missing module by one of them,
+    which goes on without it.
+    """
+    _on_interrupt(lambda number, frame: os._exit(128 + number))
+
+
+def raise_interrupts() -> None:
+    """From here on Ctrl-C is KeyboardInterrupt, as Python has it: for what has to clean up."""
+    _on_interrupt(signal.default_int_handler)
+
+
 def ignore_interrupts() -> None:
     """From here on Ctrl-C changes nothing: this process is on its way out, which takes a moment.
 
-    A terminal and a launcher may both pass a Ctrl-C on, and people press it again. Python hands signals to the main
+    A terminal and a launcher may both pass a Ctrl-C on, and people press it again.
+    """
+    _on_interrupt(signal.SIG_IGN)
+
+
+def _on_interrupt(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Where this process was told to ignore Ctrl-C, as by a script's `&`, it stays so. Python hands signals to the main
     thread only: from another one this does nothing.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
 
 
 def show(error: UserError, words: Sequence[str]) -> int:

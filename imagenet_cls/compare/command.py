@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.compare.ways import as_words, choose_settings, plan_ways
 from imagenet_cls.errors import UsageError, UserError
-from imagenet_cls.program import positive
+from imagenet_cls.program import positive, raise_interrupts
 from imagenet_cls.ranks import TOOLS
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def compare_command(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends this process by SystemExit, as Ctrl-C does by KeyboardInterrupt, so that nothing is left behind."""
+    """SIGTERM ends this process by SystemExit, and Ctrl-C by KeyboardInterrupt, so that nothing is left behind."""
+    raise_interrupts()
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

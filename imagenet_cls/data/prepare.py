@@ -25,6 +25,7 @@ from imagenet_cls.data.ilsvrc import TRAIN_TAR, Source, find_source, safe_member
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.layout import class_folders, is_image
 from imagenet_cls.errors import DataError, ResourceError, UsageError, UserError
+from imagenet_cls.program import raise_interrupts
 
 # What shows progress: an iterable and a word for it -> the same iterable.
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -57,6 +58,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def prepare_main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit code: 0, 2 usage, 3 data, 5 disk, 130 Ctrl-C. Errors are three lines at most."""
+    raise_interrupts()
     try:
         args = parse_args(argv)
         source = find_source(args.source, args.labels)

@@ -38,6 +38,7 @@ from imagenet_cls.data.manifest import (
 from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.errors import DataError, Stopped, UsageError
 from imagenet_cls.parallel.place import cpu_threads
+from imagenet_cls.program import raise_interrupts
 
 FILE_SETS = ("folder", "list", "digits")
 
@@ -58,6 +59,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         names = images_below(root)
     path = out or root / FILE_NAME
     before = read_manifest(path) if path.exists() else None  # also keeps other programs' files from being replaced
+    raise_interrupts()
     with _progress() as progress:
         task = progress.add_task("reading", total=len(names))
 

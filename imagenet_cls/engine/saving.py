@@ -76,7 +76,7 @@ class Behind:
 class Saver:
     """Saves a run into its folder. Rank 0 does; on the others `save` and `check` write nothing.
 
-    As a context manager it waits for what is in flight, whatever happened, except on the way out by a second Ctrl-C.
+    As a context manager it waits for what is in flight, whatever happened.
     """
 
     def __init__(self, parts: Parts, progress: Progress, folder: RunFolder, reporter: Reporter):
@@ -118,11 +118,10 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, Exception):
-            try:
-                self.behind.wait()
-            except Exception:  # after `finish` only another error can lead here, and that is the one to tell
-                logging.getLogger("imagenet_cls").exception("and a save failed")
+        try:
+            self.behind.wait()
+        except Exception:  # after `finish` only another error can lead here, and that is the one to tell
+            logging.getLogger("imagenet_cls").exception("and a save failed")
 
     def _tell(self, look: Callable[[], None]) -> None:
         """Let a save's failure pass, or turn it into a line where training is to go on."""

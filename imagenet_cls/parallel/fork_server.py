@@ -9,7 +9,8 @@ import signal
 
 from imagenet_cls.parallel.ending import signal_when_parent_dies
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 # Blocked, not ignored: what comes to a rank that has just been forked waits for it.
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
 signal_when_parent_dies(signal.SIGKILL)

@@ -23,6 +23,7 @@ from imagenet_cls.parallel.ending import (
     shell_code,
 )
 from imagenet_cls.parallel.launch import DEFAULT_PORT, Ranks, variables
+from imagenet_cls.program import end_by_interrupts, raise_interrupts
 
 
 def start_server(ranks: Ranks) -> None:
@@ -52,13 +53,14 @@ def run_spawn(ranks: Ranks, argv: Sequence[str], run_rank: Callable[[Sequence[st
     """
     import torch.multiprocessing as mp
 
+    raise_interrupts()  # there is a folder to be removed
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
     shared, _store = _meeting_place(ranks)  # the store lives as long as this function
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-") as folder:
         first_rank = ranks.node_rank * ranks.gpus
         arguments = (run_rank, list(argv), shared, first_rank, folder)
         context = mp.start_processes(_spawned, arguments, ranks.gpus, join=False, start_method="forkserver")
-        forward = _forward_signals(lambda: [p.pid for p in context.processes])
+        _forward_signals(lambda: [p.pid for p in context.processes])
         try:
             while not context.join(timeout=1.0, grace_period=PATIENCE_AFTER_FAILURE_SEC):
                 pass
@@ -67,8 +69,6 @@ def run_spawn(ranks: Ranks, argv: Sequence[str], run_rank: Callable[[Sequence[st
                 first_rank + failure.error_index, failure.exit_code, Path(folder) / f"{failure.error_index}.json"
             )
             return shell_code(failure.exit_code)
-        finally:
-            forward()
     return 0
 
 
@@ -109,15 +109,12 @@ def _spawned(
     first_rank: int,
     folder: str,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what `fork_server` did
+    end_by_interrupts()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR2])
     os.environ.update(env, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
     os.environ[ERROR_FILE_VARIABLE] = str(Path(folder) / f"{local_rank}.json")
     threading.Thread(target=_stop_with_launcher, daemon=True).start()
-    try:
-        run_rank(argv)
-    except KeyboardInterrupt:  # where it begins and ends; torch would make 0 of it
-        os._exit(128 + signal.SIGINT)
+    run_rank(argv)
 
 
 def _stop_with_launcher() -> None:
@@ -132,19 +129,15 @@ def _stop_with_launcher() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _forward_signals(pids: Callable[[], list[int | None]]) -> Callable[[], None]:
+def _forward_signals(pids: Callable[[], list[int | None]]) -> None:
     """Pass a stop on to the ranks, which decide; a terminal's Ctrl-C reaches them by itself, too, and they take both
-    for one (`stop`). Returns the undo."""
+    for one (`stop`). To the end of this process: once the ranks are gone, it has only to clean up and to say why."""
 
     def pass_on(number: int, frame: object) -> None:
         for pid in pids():
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.kill(pid, number)  # type: ignore[arg-type]
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
-
-    def undo() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    return undo
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, pass_on)

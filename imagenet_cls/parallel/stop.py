@@ -2,7 +2,7 @@
 
 A handler only sets a flag; nothing is saved inside one. After each step the flags of all ranks are reduced over the
 control group, asynchronously: step s + 1 waits for the answer to step s, which has mostly come by then. A second Ctrl-C
-waits for no step: the process is out within a second, whatever it is doing. Called by `engine.train`.
+waits for nothing: the process is gone, whatever it was doing. Called by `engine.train`.
 """
 
 import contextlib
@@ -17,13 +17,10 @@ import torch
 import torch.distributed as dist
 
 from imagenet_cls.parallel.group import Group
-from imagenet_cls.program import ignore_interrupts
 
 # Two interrupts closer than this are one: a terminal and a launcher may both pass a single Ctrl-C on.
 _SECOND_CTRL_C_SEC = 0.5
 
-# How long the main thread may take to leave after the second one, before it is left behind.
-_WAY_OUT_SEC = 1.0
 
 # What asks for a stop. SIGUSR2 is SLURM's word before a time limit (`parallel.requeue`); SIGUSR1 is taken by nccl.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -32,17 +29,19 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 class StopRequest:
     """Listens for the signals of `STOPPING` from `listen` to `close`. One for each run, in each rank's main thread.
 
-    Where ranks got different ones, SIGTERM counts first, then SIGUSR2.
+    Where ranks got different ones, SIGTERM counts first, then SIGUSR2. One that this process was told to ignore, as a
+    script's `&` does with Ctrl-C, stays ignored.
 
     Python's handlers run between two of the main thread's instructions, which can be seconds apart: a backward, a wait
-    for another rank. So a thread reads signals as they arrive, from the pipe that Python's own C handler writes to, and
-    tells a second Ctrl-C from the first one passed on twice.
+    for another rank. So a thread reads signals as they arrive, from the pipe that Python's own C handler writes to,
+    tells a second Ctrl-C from the first one passed on twice, and ends the process as a kill would. Nothing that was
+    saved is lost by that, and nothing has to clean up: raised into the main thread, it might be swallowed by a
+    finalizer, or held up by what cleans up.
     """
 
     def __init__(self, group: Group):
         self.group = group
         self.signal = 0
-        self.leaving = False
         self.pending: tuple[Any, torch.Tensor] | None = None
         self.previous: dict[int, Any] = {}
         self.arrivals: int | None = None  # the pipe's end that is written to
@@ -50,36 +49,27 @@ class StopRequest:
     def listen(self) -> None:
         """To be called, as `close`, in the main thread."""
         for number in STOPPING:
-            self.previous[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self.previous[number] = signal.signal(number, self._note)
         arrivals, self.arrivals = os.pipe()
         os.set_blocking(self.arrivals, False)
         signal.set_wakeup_fd(self.arrivals, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(arrivals,), name="signals", daemon=True).start()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.leaving:
-            ignore_interrupts()  # what cleans up on the way out is not to be interrupted in its turn
-            raise KeyboardInterrupt
         if not self.signal:
             self.signal = number
 
     def _watch(self, arrivals: int) -> None:
-        """In the thread: on a second Ctrl-C wake the main thread to leave, and where it does not, leave without it.
-
-        It can't where it is in a library's code, and Python swallows what is raised in a finalizer. As by a kill,
-        nothing is lost that was saved before.
-        """
-        first, first_at = 0, 0.0
+        """In the thread, until `close`, or the second Ctrl-C."""
+        first_at: float | None = None
+        # torchrun's ranks have sessions of their own, and it passes a second Ctrl-C on as SIGTERM.
+        second = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
         while number := os.read(arrivals, 1)[0]:
-            if number not in STOPPING:
-                continue
-            if not first:
-                first, first_at = number, time.monotonic()
-            # torchrun passes the second one on as SIGTERM.
-            elif first == signal.SIGINT and time.monotonic() - first_at > _SECOND_CTRL_C_SEC:
-                self.leaving = True
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                time.sleep(_WAY_OUT_SEC)
+            now = time.monotonic()
+            if first_at is None:
+                first_at = now if number == signal.SIGINT else None
+            elif number in second and now - first_at > _SECOND_CTRL_C_SEC:
                 os._exit(128 + signal.SIGINT)
         os.close(arrivals)
 
@@ -100,12 +90,12 @@ class StopRequest:
         return answer
 
     def close(self) -> None:
-        """Wait for the reduction in flight and give the signals back; except to a process that is leaving."""
+        """Wait for the reduction in flight and give the signals back."""
         if self.pending is not None:
             with contextlib.suppress(RuntimeError):  # a rank is gone: what is on its way up already says so
                 self.pending[0].wait()
             self.pending = None
-        if self.arrivals is not None and not self.leaving:
+        if self.arrivals is not None:
             signal.set_wakeup_fd(-1)
             os.write(self.arrivals, b"\0")  # the thread's last: no signal has this number
             os.close(self.arrivals)

@@ -21,6 +21,9 @@ from imagenet_cls.parallel.ending import (
 )
 from imagenet_cls.parallel.launch import DEFAULT_PORT, Ranks, variables
 from imagenet_cls.parallel.place import address_towards
+from imagenet_cls.program import raise_interrupts
+
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR2", "SIGHUP")
 
 
 def run_torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
@@ -45,10 +48,10 @@ def run_torchrun(ranks: Ranks, script: str, argv: Sequence[str]) -> int:
     # long for ranks that wait for one that is gone.
     api.PContext.close.__defaults__ = (None, int(2 * PATIENCE_AFTER_FAILURE_SEC))
     api._terminate_process_handler = _raise_twice(SignalException)  # type: ignore[assignment]
-    passed_on = "SIGTERM,SIGINT,SIGQUIT,SIGUSR2"
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup torchrun would listen to it all the same
-        passed_on += ",SIGHUP"
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", passed_on)
+    raise_interrupts()  # there is a folder to be removed
+    # torch would listen to those, too, that this process was told to ignore: by nohup, or a script's `&`.
+    heard = [name for name in _PASSED_ON if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(heard))
     meeting = _meeting_words(ranks)
     words = [f"--nproc-per-node={ranks.gpus}", f"--nnodes={ranks.nodes}", f"--max-restarts={ranks.max_restarts}"]
     # Where ranks leave their messages. A folder of torchrun's own would stay behind.

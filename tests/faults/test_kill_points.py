@@ -16,7 +16,7 @@ IN_STEP_17 = 17 * ACCUMULATION
 # its place, nothing older will do.
 POINTS: dict[str, tuple[int, int]] = {
     "while_fetching": (IN_STEP_17, 15),
-    "while_waiting_for_a_worker": (7 * ACCUMULATION, 5),
+    "while_waiting_for_a_worker": (IN_STEP_17, 15),
     "in_forward": (IN_STEP_17, 15),
     "in_backward": (IN_STEP_17, 15),
     "before_optimizer_step": (15, 10),

@@ -121,11 +121,38 @@ def test_ctrl_c_while_the_libraries_are_imported(digits: Path, tmp_path: Path) -
         wait_for(lambda: len(processes_of(folder)) >= 3, "the server, and Python's tracker of resources")
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=2)
+        process.wait(timeout=5)
         assert_all_gone(folder, 5)
         errors = process.communicate()[1]
     assert (process.returncode, errors) == (130, "")
     assert not folder.exists()
+
+
+def test_ctrl_c_and_then_sigterm_saves(digits: Path, tmp_path: Path) -> None:
+    """As where a terminal closes, or a scheduler loses patience: nobody pressed Ctrl-C twice."""
+    folder = tmp_path / "run"
+    with started("spawn", digits, folder, pause_sec=1.5, pause_after=3) as (process, pids):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.7)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGTERM)
+        process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert_saved(folder)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_in_the_background_does_not_hear_ctrl_c(digits: Path, tmp_path: Path, launcher: str) -> None:
+    folder = tmp_path / "run"
+    deaf = ["bash", "-c", "trap '' INT; exec \"$@\"", "bash"]
+    with started(launcher, digits, folder, prefix=deaf) as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
+        done = steps_done(folder)
+        wait_for(lambda: steps_done(folder) > done + 2 or process.poll() is not None, "further steps")
+        assert process.poll() is None
+        process.terminate()
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 143, errors
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -137,7 +164,7 @@ def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str)
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.7)
         assert process.poll() is None, "it is waiting for the step's end"
-        for _ in range(100):  # an impatient one: what cleans up is not interrupted in its turn
+        for _ in range(100):  # by an impatient one: what cleans up is not interrupted in its turn
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.005)
         process.wait(timeout=2 - 100 * 0.005)

@@ -44,6 +44,17 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_what_a_script_starts_in_the_background_does_not_hear_ctrl_c() -> None:
+    """It is told to ignore it, and what its command does with Ctrl-C changes nothing."""
+    program = (
+        "import os, signal\nfrom imagenet_cls.program import main, raise_interrupts\n"
+        "def command(words):\n    raise_interrupts()\n    os.kill(os.getpid(), signal.SIGINT)\n    return 7\n"
+        "main(command)"
+    )
+    command = ["bash", "-c", 'trap \'\' INT; exec "$0" -c "$1"', sys.executable, program]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 7
+
+
 def test_a_module_of_a_users_own_that_is_missing_is_shown_with_its_traceback() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         exit_code_of("no_such_library:command", [])
