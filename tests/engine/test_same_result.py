@@ -1,5 +1,6 @@
 """Laws 1 and 2, on runs of one rank: the result depends on the config and the data, and on nothing else."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> N
     assert curves[2] == pytest.approx(curves[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("stop_at", [4, 11, 15])
-@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "adamw"])
+@pytest.mark.parametrize(
+    ("optimizer", "stop_at"),
+    [*product(["sgd", "lamb", "adamw"], [4, 11, 15]), ("timm:lookahead_adamw", 15)],  # which looks ahead each 6 steps
+)
 def test_a_run_in_two_parts_ends_in_the_same_bits(digits: Path, tmp_path: Path, optimizer: str, stop_at: int) -> None:
     """Stopped in the first epoch, between the epochs, in the second; fused, channels-last optimizers and timm's."""
 
