@@ -12,6 +12,13 @@ if [ $# -lt 3 ] || [[ ! "$3" =~ ^[1-9][0-9]*$ ]]; then
 fi
 config="$1" checkpoint="$2" gpus="$3"
 shift 3
+for word in "$@"; do
+    if [[ "$word" =~ ^--g(p(us?)?)?(=|$) ]]; then
+        echo "usage: bash scripts/dist_test.sh CONFIG CHECKPOINT GPUS [arguments of tools/test.py]" >&2
+        echo "error: the number of processes is given twice, as $gpus and with $word; leave $word out" >&2
+        exit 2
+    fi
+done
 if [ -z "${PYTHON:-}" ]; then
     if [ -x "$root/.venv/bin/python" ]; then PYTHON="$root/.venv/bin/python"; else PYTHON=python3; fi
 fi

@@ -13,6 +13,13 @@ if [ $# -lt 2 ] || [[ ! "$2" =~ ^[1-9][0-9]*$ ]]; then
 fi
 config="$1" gpus="$2"
 shift 2
+for word in "$@"; do
+    if [[ "$word" =~ ^--g(p(us?)?)?(=|$) ]]; then
+        echo "usage: bash scripts/dist_train.sh CONFIG GPUS [arguments of tools/train.py]" >&2
+        echo "error: the number of processes is given twice, as $gpus and with $word; leave $word out" >&2
+        exit 2
+    fi
+done
 if [ -z "${PYTHON:-}" ]; then
     if [ -x "$root/.venv/bin/python" ]; then PYTHON="$root/.venv/bin/python"; else PYTHON=python3; fi
 fi

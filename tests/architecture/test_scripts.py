@@ -65,6 +65,10 @@ def test_python_of_the_environment_is_used(scripts, tmp_path):
         ("dist_train.sh", ["c.yaml", "0"]),
         ("dist_test.sh", ["c.yaml", "8"]),
         ("dist_test.sh", ["c.yaml", "8", "checkpoint"]),
+        ("dist_train.sh", ["c.yaml", "8", "--gpus", "3"]),
+        ("dist_train.sh", ["c.yaml", "8", "seed=1", "--gpus=3"]),
+        ("dist_train.sh", ["c.yaml", "8", "--gpu", "3"]),
+        ("dist_test.sh", ["c.yaml", "checkpoint", "8", "--out", "p.csv", "--gpus", "3"]),
         ("setup.sh", ["everything"]),
     ],
 )
