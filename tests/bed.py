@@ -38,6 +38,24 @@ def plain(num_classes: int, width: int = 16) -> Any:
     )
 
 
+def remembering(num_classes: int) -> Any:
+    """`plain`, with a buffer of its own that each forward changes: the mean of the images that were seen."""
+    import torch
+    from torch import nn
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, images: Any) -> Any:
+            if self.training:
+                self.seen += images.detach().mean()
+            return images
+
+    return nn.Sequential(Mean(), plain(num_classes))
+
+
 def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after: int = 0, dropout: float = 0.2) -> Any:
     """With BatchNorm and dropout: state in buffers, draws in every step. pause_sec: in each forward, to be killed.
 

@@ -18,6 +18,7 @@ import timm
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import imagenet_cls
 from imagenet_cls.config.load import config_to_dict
@@ -120,18 +121,27 @@ def refuse_differing_data(data: DataSets, group: Group) -> None:
 
 
 def tensors_held(model: nn.Module, ema: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a step changes and that is the same on every rank, by name: weights, buffers, average, optimizer state.
+    """All that a step changes and that is the same on every rank, by name: weights, BatchNorm's statistics, their
+    average, optimizer state.
 
-    model, ema: themselves, no wrappers. The tensors are the real ones, not copies.
+    model, ema: themselves, no wrappers. Buffers of a model's own are each rank's, and not among them. The tensors are
+    the real ones, not copies.
     """
-    tensors = weights_of(model)
+    own = own_buffers(model)
+    tensors = {name: tensor for name, tensor in weights_of(model).items() if name not in own}
     if ema is not None:
-        tensors |= {f"the average's {name}": tensor for name, tensor in weights_of(ema).items()}
+        tensors |= {f"the average's {name}": tensor for name, tensor in weights_of(ema).items() if name not in own}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, state in state_holder(optimizer).state.items():
         name = names[id(parameter)]
         tensors |= {f"{key} of {name}": value for key, value in state.items() if isinstance(value, Tensor)}
     return tensors
+
+
+def own_buffers(model: nn.Module) -> set[str]:
+    """The names of all buffers that are not BatchNorm's: nobody makes them agree (`parallel.wrap`)."""
+    modules = [(name, module) for name, module in model.named_modules() if not isinstance(module, _BatchNorm)]
+    return {f"{name}.{key}".lstrip(".") for name, module in modules for key, _ in module.named_buffers(recurse=False)}
 
 
 def settings_of(config: Config) -> dict[str, Any]:

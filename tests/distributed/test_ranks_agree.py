@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, evaluations, losses, run, train_here
+from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, evaluations, losses, newest, run, train_here
 from forked import Forked
+from safetensors.torch import load_file
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,17 @@ def test_more_ranks_too(forked: Forked, digits: Path, tmp_path: Path, ranks: int
     assert forked.run(arguments(digits, tmp_path / "many", **common), output, ranks) == [0] * ranks, output.read_text()
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert [e["images"] for e in evaluations(tmp_path / "many")] == [359]
+
+
+def test_a_buffer_of_a_models_own_is_each_ranks(forked: Forked, digits: Path, tmp_path: Path) -> None:
+    """Ranks see other images, so they remember other means: no drift. The checkpoint has those of rank 0."""
+    common = {"model.name": "bed:remembering", "ema.decay": 0.5, "parallel.check_every_steps": 1}
+    output = tmp_path / "output.txt"
+    for words in (["train.max_steps=3"], ["train.max_steps=6", "--resume"]):
+        words = [*arguments(digits, tmp_path / "run", **common), *words]
+        assert forked.run(words, output, 2) == [0, 0], output.read_text()
+    means = [load_file(newest(tmp_path / "run") / f"{name}.safetensors")["0.seen"].item() for name in ("model", "ema")]
+    assert means[0] != 0 and means[0] != means[1]
 
 
 @pytest.mark.parametrize(
