@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from imagenet_cls.config.origin import show
+from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.layout import is_image, listed
 from imagenet_cls.errors import DataError
@@ -81,9 +82,10 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig", errors="surrogateescape")
     except FileNotFoundError:
-        raise DataError(
-            f"{file}: no such annotation file\nset data.root, data.train and data.val to where the lists are"
-        ) from None
+        is_default = Path(DataConfig.root) in file.parents
+        root = "data.root (its default here: a change of data.name forgets a file's)" if is_default else "data.root"
+        remedy = f"set {root}, data.train and data.val to where the lists are"
+        raise DataError(f"{file}: no such annotation file\n{remedy}") from None
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}\na list is a text file of `path label` lines, or CSV") from None
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from imagenet_cls.config.load import load_config
+from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import DataError
 
@@ -85,8 +87,18 @@ def test_errors_name_file_and_line(
 
 
 def test_missing_list(folder: Path) -> None:
-    with pytest.raises(DataError, match="no such annotation file"):
+    with pytest.raises(DataError, match=r"no such annotation file\nset data\.root, data\.train and"):
         index_list(folder / "none.txt", folder)
+
+
+def test_a_list_below_the_default_root_may_be_missing_since_a_change_of_the_name_forgot_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("optimizer: {lr: 0.1}\ndata: {name: folder, root: photos}\n")
+    data = load_config("own.yaml", ["data.name=list", "data.train=tr.txt", "data.val=va.txt"]).config.data
+    with pytest.raises(DataError, match=r"a change of data\.name forgets a file's"):
+        open_datasets(data)
 
 
 def test_a_class_that_is_listed_twice_is_refused(folder: Path) -> None:
