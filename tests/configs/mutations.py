@@ -175,6 +175,10 @@ EXCLUSIVE = {
     "parallel.backend": ("parallel.backend=nccl", "device=cpu"),
     "augment.splits": ("augment.splits=3", "mix.mixup_alpha=0.2"),
     "data.manifest": ("data.manifest=m.json", "data.on_bad_image=error"),
+    "eval.crop_pct": ("eval.crop_pct=0.9", "eval.resize_px=300"),
+    "mix.prob": ("mix.prob=0.3", "mix.mixup_alpha=0", "mix.cutmix_alpha=0"),
+    "schedule.warmup_start_factor": ("schedule.warmup_start_factor=0.3", "schedule.warmup_epochs=0"),
+    "train.sam_every_steps": ("train.sam_every_steps=3", "train.sam_rho=null"),
     "distill.teacher": ("distill.teacher.checkpoint=a", "distill.teacher.pretrained=true", "distill.kind=hard"),
 }
 

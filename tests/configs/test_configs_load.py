@@ -7,7 +7,8 @@ import pytest
 from golden import CONFIGS, loaded
 
 from imagenet_cls.config import recipes
-from imagenet_cls.config.load import load_config
+from imagenet_cls.config.load import dump_yaml, load_config
+from imagenet_cls.config.schema import DistillConfig, EmaConfig, MixConfig
 from imagenet_cls.engine.check import check
 
 RUNNABLE = sorted(path for path in CONFIGS.rglob("*.yaml") if "_base_" not in path.relative_to(CONFIGS).parts)
@@ -30,6 +31,23 @@ def head(path: Path) -> str:
 def test_a_config_passes_all_checks_and_opens_with_a_comment_that_tells_how_to_run_it(path: Path) -> None:
     assert check(loaded(path), world_size=8) == []  # and stage 1, or it would not have loaded
     assert f"configs/{name(path)}" in head(path), "no command at the top"
+
+
+# Each switches off what recipes set other keys for.
+OFF = [
+    *("mix.mixup_alpha=0", "mix.cutmix_alpha=0", "ema.decay=null", "ema.half_life_images=null", "train.sam_rho=null"),
+    *("augment.erasing.prob=0", "augment.progressive.epochs=null", "augment.progressive.sizes_px=null"),
+    *(f"augment.color_jitter.{name}=0" for name in ("brightness", "contrast", "saturation", "hue")),
+    *("data.repeats=1", "distill.kind=none", "optimizer.lr_base_batch=null", "schedule.warmup_epochs=0"),
+]
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=name)
+def test_what_a_config_has_switched_on_can_be_switched_off_by_words(path: Path, tmp_path: Path) -> None:
+    off = load_config(path, OFF).config
+    assert (off.mix, off.distill.alpha, off.ema) == (MixConfig(), DistillConfig.alpha, EmaConfig())
+    (tmp_path / "dump.yaml").write_text(dump_yaml(off))
+    assert load_config(tmp_path / "dump.yaml").config == off
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name)
