@@ -33,7 +33,13 @@ from imagenet_cls.data import (
 )
 from imagenet_cls.engine.agree import refuse_differing_data
 from imagenet_cls.engine.evaluate import Batch
-from imagenet_cls.engine.model import choose_mean_std, chosen_teacher, on_main_first, prepared_model
+from imagenet_cls.engine.model import (
+    choose_mean_std,
+    chosen_teacher,
+    on_main_first,
+    prepared_model,
+    unlike_the_start,
+)
 from imagenet_cls.engine.plan import Plan, plan_run
 from imagenet_cls.engine.sam import Sam, build_sam
 from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
@@ -141,6 +147,8 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
 
     model = prepared_model(config, num_classes, group, messages, start_weights, batch_norm_sees(config, plan))
     mean, std = choose_mean_std(config, model)
+    if group.is_main and start_weights:
+        messages += unlike_the_start(config, model, (mean, std), data.classes)
     teacher = chosen_teacher(config, num_classes, data.classes, group, (mean, std))
     wrapped = spread(wrap(model, group, config.parallel.mode), devices)
     ema = build_ema(model, config.ema, train.global_batch_size)

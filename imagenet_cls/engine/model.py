@@ -4,6 +4,7 @@ Owns the order of these steps; what is refused about a model is in `fit`. Called
 `engine.inference`.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,37 @@ def weights_and_origin(path: Path) -> tuple[dict[str, Tensor], str, list[str]]:
     chosen = "raw" if kind == "raw" or snapshot.ema is None else "ema"
     origin = f"{path} (step {snapshot.state['progress']['step']}, {chosen}{', its best' if kind else ''})"
     return best_weights(snapshot, kind), origin, damage
+
+
+def unlike_the_start(config: Config, model: nn.Module, mean_std: MeanStd, classes: Sequence[str]) -> list[str]:
+    """What this run makes of images and outputs in another way than its start weights learned it; a line for each.
+
+    Known of published weights, and of a checkpoint of ours. mean_std, classes: of this run.
+    """
+    start = config.model
+    if start.checkpoint is not None and Path(start.checkpoint).is_dir():
+        state = find_checkpoint(Path(start.checkpoint))[0].state
+        learned, known = (state["preprocessing"]["mean"], state["preprocessing"]["std"]), list(state["classes"])
+    elif start.checkpoint is None and start.pretrained:
+        learned, known = model_mean_std(model), []
+    else:
+        return []
+    lines = []
+    theirs, ours = (
+        "data.mean={} data.std={}".format(
+            *(json.dumps([float(value) for value in values]).replace(" ", "") for values in pair)
+        )
+        for pair in (learned, mean_std)
+    )
+    if theirs != ours:
+        lines.append(f"the start weights know images normalised by {theirs}, and this run has {ours}")
+    if len(known) == len(classes) and known != list(classes):
+        first = next(i for i, (one, other) in enumerate(zip(known, classes, strict=True)) if one != other)
+        lines.append(
+            f"the head of the start weights is taken over, and knows its outputs by other names: {first} was "
+            f"{known[first]!r} and is {classes[first]!r}"
+        )
+    return lines
 
 
 def best_weights(snapshot: Snapshot, kind: str | None) -> dict[str, Tensor]:

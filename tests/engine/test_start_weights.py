@@ -8,10 +8,13 @@ import timm
 import torch
 from bed import arguments, newest, state_digest, train_here
 
+from imagenet_cls.cli import train_command
+from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.engine.inference import load_any_weights
-from imagenet_cls.engine.model import build_weights
+from imagenet_cls.engine.model import build_weights, choose_mean_std, unlike_the_start
 from imagenet_cls.errors import UsageError
+from imagenet_cls.models.build import IMAGENET_MEAN, IMAGENET_STD
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -82,3 +85,31 @@ def test_a_files_moving_average_is_taken_and_the_message_says_so(tmp_path: Path)
     assert by_key.origin == by_path.origin == told
     for model in (started, by_key.models["raw"], by_path.models["raw"]):
         assert all(torch.equal(model.state_dict()[name], value) for name, value in average.items())
+
+
+def test_what_the_start_weights_learned_otherwise_is_said(
+    first: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str, root: Path = digits) -> list[str]:
+        train_command([*arguments(root, tmp_path / "run", **{"model.checkpoint": first}), *words, "--dry-run"])
+        return [line for line in capsys.readouterr().out.splitlines() if "the start weights" in line]
+
+    assert said() == []
+    assert said("data.mean=[0.5,0.5,0.5]") == [
+        "the start weights know images normalised by data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225], "
+        "and this run has data.mean=[0.5,0.5,0.5] data.std=[0.229,0.224,0.225]"
+    ]
+    renamed = Path(shutil.copytree(digits, tmp_path / "renamed"))
+    (renamed / "train" / "3").rename(renamed / "train" / "three")
+    (told,) = said("data.name=folder", "data.val=null", "data.val_fraction=0.2", root=renamed)
+    assert told.endswith("and knows its outputs by other names: 3 was '3' and is '4'")
+
+
+def test_published_weights_under_another_recipes_normalisation(tmp_path: Path) -> None:
+    """timm says what its weights expect; a recipe that was written for another model names numbers of its own."""
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32)
+    config = config_from_dict({"model": {"name": "vit_tiny_patch16_224", "pretrained": True}, "optimizer": {"lr": 0.1}})
+    imagenet = (list(IMAGENET_MEAN), list(IMAGENET_STD))
+    (told,) = unlike_the_start(config, vit, imagenet, [])
+    assert "normalised by data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5], and this run has data.mean=[0.485" in told
+    assert unlike_the_start(config, vit, choose_mean_std(config, vit), []) == []
