@@ -41,6 +41,7 @@ _NAME = re.compile(r"step-([0-9]{7,})(\.old)?")
 _STATE = {
     "step": int, "num_classes": int, "classes": list, "data_digest": str, "world_size": int, "cpu_threads": int,
     "versions": dict, "config": dict, "scaler": dict, "preprocessing": {"mean": list, "std": list},
+    "plan": {"steps_per_epoch": int},
     "progress": {"step": int, "evaluated_step": int, "best": dict, "latest": dict, "evaluations": list},
 }  # fmt: skip
 _NUMBERS = {"groups": list, "parameters": dict, "on_host": list}

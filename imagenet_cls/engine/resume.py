@@ -72,7 +72,22 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
             "the teacher's weights (distill.teacher) are not those that the checkpoint learned from.\n"
             "Put them back, or allow it: --allow-change distill.teacher"
         )
-    messages = [f"changed since the checkpoint: {line}" for line in lines]
+    return [*(f"changed since the checkpoint: {line}" for line in lines), *unlike_before(state, parts)]
+
+
+def unlike_before(state: dict[str, Any], parts: Parts) -> list[str]:
+    """Lines about what lies around the config and is not as it was when the checkpoint was made."""
+    messages = []
+    was, here = state["plan"]["steps_per_epoch"], parts.plan.steps_per_epoch
+    if was != here:
+        step = state["step"]
+        messages.append(
+            f"an epoch had {was} steps and has {here}: step {step} was at {step / was:.2f} epochs, "
+            f"and is at {step / here:.2f} of {parts.plan.epochs} now"
+        )
+    assert parts.data.val is not None
+    if state.get("val_digest", parts.data.val.digest()) != parts.data.val.digest():
+        messages.append("other validation images than before: evaluations do not compare, nor does the best of them")
     if state["world_size"] != parts.group.world_size:
         messages.append(
             f"{state['world_size']} ranks before, {parts.group.world_size} now: the same samples, but the same bits "
@@ -80,8 +95,10 @@ def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) 
         )
     if state["cpu_threads"] != torch.get_num_threads() and parts.group.device.type == "cpu":
         messages.append(f"{state['cpu_threads']} CPU threads before, {torch.get_num_threads()} now: other last bits")
-    here = versions()
-    newer = [f"{name} {old} -> {here.get(name)}" for name, old in state["versions"].items() if old != here.get(name)]
+    present = versions()
+    newer = [
+        f"{name} {old} -> {present.get(name)}" for name, old in state["versions"].items() if old != present.get(name)
+    ]
     if newer:
         messages.append(f"other versions than before, so other last bits are possible: {', '.join(newer)}")
     return messages

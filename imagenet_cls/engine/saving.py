@@ -165,12 +165,13 @@ def take_snapshot(parts: Parts, progress: Progress, description: dict) -> Snapsh
 
 def describe_run(parts: Parts) -> dict:
     """What `state.json` says of a run at every step: enough to predict with a checkpoint and nothing else."""
-    assert parts.data.train is not None
+    assert parts.data.train is not None and parts.data.val is not None
     return {
         "plan": {"steps_per_epoch": parts.plan.steps_per_epoch, "total_steps": parts.plan.total_steps},
         "classes": list(parts.data.classes),
         "num_classes": parts.num_classes,
         "data_digest": parts.data.train.digest(),
+        "val_digest": parts.data.val.digest(),
         "teacher_digest": parts.teacher_digest,
         "preprocessing": {"mean": parts.evaluation.mean, "std": parts.evaluation.std},
         "config": config_to_dict(parts.config),

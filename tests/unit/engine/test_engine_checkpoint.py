@@ -55,6 +55,7 @@ def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
             "num_classes": 2,
             "classes": ["ärger", "b"],
             "data_digest": "",
+            "plan": {"steps_per_epoch": 11},
             "world_size": 1,
             "cpu_threads": 1,
             "versions": {},

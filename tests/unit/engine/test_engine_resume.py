@@ -111,6 +111,21 @@ def test_other_images_are_refused_whatever_is_allowed(digits: Path) -> None:
         refuse_changes(before, fewer, ["data"])
 
 
+def test_other_validation_images_are_told(digits: Path) -> None:
+    before = describe_run(parts_for(digits))
+    (line,) = refuse_changes(before | {"val_digest": "0" * 16}, parts_for(digits), ())
+    assert line.startswith("other validation images than before")
+    del before["val_digest"]  # a checkpoint of an older version
+    assert refuse_changes(before, parts_for(digits), ()) == []
+
+
+def test_where_a_step_is_in_its_epochs_is_told_where_that_changes(digits: Path) -> None:
+    before = describe_run(parts_for(digits)) | {"step": 11}
+    parts = parts_for(digits, train__global_batch_size=64)
+    lines = refuse_changes(before, parts, ["train.global_batch_size"])
+    assert lines[1] == "an epoch had 11 steps and has 22: step 11 was at 1.00 epochs, and is at 0.50 of 2 now"
+
+
 def test_another_number_of_ranks_is_told(digits: Path) -> None:
     parts = parts_for(digits)
     (line,) = refuse_changes(describe_run(parts) | {"world_size": 4}, parts, ())
