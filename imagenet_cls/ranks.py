@@ -90,7 +90,7 @@ def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[st
     from imagenet_cls.parallel.torchrun import run_torchrun
 
     refuse_backend(loaded.config.parallel.backend, launcher)
-    ranks = ranks_to_start(arguments, loaded.config.parallel.init_method, launcher)
+    ranks = ranks_to_start(arguments, loaded.config.parallel.init_method, launcher, loaded.config.parallel.timeout_sec)
     refuse_taken_port(ranks)
     if launcher == "spawn":
         start_server(ranks)
@@ -104,7 +104,9 @@ def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[st
     return run_torchrun(ranks, str(TOOLS / command.script), argv)
 
 
-def ranks_to_start(arguments: argparse.Namespace, init_method: str, launcher: str) -> "Ranks":
+def ranks_to_start(
+    arguments: argparse.Namespace, init_method: str, launcher: str, timeout_sec: float = 600.0
+) -> "Ranks":
     """What the options and parallel.init_method ask for together; an address in the latter goes first.
 
     Raises UsageError for a node rank that none of the machines has, since all would wait for the one that is missing,
@@ -135,6 +137,7 @@ def ranks_to_start(arguments: argparse.Namespace, init_method: str, launcher: st
         master_port=meeting.port or arguments.master_port,
         max_restarts=arguments.max_restarts,
         by_file=meeting.file is not None,
+        timeout_sec=timeout_sec,
     )
 
 

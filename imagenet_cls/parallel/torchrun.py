@@ -4,6 +4,7 @@ Owns what torch's agent is told and what is made of how it ends. Called by `rank
 """
 
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -110,4 +111,7 @@ def _meeting_words(ranks: Ranks) -> list[str]:
             f"{ranks.nodes} machines need one address to meet at, and none was given.\n"
             "On each, set MASTER_ADDR (--master-addr) to the first machine's address, and NODE_RANK to 0, 1, ..."
         )
-    return [f"--node-rank={ranks.node_rank}", f"--master-addr={master}", f"--master-port={port}"]
+    if ranks.nodes != "1":  # torch waits without a word
+        print(f"node rank {ranks.node_rank} of {ranks.nodes} meets the others at {master}:{port}", flush=True)
+    timeout = f"--rdzv-conf=timeout={math.ceil(ranks.timeout_sec)}"
+    return [f"--node-rank={ranks.node_rank}", f"--master-addr={master}", f"--master-port={port}", timeout]

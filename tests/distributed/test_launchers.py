@@ -12,7 +12,19 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, evaluations, losses, train_here, wait_for
+from bed import (
+    DIST_TRAIN,
+    REPOSITORY,
+    TRAIN,
+    arguments,
+    environment,
+    evaluations,
+    free_port,
+    losses,
+    run,
+    train_here,
+    wait_for,
+)
 
 STEPS = 4
 Command = tuple[list[str], dict[str, str]]
@@ -69,12 +81,6 @@ def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
     assert output.count("run folder") == output.count("done\n") == 1, "only rank 0 speaks"
     seen = re.findall(r"^(?!.*\b(?:warn|nohup)).+$", "".join(process.stderr for process in done), re.M | re.I)
     assert not seen or "torch.distributed.launch" in str(done[0].args), seen
-
-
-def free_port() -> str:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 # ----------------------------------------------------------------------------------------------- torch's
@@ -143,6 +149,16 @@ def test_dist_train_on_two_nodes(one_rank: Path, digits: Path, tmp_path: Path) -
         env = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         commands.append((["bash", DIST_TRAIN, config, "1", *rest], env))
     assert_agrees(one_rank, folders, run_together(commands))
+
+
+def test_a_machine_that_nobody_joins_says_where_it_waits_and_ends(digits: Path, tmp_path: Path) -> None:
+    """As where NODE_RANK was forgotten on the second one, or the first was never started."""
+    config, *rest = arguments(digits, tmp_path / "run", parallel__timeout_sec=3)
+    port = str(free_port())
+    done = run(["bash", DIST_TRAIN, config, "1", *rest], NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert done.stdout == f"node rank 0 of 2 meets the others at 127.0.0.1:{port}\n"
+    assert done.returncode == 5 and "1/2 clients joined" in done.stderr and len(done.stderr.splitlines()) <= 3
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_elastic_job_takes_who_comes_and_restarts(one_rank: Path, digits: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_ctrl_c_and_then_sigterm_saves(digits: Path, tmp_path: Path) -> None:
     assert_saved(folder)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", STARTING)
 def test_a_script_in_the_background_does_not_hear_ctrl_c(digits: Path, tmp_path: Path, launcher: str) -> None:
     folder = tmp_path / "run"
     deaf = ["bash", "-c", "trap '' INT; exec \"$@\"", "bash"]
