@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.config.load import Loaded
+from imagenet_cls.config.schema import ParallelConfig
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError
 from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, LAUNCHERS, Place, cpu_threads, find_place
 from imagenet_cls.parallel.requeue import requeue
@@ -90,7 +91,7 @@ def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[st
     from imagenet_cls.parallel.torchrun import run_torchrun
 
     refuse_backend(loaded.config.parallel.backend, launcher)
-    ranks = ranks_to_start(arguments, loaded.config.parallel.init_method, launcher, loaded.config.parallel.timeout_sec)
+    ranks = ranks_to_start(arguments, loaded.config.parallel, launcher)
     refuse_taken_port(ranks)
     if launcher == "spawn":
         start_server(ranks)
@@ -104,9 +105,7 @@ def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[st
     return run_torchrun(ranks, str(TOOLS / command.script), argv)
 
 
-def ranks_to_start(
-    arguments: argparse.Namespace, init_method: str, launcher: str, timeout_sec: float = 600.0
-) -> "Ranks":
+def ranks_to_start(arguments: argparse.Namespace, parallel: ParallelConfig, launcher: str) -> "Ranks":
     """What the options and parallel.init_method ask for together; an address in the latter goes first.
 
     Raises UsageError for a node rank that none of the machines has, since all would wait for the one that is missing,
@@ -120,7 +119,8 @@ def ranks_to_start(
             f"node rank {arguments.node_rank} is none of --nodes {arguments.nodes}: machines count from 0.\n"
             "Give each machine its own NODE_RANK (--node-rank), and all of them the same NNODES (--nodes)."
         )
-    meeting = Meeting() if init_method == "env://" else find_meeting({}, init_method, Place())
+    is_named = parallel.init_method != "env://"
+    meeting = find_meeting({}, parallel.init_method, Place()) if is_named else Meeting()
     if meeting.file is not None:
         if arguments.max_restarts > 0 or not arguments.nodes.isdigit():
             raise UsageError(
@@ -137,7 +137,7 @@ def ranks_to_start(
         master_port=meeting.port or arguments.master_port,
         max_restarts=arguments.max_restarts,
         by_file=meeting.file is not None,
-        timeout_sec=timeout_sec,
+        timeout_sec=parallel.timeout_sec,
     )
 
 

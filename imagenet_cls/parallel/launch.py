@@ -18,20 +18,20 @@ DEFAULT_PORT = 29500
 class Ranks:
     """What is to be started.
 
-    gpus: processes on this machine. nodes: machines; `1:4` for an elastic job (pytorch). node_rank: which of them this
-    is. by_file: the ranks meet in a file (parallel.init_method), so nobody needs an address. A port that is not given
-    is a free one on one machine, and `DEFAULT_PORT` on several. timeout_sec: longest wait for the other machines.
+    gpus: processes on this machine. timeout_sec: longest wait for other machines. nodes: machines; `1:4` for an elastic
+    job (pytorch). node_rank: which of them this is. by_file: the ranks meet in a file (parallel.init_method), so nobody
+    needs an address. A port that is not given is a free one on one machine, and `DEFAULT_PORT` on several.
     """
 
     launcher: str
     gpus: int
+    timeout_sec: float
     nodes: str = "1"
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
     max_restarts: int = 0
     by_file: bool = False
-    timeout_sec: float = 600.0
 
 
 def variables(ranks: Ranks) -> dict[str, str]:

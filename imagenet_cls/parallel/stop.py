@@ -45,6 +45,7 @@ class StopRequest:
         self.pending: tuple[Any, torch.Tensor] | None = None
         self.previous: dict[int, Any] = {}
         self.arrivals: int | None = None  # the pipe's end that is written to
+        self.previous_arrivals = -1
 
     def listen(self) -> None:
         """To be called, as `close`, in the main thread."""
@@ -53,7 +54,7 @@ class StopRequest:
                 self.previous[number] = signal.signal(number, self._note)
         arrivals, self.arrivals = os.pipe()
         os.set_blocking(self.arrivals, False)
-        signal.set_wakeup_fd(self.arrivals, warn_on_full_buffer=False)
+        self.previous_arrivals = signal.set_wakeup_fd(self.arrivals, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(arrivals,), name="signals", daemon=True).start()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -96,7 +97,7 @@ class StopRequest:
                 self.pending[0].wait()
             self.pending = None
         if self.arrivals is not None:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self.previous_arrivals)
             os.write(self.arrivals, b"\0")  # the thread's last: no signal has this number
             os.close(self.arrivals)
             self.arrivals = None

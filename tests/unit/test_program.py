@@ -1,13 +1,15 @@
 """A program's standard streams, whatever they were, and what it says where it can't even begin."""
 
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
 
-from imagenet_cls.program import exit_code_of
+from imagenet_cls.program import LIBRARIES, exit_code_of
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -37,7 +39,10 @@ def test_before_the_set_up_a_tool_says_what_to_do(tool: Path) -> None:
 
 
 def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
-    (tmp_path / "omegaconf.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    """By one that swallows whatever is raised, as some do, and goes on."""
+    (tmp_path / "omegaconf.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
     command = [sys.executable, str(TOOLS / "train.py"), "configs/demo.yaml"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -58,3 +63,36 @@ def test_what_a_script_starts_in_the_background_does_not_hear_ctrl_c() -> None:
 def test_a_module_of_a_users_own_that_is_missing_is_shown_with_its_traceback() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         exit_code_of("no_such_library:command", [])
+
+
+def test_the_libraries_are_those_of_the_set_up() -> None:
+    """By the names that they are imported by, which are not always those that they are installed by."""
+    wanted = {re.split("[^a-z0-9-]", line.lower())[0] for line in requires("imagenet-cls") or () if "extra" not in line}
+    packages = {name: {package.lower() for package in given} for name, given in packages_distributions().items()}
+    assert {package for name in LIBRARIES for package in packages[name] & wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("tool", "module", "function", "told"),
+    [
+        (
+            "verify_data",
+            "verify",
+            "read_image",
+            "interrupted after 0 of 1 images\nthe same command goes on from there\n",
+        ),
+        ("prepare_imagenet", "prepare", "find_source", "interrupted; the same command goes on from here\n"),
+    ],
+)
+def test_ctrl_c_in_what_goes_on_later(tmp_path: Path, tool: str, function: str, told: str) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"none")
+    program = (
+        "import os, runpy, signal, sys, time\nimport imagenet_cls.data.verify, imagenet_cls.data.prepare\n"
+        "def interrupted(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
+        f"imagenet_cls.data.{function} = interrupted\nsys.argv[0] = {tool!r}\n"
+        f"runpy.run_path({str(TOOLS / tool)!r} + '.py', run_name='__main__')"
+    )
+    words = [tmp_path, tmp_path / "out"] if tool == "prepare_imagenet" else [tmp_path]
+    command = [sys.executable, "-c", program, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, told)

@@ -10,6 +10,7 @@ import pytest
 from bed import DEMO, REPOSITORY, TRAIN, environment
 
 from imagenet_cls.cli import train_command, train_parser
+from imagenet_cls.config.schema import ParallelConfig
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel.ending import ERROR_FILE_VARIABLE
 from imagenet_cls.parallel.place import LAUNCHED_VARIABLE
@@ -73,18 +74,19 @@ def test_several_machines_are_several_ranks(capsys: pytest.CaptureFixture[str]) 
 )
 def test_an_address_in_the_config_goes_first(init_method: str, address: tuple[str, int]) -> None:
     arguments = train_parser().parse_args(["--master-addr", "host0", "--master-port", "1"])
-    ranks = ranks_to_start(arguments, init_method, "pytorch")
+    ranks = ranks_to_start(arguments, ParallelConfig(init_method=init_method), "pytorch")
     assert (ranks.master_addr, ranks.master_port) == address and not ranks.by_file
 
 
 def test_a_file_is_refused_that_ranks_of_one_machine_or_restarted_ones_can_not_meet_in(tmp_path: Path) -> None:
     file = tmp_path / "meeting"
     file.write_bytes(b"addresses")
+    there, new = (ParallelConfig(init_method=f"file://{path}") for path in (file, tmp_path / "new"))
     with pytest.raises(ResourceError, match="has left it"):
-        ranks_to_start(train_parser().parse_args([]), f"file://{file}", "spawn")
-    ranks_to_start(train_parser().parse_args(["--nodes", "2"]), f"file://{file}", "spawn")  # another machine's
+        ranks_to_start(train_parser().parse_args([]), there, "spawn")
+    ranks_to_start(train_parser().parse_args(["--nodes", "2"]), there, "spawn")  # another machine's
     with pytest.raises(UsageError, match="started again can't meet in a file"):
-        ranks_to_start(train_parser().parse_args(["--max-restarts", "1"]), f"file://{tmp_path}/new", "pytorch")
+        ranks_to_start(train_parser().parse_args(["--max-restarts", "1"]), new, "pytorch")
 
 
 def test_a_started_rank_that_can_not_find_its_place_leaves_its_words_to_the_launcher(tmp_path: Path) -> None:

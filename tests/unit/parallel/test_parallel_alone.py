@@ -149,6 +149,27 @@ def test_a_second_ctrl_c_means_now_wherever_the_main_thread_is(where: str) -> No
         assert (process.returncode, process.stderr and process.stderr.read()) == (130, "")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "torchrun", "leaves"),
+    [
+        ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), False, True),  # whatever was asked for before
+        ((signal.SIGINT, signal.SIGTERM), False, False),
+        ((signal.SIGINT, signal.SIGUSR2), True, False),
+        ((signal.SIGINT, signal.SIGTERM), True, True),  # how torchrun passes a second Ctrl-C on
+    ],
+)
+def test_what_counts_as_a_second_ctrl_c(numbers: tuple[signal.Signals, ...], torchrun: bool, leaves: bool) -> None:
+    environment = os.environ | ({"TORCHELASTIC_RUN_ID": "1"} if torchrun else {})
+    program = [sys.executable, "-c", LISTENING.format(busy="time.sleep(20)")]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline() == "listening\n"
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.7)
+        assert process.poll() == (130 if leaves else None)
+        process.kill()
+
+
 def test_a_run_that_has_ended_leaves_ctrl_c_to_what_comes_behind_it() -> None:
     files = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
