@@ -73,15 +73,10 @@ def test_the_libraries_are_those_of_the_set_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "module", "function", "told"),
+    ("tool", "function", "told"),
     [
-        (
-            "verify_data",
-            "verify",
-            "read_image",
-            "interrupted after 0 of 1 images\nthe same command goes on from there\n",
-        ),
-        ("prepare_imagenet", "prepare", "find_source", "interrupted; the same command goes on from here\n"),
+        ("verify_data", "verify.read_image", "interrupted after 0 of 1 images\nthe same command goes on from there\n"),
+        ("prepare_imagenet", "prepare.find_source", "interrupted; the same command goes on from here\n"),
     ],
 )
 def test_ctrl_c_in_what_goes_on_later(tmp_path: Path, tool: str, function: str, told: str) -> None:
