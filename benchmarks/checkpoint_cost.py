@@ -20,14 +20,14 @@ import timm
 import torch
 from torch.nn import functional
 
+from imagenet_cls.checkpoint.format import Snapshot, prune, size_bytes, write_checkpoint
+from imagenet_cls.checkpoint.optimizer_state import Progress
 from imagenet_cls.config.schema import EmaConfig
-from imagenet_cls.engine.agree import tensors_held
 from imagenet_cls.engine.build import Parts
-from imagenet_cls.engine.checkpoint import Snapshot, prune, size_bytes, write_checkpoint
 from imagenet_cls.engine.saving import Behind, take_snapshot
-from imagenet_cls.engine.state import Progress
+from imagenet_cls.guards.agreement import tensors_held
+from imagenet_cls.guards.replicas import tensor_hashes
 from imagenet_cls.models.ema import ModelEma
-from imagenet_cls.parallel.drift import bit_sums
 
 IMAGES = 1_281_167
 EPOCHS = {  # seconds
@@ -73,7 +73,7 @@ class Training:
 
     def hash(self) -> None:
         """What ranks compare before each save, where there are several."""
-        bit_sums(tensors_held(self.model, self.ema.module, self.optimizer))
+        tensor_hashes(tensors_held(self.model, self.ema.module, self.optimizer))
 
 
 def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, float]]:

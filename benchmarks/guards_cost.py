@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import LogConfig, ParallelConfig
-from imagenet_cls.engine.agree import digest_of_sources, tensors_held
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.saving import Behind
-from imagenet_cls.parallel.drift import DriftCheck, bit_sums
-from imagenet_cls.parallel.group import Group, start_group
-from imagenet_cls.parallel.heartbeat import Heartbeat, Member
-from imagenet_cls.parallel.place import Place
-from imagenet_cls.parallel.stop import StopRequest
+from imagenet_cls.guards.agreement import digest_of_sources, tensors_held
+from imagenet_cls.guards.heartbeat import Heartbeat, Member
+from imagenet_cls.guards.replicas import ReplicaCheck, tensor_hashes
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group, init_group
+from imagenet_cls.parallel.signals import StopRequest
 from imagenet_cls.parallel.wrap import RunningStatistics
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -80,7 +80,7 @@ def resnet50() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def on_one_rank(calls: int) -> Iterator[Row]:
-    group = Group(Place(), CPU)
+    group = Group(RankInfo(), CPU)
     model, optimizer = resnet50()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
@@ -115,11 +115,11 @@ def on_one_rank(calls: int) -> Iterator[Row]:
     behind = Behind()
     yield Row("has a save failed", calls, measured(behind.check, calls), 1)
     every = ParallelConfig().check_every_steps or 0
-    drift = DriftCheck(group, every, 0, dict)
+    drift = ReplicaCheck(group, every, 0, dict)
     yield Row("is the ranks' comparison due", calls, measured(lambda: drift.check_if_due(1), calls), 1)
     held = tensors_held(model, timm.create_model("resnet50"), optimizer)
     few = max(3, calls // 500)
-    yield Row("hash of weights, average, momentum", few, measured(lambda: bit_sums(held), few), 1 / every, _HASH)
+    yield Row("hash of weights, average, momentum", few, measured(lambda: tensor_hashes(held), few), 1 / every, _HASH)
 
 
 def heartbeats(calls: int) -> Row:
@@ -144,7 +144,7 @@ def heartbeats(calls: int) -> Row:
 def on_two_ranks(rank: int, folder: str, calls: int) -> None:
     """A rank's part of what needs two: the flags of a stop request, the comparison's collective."""
     torch.set_num_threads(1)
-    group = start_group(Place(rank, rank, 2, 2), CPU, "auto", "gloo", f"file://{folder}/store", 60.0)
+    group = init_group(RankInfo(rank, rank, 2, 2), CPU, "auto", "gloo", f"file://{folder}/store", 60.0)
     stop = StopRequest(group)
     sec = measured(stop.agreed, calls)
     stop.close()
@@ -156,7 +156,7 @@ def on_two_ranks(rank: int, folder: str, calls: int) -> None:
         paused.agreed()
         spent.append(time.perf_counter() - begin)
     paused.close()
-    check = DriftCheck(group, 1, 0, lambda: {"one": torch.ones(1)})
+    check = ReplicaCheck(group, 1, 0, lambda: {"one": torch.ones(1)})
     steps = iter(range(1, 10**9))
     compare = measured(lambda: check.check(next(steps)), calls)
     if rank == 0:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 class UserError(Exception):
     """Base of all errors that a user can cause. `str(error)` is what the screen shows.
 
-    told_by_main: rank 0, or a rank before this one on its machine, raises the same error: this one need not show it.
+    reported_by_main: rank 0, or a rank before this one on its machine, raises the same error: this one need not show it.
     """
 
     exit_code = 2
-    told_by_main = False
+    reported_by_main = False
 
 
 class UsageError(UserError):

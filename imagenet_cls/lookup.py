@@ -80,7 +80,7 @@ def keyword_names(factory: Callable[..., Any]) -> tuple[list[str], bool]:
     return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def check_kwargs(
+def kwargs_problems(
     section: str,
     factory: Callable[..., Any],
     kwargs: Mapping[str, Any],
@@ -106,7 +106,7 @@ def check_kwargs(
     return problems
 
 
-def missing_kwargs(
+def missing_kwargs_problems(
     section: str, factory: Callable[..., Any], kwargs: Mapping[str, Any], given: Collection[str] = ()
 ) -> list[Problem]:
     """The arguments that `factory` can't do without and that neither the config's `kwargs` nor the program gives.

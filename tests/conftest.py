@@ -15,7 +15,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from forked import Forked  # noqa: E402
+from forked_ranks import ForkedRanks  # noqa: E402
 
 # Before any import of torch, and inherited by the processes that tests start: the number of threads decides the bits of
 # a sum, and the test machine has two cores, which tests that run side by side share: there each has one, whatever the
@@ -83,18 +83,18 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forked() -> Iterator[Forked]:
-    """Where ranks come from that no launcher starts: see `forked.py`."""
-    with Forked() as forked:
+def forked() -> Iterator[ForkedRanks]:
+    """Where ranks come from that no launcher starts: see `forked_ranks.py`."""
+    with ForkedRanks() as forked:
         yield forked
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a real SLURM on this machine, a new one for each module: see `slurm_bed.py`."""
-    import slurm_bed
+    """The environment of a real SLURM on this machine, a new one for each module: see `slurm_cluster.py`."""
+    import slurm_cluster
 
-    if not slurm_bed.is_there():
+    if not slurm_cluster.is_there():
         pytest.skip("needs a SLURM (Debian: slurm-wlm)")
-    with slurm_bed.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as env:
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as env:
         yield env

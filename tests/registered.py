@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import bed
+import helpers
 from timm.models import register_model
 
 
 @register_model
-def bed_registered(pretrained: bool = False, num_classes: int = 10, **more_from_timm: Any) -> Any:
-    return bed.plain(num_classes)
+def helpers_registered(pretrained: bool = False, num_classes: int = 10, **more_from_timm: Any) -> Any:
+    return helpers.plain(num_classes)

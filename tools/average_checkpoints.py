@@ -7,12 +7,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from imagenet_cls.commands.program import main, positive
 from imagenet_cls.errors import UsageError
-from imagenet_cls.program import main, positive
 
 
 def parser() -> argparse.ArgumentParser:
-    from imagenet_cls.engine.averaging import RULES
+    from imagenet_cls.commands.average_checkpoints import RULES
 
     made = argparse.ArgumentParser(
         prog="average_checkpoints.py",
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def average_command(argv: Sequence[str]) -> None:
-    from imagenet_cls.engine.averaging import RULES, average_checkpoints, choose
+    from imagenet_cls.commands.average_checkpoints import RULES, average_checkpoints, choose
 
     arguments = parser().parse_args(argv)
     paths: list[Path] = arguments.paths

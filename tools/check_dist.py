@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.program import main
+from imagenet_cls.commands.program import main
 
 if TYPE_CHECKING:
     from imagenet_cls.config.load import Loaded
-    from imagenet_cls.parallel.place import Place
+    from imagenet_cls.parallel.environment import RankInfo
 
 # A check need not wait as long as a run may.
 LONGEST_WAIT_SEC = 60.0
 
 
 def parser() -> argparse.ArgumentParser:
-    from imagenet_cls.ranks import add_rank_options
+    from imagenet_cls.commands.distributed import add_rank_options
 
     made = argparse.ArgumentParser(
         prog="check_dist.py",
@@ -38,20 +38,20 @@ def load(arguments: argparse.Namespace) -> "Loaded":
     return load_config(None, arguments.words)
 
 
-def check_here(arguments: argparse.Namespace, loaded: "Loaded", place: "Place", groups: list) -> None:
+def check_here(arguments: argparse.Namespace, loaded: "Loaded", place: "RankInfo", groups: list) -> None:
     """One rank's part. The ranks meet over gloo first, which can say what is wrong; see `check_ranks`."""
-    from imagenet_cls.parallel.check_dist import check_ranks
-    from imagenet_cls.parallel.group import choose_device, start_group
+    from imagenet_cls.commands.check_dist import check_ranks
+    from imagenet_cls.parallel.process_group import choose_device, init_group
 
     parallel = loaded.config.parallel
     device = choose_device(loaded.config.device, place)
     wait_sec = min(parallel.timeout_sec, LONGEST_WAIT_SEC)
-    groups.append(start_group(place, device, "auto", "gloo", parallel.init_method, wait_sec))
+    groups.append(init_group(place, device, "auto", "gloo", parallel.init_method, wait_sec))
     check_ranks(groups[0], parallel.backend)
 
 
 def check_command(argv: Sequence[str]) -> int:
-    from imagenet_cls.ranks import RankCommand, run_command
+    from imagenet_cls.commands.distributed import RankCommand, run_command
 
     # Nothing is trained, so there is nothing more to check before ranks are started.
     return run_command(RankCommand("check_dist.py", parser, load, no_check, check_here, no_check), argv)

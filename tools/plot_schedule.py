@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.program import main
+from imagenet_cls.commands.program import main
 
 if __name__ == "__main__":
-    sys.exit(main("imagenet_cls.schedule_plot:plot_schedule_command"))
+    sys.exit(main("imagenet_cls.commands.plot_schedule:plot_schedule_command"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.program import main, positive
+from imagenet_cls.commands.program import main, positive
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
 
 def verify_command(argv: Sequence[str]) -> None:
     arguments = parser().parse_intermixed_args(argv)
-    from imagenet_cls.data.verify import verify_data  # torch takes seconds, and --help should not
+    from imagenet_cls.commands.verify_data import verify_data  # torch takes seconds, and --help should not
 
     verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads)
 

@@ -19,16 +19,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from imagenet_cls.data.datasets import DataSets, check_data, open_datasets
+    from imagenet_cls.data.datasets import DataSets, data_problems, open_datasets
     from imagenet_cls.data.decode import decode_rgb
     from imagenet_cls.data.device import Preprocess, TrainPreprocess
     from imagenet_cls.data.erasing import erase
     from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
-    from imagenet_cls.data.mixing import Mixing, build_mixing, check_mixing
-    from imagenet_cls.data.policies import check_policy
+    from imagenet_cls.data.mixing import Mixing, build_mixing, mixing_problems
+    from imagenet_cls.data.policies import policy_problems
     from imagenet_cls.data.resolution import size_px_at, sizes_px
-    from imagenet_cls.data.samplers import EpochSampler, check_repeats, samples_per_epoch, shard_for_eval
-    from imagenet_cls.data.shared_memory import refuse_small_shared_memory
+    from imagenet_cls.data.samplers import EpochSampler, repeats_problem, samples_per_epoch, shard_for_eval
+    from imagenet_cls.data.shared_memory import check_shared_memory
     from imagenet_cls.data.sources import ImageSource
     from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
     from imagenet_cls.data.transforms import eval_transform, train_transform
@@ -46,16 +46,16 @@ __all__ = [
     "TrainLoader",
     "TrainPreprocess",
     "build_mixing",
-    "check_data",
-    "check_mixing",
-    "check_policy",
-    "check_repeats",
+    "check_shared_memory",
+    "data_problems",
     "decode_rgb",
     "erase",
     "eval_batches",
     "eval_transform",
+    "mixing_problems",
     "open_datasets",
-    "refuse_small_shared_memory",
+    "policy_problems",
+    "repeats_problem",
     "samples_per_epoch",
     "shard_for_eval",
     "size_px_at",
@@ -66,16 +66,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "datasets": ("DataSets", "check_data", "open_datasets"),
+    "datasets": ("DataSets", "data_problems", "open_datasets"),
     "decode": ("decode_rgb",),
     "device": ("Preprocess", "TrainPreprocess"),
     "erasing": ("erase",),
     "loader": ("TrainBatch", "TrainLoader", "eval_batches"),
-    "mixing": ("Mixing", "build_mixing", "check_mixing"),
-    "policies": ("check_policy",),
+    "mixing": ("Mixing", "build_mixing", "mixing_problems"),
+    "policies": ("policy_problems",),
     "resolution": ("size_px_at", "sizes_px"),
-    "samplers": ("EpochSampler", "check_repeats", "samples_per_epoch", "shard_for_eval"),
-    "shared_memory": ("refuse_small_shared_memory",),
+    "samplers": ("EpochSampler", "repeats_problem", "samples_per_epoch", "shard_for_eval"),
+    "shared_memory": ("check_shared_memory",),
     "sources": ("ImageSource",),
     "synthetic": ("SyntheticLoader", "SyntheticSource", "synthetic_eval_batches"),
     "transforms": ("eval_transform", "train_transform"),

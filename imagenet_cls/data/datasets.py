@@ -22,7 +22,7 @@ from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, Subs
 from imagenet_cls.data.synthetic import SyntheticSource
 from imagenet_cls.data.torchvision_sets import CLASSIFICATION_SETS, check_torchvision, open_torchvision
 from imagenet_cls.errors import DataError, Problem
-from imagenet_cls.lookup import check_kwargs, did_you_mean, import_factory, is_factory_name, keyword_names
+from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, keyword_names, kwargs_problems
 
 BUILT_IN = ("folder", "list", "digits", "synthetic")
 TORCHVISION = "torchvision:"
@@ -46,7 +46,7 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -
     """Open the parts asked for, of `train` and `val`. Writes the digits or downloads a torchvision set where they are
     missing.
 
-    Expects a section that `check_data` finds no problem in. Raises DataError for data that is missing, empty or does
+    Expects a section that `data_problems` finds no problem in. Raises DataError for data that is missing, empty or does
     not fit.
     """
     assert parts and set(parts) <= {"train", "val"}, parts
@@ -69,7 +69,7 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -
     return DataSets(train, val, known.classes, note)
 
 
-def check_data(data: DataConfig) -> list[Problem]:
+def data_problems(data: DataConfig) -> list[Problem]:
     """Problems of names and keyword arguments, all at once. Imports what is named and touches no data."""
     if data.name.startswith(TORCHVISION):
         return check_torchvision(data.name.removeprefix(TORCHVISION), data.kwargs, data.val)
@@ -108,7 +108,7 @@ def _check_factory(data: DataConfig) -> list[Problem]:
                 f"{data.name!r} is called as factory(root=..., part=...) but takes no {' and '.join(missing)}",
             )
         ]
-    return check_kwargs("data", factory, data.kwargs, reserved=("root", "part"))
+    return kwargs_problems("data", factory, data.kwargs, reserved=("root", "part"))
 
 
 def _fraction(data: DataConfig) -> float:

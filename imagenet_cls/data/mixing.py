@@ -54,7 +54,7 @@ def build_mixing(mix: MixConfig, num_classes: int) -> Mixing | None:
     return Mixing(mix, num_classes) if mixes(mix) else None
 
 
-def check_mixing(mix: MixConfig, loader_batch: int, global_batch: int | None = None) -> list[Problem]:
+def mixing_problems(mix: MixConfig, loader_batch: int, global_batch: int | None = None) -> list[Problem]:
     """Whether micro-batches can be mixed.
 
     loader_batch: images of a rank at once, that is, of a micro-batch. global_batch: of a whole step, to name the

@@ -2,7 +2,7 @@
 
 Owns `augment.policy` and `augment.policy_kwargs`: from a name to a function on uint8 images, and everything that can be
 wrong with the name. Refuses to draw by keys: a policy draws while it is applied, from the default generators of torch,
-`random` and numpy, which are seeded for each sample. Called by `transforms`; `check_policy` by `engine.check`.
+`random` and numpy, which are seeded for each sample. Called by `transforms`; `policy_problems` by `engine.check`.
 """
 
 import re
@@ -22,7 +22,7 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 from imagenet_cls.config.check import Range
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.errors import Problem
-from imagenet_cls.lookup import check_kwargs, did_you_mean, import_factory, is_factory_name, missing_kwargs
+from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, missing_kwargs_problems
 from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
 
 Policy = Callable[[Tensor], Tensor]
@@ -91,7 +91,7 @@ def build_policy(augment: AugmentConfig, size_px: int, mean: Sequence[float] = I
     keywords may say otherwise (`interpolation`, `fill`); its images go through Pillow as timm's do, which is what
     published results were made with, is faster, and alone can resample bicubically. A factory of the user's is called
     as `factory(**policy_kwargs)`, once for each size, and what it returns with a tensor. Raises what a constructor
-    raises for bad settings, and LookupError for unknown names; `check_policy` tells both beforehand.
+    raises for bad settings, and LookupError for unknown names; `policy_problems` tells both beforehand.
     """
     name = augment.policy
     if name is None:
@@ -157,7 +157,7 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
     return FROM_TORCHVISION[augment.policy.removeprefix(TORCHVISION)](**kwargs)
 
 
-def check_policy(augment: AugmentConfig) -> list[Problem]:
+def policy_problems(augment: AugmentConfig) -> list[Problem]:
     """Everything wrong with `augment.policy` and `augment.policy_kwargs` that shows without data.
 
     Ends in a trial on a few images, drawn from keys of its own: what the policy raises becomes a problem, and so does
@@ -232,8 +232,8 @@ def _check_own(augment: AugmentConfig) -> list[Problem]:
 
 
 def _check_kwargs(factory: Callable[..., Any], augment: AugmentConfig) -> list[Problem]:
-    found = check_kwargs("augment.policy", factory, augment.policy_kwargs)
-    found += missing_kwargs("augment.policy", factory, augment.policy_kwargs)
+    found = kwargs_problems("augment.policy", factory, augment.policy_kwargs)
+    found += missing_kwargs_problems("augment.policy", factory, augment.policy_kwargs)
     return [replace(problem, key=problem.key.replace(".kwargs", "_kwargs", 1)) for problem in found]
 
 

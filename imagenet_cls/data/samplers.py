@@ -111,7 +111,7 @@ def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> i
     return num_images // repeats_multiple * repeats_multiple
 
 
-def check_repeats(repeats_multiple: int | None, world_size: int) -> Problem | None:
+def repeats_problem(repeats_multiple: int | None, world_size: int) -> Problem | None:
     """What is wrong with `data.repeats_multiple` on this many ranks: it must divide, as a batch must."""
     if repeats_multiple is None or repeats_multiple % world_size == 0:
         return None

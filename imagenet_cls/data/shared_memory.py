@@ -13,7 +13,7 @@ from imagenet_cls.errors import ResourceError
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def refuse_small_shared_memory(held: Sequence[tuple[int, int]], local_ranks: int, where: Path = SHARED_MEMORY) -> None:
+def check_shared_memory(held: Sequence[tuple[int, int]], local_ranks: int, where: Path = SHARED_MEMORY) -> None:
     """Raise ResourceError where the workers of all ranks of this machine would need more than is free.
 
     held: for each loader of a rank, the images (uint8, RGB) that its workers hold ready at most, and their side in

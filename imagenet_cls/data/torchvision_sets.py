@@ -14,7 +14,7 @@ from typing import Any
 import torchvision.datasets
 
 from imagenet_cls.errors import DataError, Problem
-from imagenet_cls.lookup import check_kwargs, did_you_mean, keyword_names
+from imagenet_cls.lookup import did_you_mean, keyword_names, kwargs_problems
 
 # fmt: off
 CLASSIFICATION_SETS = (
@@ -49,7 +49,7 @@ def check_torchvision(name: str, kwargs: Mapping[str, Any], val: str | None) -> 
     # EMNIST, QMNIST and ImageNet pass further keywords to the class that they derive from.
     names, takes_any = keyword_names(factory)
     more_names = [*names, *keyword_names(factory.__mro__[1])[0]] if takes_any else []
-    problems = check_kwargs("data", factory, kwargs, reserved, more_names)
+    problems = kwargs_problems("data", factory, kwargs, reserved, more_names)
     if val is not None and not has_parts(factory):
         problems.append(Problem("data.val", f"{name} has one part only: use data.val=null data.val_fraction=0.1"))
     return problems

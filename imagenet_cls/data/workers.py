@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from imagenet_cls.parallel.ending import signal_when_parent_dies
+from imagenet_cls.parallel.exit import signal_when_parent_dies
 
 # Workers that are forked share the index's memory and begin at once; others import torch anew, seconds each, and need
 # every data set to be picklable. On macOS forked processes crash in system libraries, and Windows has no fork.

@@ -22,28 +22,29 @@ from imagenet_cls.data import (
     TrainLoader,
     TrainPreprocess,
     build_mixing,
+    check_shared_memory,
     eval_batches,
     eval_transform,
     open_datasets,
-    refuse_small_shared_memory,
     samples_per_epoch,
     shard_for_eval,
     synthetic_eval_batches,
     train_transform,
 )
-from imagenet_cls.engine.agree import refuse_differing_data
 from imagenet_cls.engine.evaluate import Batch
 from imagenet_cls.engine.model import (
     choose_mean_std,
     chosen_teacher,
     on_main_first,
     prepared_model,
-    unlike_the_start,
+    pretrained_mismatch,
 )
 from imagenet_cls.engine.plan import Plan, plan_run
 from imagenet_cls.engine.sam import Sam, build_sam
 from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
 from imagenet_cls.errors import ConfigError
+from imagenet_cls.guards.agreement import check_same_data
+from imagenet_cls.guards.replicas import model_digest
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import head_names
 from imagenet_cls.models.ema import ModelEma, build_ema
@@ -54,10 +55,9 @@ from imagenet_cls.optim.losses import build_loss
 from imagenet_cls.optim.scaling import scaled_lr
 from imagenet_cls.optim.schedule import Schedule, build_schedule
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
-from imagenet_cls.parallel.drift import digest_of
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import cpu_threads
-from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, wrap
+from imagenet_cls.parallel.environment import cpu_threads
+from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.wrap import RunningStatistics, warm_up_buckets, wrap
 
 _MOST_WORKERS = 16
 
@@ -134,13 +134,13 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     dtype = choose_precision(train.precision, device)
     data = on_main_first(group, lambda: open_datasets(config.data))
     assert data.train is not None and data.val is not None
-    refuse_differing_data(data, group)
+    check_same_data(data, group)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     devices = rank_devices(config, group)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, group.world_size, len(devices.all))
-    refuse_idle_average(config.ema, plan)
-    refuse_small_shared_memory(images_held(config, data, plan, group), group.place.local_world_size)
+    check_ema_updates(config.ema, plan)
+    check_shared_memory(images_held(config, data, plan, group), group.place.local_world_size)
     messages = [note for note in (devices.note, data.note) if note]
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
     messages += [scaling] if scaling else []
@@ -148,7 +148,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     model = prepared_model(config, num_classes, group, messages, start_weights, batch_norm_sees(config, plan))
     mean, std = choose_mean_std(config, model)
     if group.is_main and start_weights:
-        messages += unlike_the_start(config, model, (mean, std), data.classes)
+        messages += pretrained_mismatch(config, model, (mean, std), data.classes)
     teacher = chosen_teacher(config, num_classes, data.classes, group, (mean, std))
     wrapped = spread(wrap(model, group, config.parallel.mode), devices)
     ema = build_ema(model, config.ema, train.global_batch_size)
@@ -167,7 +167,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
             loss = criterion(wrapped(images), targets, images)
         loss.backward()
 
-    settle_buckets(wrapped, throw_away_pass)
+    warm_up_buckets(wrapped, throw_away_pass)
     return Parts(
         config=config,
         group=group,
@@ -183,7 +183,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
             preprocess, config.augment.erasing, build_mixing(config.mix, num_classes), config.seed, group.rank
         ),
         criterion=criterion,
-        teacher_digest=None if teacher is None else digest_of(teacher.network),
+        teacher_digest=None if teacher is None else model_digest(teacher.network),
         optimizer=optimizer,
         lr=lr,
         schedule=build_schedule(config.schedule, lr, plan.steps_per_epoch, train.epochs),
@@ -210,7 +210,7 @@ def batch_norm_sees(config: Config, plan: Plan) -> int:
     return at_once * (plan.world_size if config.parallel.sync_bn else 1)
 
 
-def refuse_idle_average(ema: EmaConfig, plan: Plan) -> None:
+def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:
     """Raise ConfigError for an average that no step of all epochs would update. (A run may be cut by max_steps.)"""
     steps = plan.epochs * plan.steps_per_epoch
     if (ema.decay is not None or ema.half_life_images is not None) and ema.every_steps > steps:

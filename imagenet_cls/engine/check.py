@@ -6,17 +6,17 @@ started, and by `engine.run` on rank 0.
 """
 
 from imagenet_cls.config.schema import Config
-from imagenet_cls.data import check_data, check_mixing, check_policy, check_repeats
+from imagenet_cls.data import data_problems, mixing_problems, policy_problems, repeats_problem
 from imagenet_cls.engine.build import data_parallel_devices
 from imagenet_cls.engine.plan import accumulation_for, batch_problem
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import import_from_here
-from imagenet_cls.models.check import check_model
-from imagenet_cls.models.teacher import check_distillation
-from imagenet_cls.optim.build import check_optimizer, own_momentum
-from imagenet_cls.optim.losses import check_loss
+from imagenet_cls.models.check import model_problems
+from imagenet_cls.models.teacher import distillation_problems
+from imagenet_cls.optim.build import optimizer_problems, own_momentum
+from imagenet_cls.optim.losses import loss_problems
 from imagenet_cls.optim.scaling import scaled_lr
-from imagenet_cls.optim.schedule import check_schedule
+from imagenet_cls.optim.schedule import schedule_problems
 
 
 def check(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
@@ -29,21 +29,21 @@ def check(config: Config, world_size: int | None, training: bool = True) -> list
             import_from_here(name)
         except LookupError as error:
             return [Problem("imports", str(error))]
-    problems = check_model(config.model, training and config.train.grad_checkpointing)
-    problems += check_data(config.data) + check_policy(config.augment)
-    problems += check_loss(config.loss) + check_distillation(config.distill)
+    problems = model_problems(config.model, training and config.train.grad_checkpointing)
+    problems += data_problems(config.data) + policy_problems(config.augment)
+    problems += loss_problems(config.loss) + distillation_problems(config.distill)
     lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
-    problems += check_optimizer(config.optimizer) + check_schedule(config.schedule, config.train.epochs, lr)
-    problems += check_momentum(config)
+    problems += optimizer_problems(config.optimizer) + schedule_problems(config.schedule, config.train.epochs, lr)
+    problems += momentum_problems(config)
     if world_size is not None:
         problems += check_ranks(config, world_size, training)
     return problems
 
 
-def check_momentum(config: Config) -> list[Problem]:
+def momentum_problems(config: Config) -> list[Problem]:
     """A schedule of the momentum needs an optimizer that has one: the optimizer itself is asked."""
     names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
-    if config.schedule.name != "one_cycle" or not names or check_optimizer(config.optimizer):
+    if config.schedule.name != "one_cycle" or not names or optimizer_problems(config.optimizer):
         return []
     if own_momentum(config.optimizer) is not None:
         return []
@@ -69,5 +69,5 @@ def check_ranks(config: Config, world_size: int, training: bool = True) -> list[
         // world_size
         // accumulation_for(train.global_batch_size, devices, train.micro_batch_size)
     )
-    repeats = check_repeats(config.data.repeats_multiple, world_size)
-    return check_mixing(config.mix, at_once, train.global_batch_size) + ([] if repeats is None else [repeats])
+    repeats = repeats_problem(config.data.repeats_multiple, world_size)
+    return mixing_problems(config.mix, at_once, train.global_batch_size) + ([] if repeats is None else [repeats])

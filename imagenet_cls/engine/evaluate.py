@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from imagenet_cls.engine.step import autocast
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.reduce import all_sum
+from imagenet_cls.parallel.collectives import all_sum
+from imagenet_cls.parallel.process_group import Group
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Outputs = tuple[dict[str, Tensor], Tensor, Tensor]

@@ -12,15 +12,15 @@ from torch.nn.parameter import is_lazy
 from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import sizes_px
-from imagenet_cls.engine.resources import out_of_memory
 from imagenet_cls.errors import ConfigError
+from imagenet_cls.guards.memory import out_of_memory
 from imagenet_cls.models.build import first_line
 from imagenet_cls.models.freeze import set_training
 from imagenet_cls.models.resize import size_remedy
 from imagenet_cls.seeding import generators_left_alone
 
 
-def refuse_unusable(model: nn.Module, name: str) -> None:
+def check_model_parameters(model: nn.Module, name: str) -> None:
     """Raise ConfigError for a freshly built model without parameters, or with some whose shape is not known yet."""
     lazy = [parameter for parameter, tensor in model.named_parameters() if is_lazy(tensor)]
     if lazy:
@@ -30,7 +30,7 @@ def refuse_unusable(model: nn.Module, name: str) -> None:
         raise ConfigError([f"model.name: {name} has no parameters, so there is nothing to train; name another"])
 
 
-def refuse_unfit(model: nn.Module, config: Config, num_classes: int, images_at_once: int) -> None:
+def check_model_outputs(model: nn.Module, config: Config, num_classes: int, images_at_once: int) -> None:
     """Raise ConfigError where the model can't take the config's images, gives other outputs than one for each class, or
     has BatchNorm that can't take the config's batches. Leaves the model in training mode, frozen BatchNorm apart.
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from imagenet_cls.checkpoint.format import Snapshot, config_of
+from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
 from imagenet_cls.data.layout import is_image
 from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_num_classes, rank_devices
-from imagenet_cls.engine.checkpoint import Snapshot, config_of
-from imagenet_cls.engine.choice import find_checkpoint
 from imagenet_cls.engine.differences import differences
 from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
 from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_and_origin
@@ -30,11 +30,11 @@ from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageEr
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import build_model, first_line
 from imagenet_cls.models.resize import resize_model, size_remedy
-from imagenet_cls.models.trust import refuse_foreign_code
-from imagenet_cls.models.weights import load_weights, misfit, naming_the_key, without_split_bn
+from imagenet_cls.models.trust import check_trusted
+from imagenet_cls.models.weights import load_weights, naming_the_key, state_dict_mismatch, without_split_bn
+from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main
 from imagenet_cls.parallel.data_parallel import spread
-from imagenet_cls.parallel.group import Group, on_main
-from imagenet_cls.parallel.reduce import gather_to_main, hand_out
+from imagenet_cls.parallel.process_group import Group, on_main
 
 _BATCH = 32
 
@@ -127,7 +127,7 @@ def load_on_all_ranks(
     told, kinds = on_main(group, read)
     models = own[0].models if own else {kind: _build(told.config, told.imports, told.num_classes) for kind in kinds}
     for model in models.values():
-        model.load_state_dict(hand_out(model.state_dict() if own else None, group))
+        model.load_state_dict(broadcast_tensors(model.state_dict() if own else None, group))
     return replace(told, models=models)
 
 
@@ -139,7 +139,7 @@ def load_any_weights(
     The config is the user's, so a checkpoint may call what it names, and what allow_import adds.
     """
     if checkpoint is not None and checkpoint.is_dir():
-        snapshot, _, damage = find_checkpoint(checkpoint)
+        snapshot, _, damage = load_best(checkpoint)
         assert snapshot.path is not None
         stored = config_of(snapshot.state, snapshot.path)
         trusted = {config.model.name, *config.imports, *allow_import}
@@ -181,7 +181,7 @@ def _models_of(snapshot: Snapshot, config: Config, trusted: Collection[str]) -> 
 
     config: the checkpoint's own. trusted: what it may call besides the libraries' models.
     """
-    refuse_foreign_code(config.model, config.imports, trusted, str(snapshot.path))
+    check_trusted(config.model, config.imports, trusted, str(snapshot.path))
     models = {}
     for kind, tensors in (("raw", snapshot.model), ("ema", snapshot.ema)):
         if tensors is None:
@@ -194,7 +194,7 @@ def _models_of(snapshot: Snapshot, config: Config, trusted: Collection[str]) -> 
                 "Start from the folder that has its module, with the library versions named in its state.json."
             ) from error
         kept = without_split_bn(tensors)
-        if lacks := misfit(models[kind].state_dict(), kept):
+        if lacks := state_dict_mismatch(models[kind].state_dict(), kept):
             raise CheckpointError(
                 f"{snapshot.path}: does not fit {config.model.name} as this version of its library builds it: {lacks}\n"
                 "Install the versions named in its state.json."
@@ -252,7 +252,7 @@ class Predictor:
         weights: str | None = None,
         allow_import: Collection[str] = (),
     ):
-        snapshot, best, self.damage = find_checkpoint(checkpoint)
+        snapshot, best, self.damage = load_best(checkpoint)
         assert snapshot.path is not None
         config = config_of(snapshot.state, snapshot.path)
         models = _models_of(snapshot, config, allow_import)

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from imagenet_cls.engine.nonfinite import nonfinite_error
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.reduce import all_mean
+from imagenet_cls.guards.nonfinite import nonfinite_error
+from imagenet_cls.parallel.collectives import all_mean
+from imagenet_cls.parallel.process_group import Group
 
 T = TypeVar("T")
 

@@ -13,18 +13,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from imagenet_cls.checkpoint.format import Snapshot
+from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
 from imagenet_cls.data import sizes_px
-from imagenet_cls.engine.checkpoint import Snapshot
-from imagenet_cls.engine.choice import find_checkpoint
-from imagenet_cls.engine.fit import refuse_unfit, refuse_unusable
+from imagenet_cls.engine.fit import check_model_outputs, check_model_parameters
 from imagenet_cls.errors import CheckpointError, ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
 from imagenet_cls.models.build import build_model, model_mean_std, origin_of_weights
 from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weights import load_weights, naming_the_key, read_weights, read_weights_and_origin
-from imagenet_cls.parallel.group import Group, on_main
+from imagenet_cls.parallel.process_group import Group, on_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -49,7 +49,7 @@ def prepared_model(
     if frozen := freeze(model, config.model, num_classes):
         messages.append(frozen)
     model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
-    refuse_unfit(model, config, num_classes, images_at_once)
+    check_model_outputs(model, config, num_classes, images_at_once)
     if config.distill.kind != "none":
         enable_distillation_token(model)
     if config.parallel.sync_bn:
@@ -73,7 +73,7 @@ def chosen_teacher(
     def read(path: Path) -> tuple[dict[str, Tensor], MeanStd | None]:
         if not path.is_dir():
             return read_weights(path), None
-        snapshot, kind, _ = find_checkpoint(path)
+        snapshot, kind, _ = load_best(path)
         known = snapshot.state["classes"]
         if len(known) == len(classes) and list(known) != list(classes):
             first = next(i for i, (one, other) in enumerate(zip(known, classes, strict=True)) if one != other)
@@ -97,7 +97,7 @@ def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: lis
     """
     seed_generators(hash_key("init", seed))
     built = build_model(model, num_classes)
-    refuse_unusable(built, model.name)
+    check_model_parameters(built, model.name)
     if model.checkpoint is None:
         messages.append(origin_of_weights(model, built, num_classes))
         return built
@@ -118,20 +118,20 @@ def weights_and_origin(path: Path) -> tuple[dict[str, Tensor], str, list[str]]:
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such folder; check the path, or train that run first")
     if not path.is_dir():
         return *read_weights_and_origin(path), []
-    snapshot, kind, damage = find_checkpoint(path)
+    snapshot, kind, damage = load_best(path)
     chosen = "raw" if kind == "raw" or snapshot.ema is None else "ema"
     origin = f"{path} (step {snapshot.state['progress']['step']}, {chosen}{', its best' if kind else ''})"
     return best_weights(snapshot, kind), origin, damage
 
 
-def unlike_the_start(config: Config, model: nn.Module, mean_std: MeanStd, classes: Sequence[str]) -> list[str]:
+def pretrained_mismatch(config: Config, model: nn.Module, mean_std: MeanStd, classes: Sequence[str]) -> list[str]:
     """What this run makes of images and outputs in another way than its start weights learned it; a line for each.
 
     Known of published weights, and of a checkpoint of ours. mean_std, classes: of this run.
     """
     start = config.model
     if start.checkpoint is not None and Path(start.checkpoint).is_dir():
-        state = find_checkpoint(Path(start.checkpoint))[0].state
+        state = load_best(Path(start.checkpoint))[0].state
         learned, known = (state["preprocessing"]["mean"], state["preprocessing"]["std"]), list(state["classes"])
     elif start.checkpoint is None and start.pretrained:
         learned, known = model_mean_std(model), []

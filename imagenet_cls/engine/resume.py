@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from imagenet_cls.checkpoint.format import config_of
 from imagenet_cls.config.idle import idle_keys
-from imagenet_cls.engine.agree import settings_of, versions
 from imagenet_cls.engine.build import Parts
-from imagenet_cls.engine.checkpoint import config_of
 from imagenet_cls.errors import CheckpointError
+from imagenet_cls.guards.agreement import settings_of, versions
 
 # Sections and keys that change how fast, where or how visibly a run goes, but not what it computes.
 _FREE = (
@@ -27,7 +27,7 @@ _FREE = (
 )  # fmt: skip
 
 
-def refuse_changes(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) -> list[str]:
+def check_resumable(state: dict[str, Any], parts: Parts, allowed: Sequence[str]) -> list[str]:
     """Compare a checkpoint's recipe and data with this run's; return lines that say what differs and is let through.
 
     Raises CheckpointError for a change of the recipe that `allowed` (dotted keys, or whole sections) does not name,

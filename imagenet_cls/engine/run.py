@@ -12,30 +12,30 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from imagenet_cls.checkpoint.format import Snapshot, checkpoint_path, list_checkpoints
+from imagenet_cls.checkpoint.optimizer_state import Progress, load_optimizer
+from imagenet_cls.checkpoint.select import load_newest, load_newest_in
 from imagenet_cls.config.load import Loaded, dump_yaml, format_problems
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.agree import refuse_differing_code, refuse_differing_configs
 from imagenet_cls.engine.build import Parts, build, data_parallel_devices
 from imagenet_cls.engine.check import check, check_ranks
-from imagenet_cls.engine.checkpoint import Snapshot, checkpoint_path, list_checkpoints
-from imagenet_cls.engine.choice import newest_in, newest_whole
 from imagenet_cls.engine.options import RunOptions, starts_from
-from imagenet_cls.engine.resources import naming_what_gave_out
-from imagenet_cls.engine.resume import refuse_changes, versions
-from imagenet_cls.engine.runfolder import RunFolder
+from imagenet_cls.engine.resume import check_resumable, versions
+from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.engine.saving import Saver, too_little_room
-from imagenet_cls.engine.state import Progress, give_optimizer
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, Stopped
+from imagenet_cls.guards.agreement import check_same_code, check_same_config
+from imagenet_cls.guards.memory import explain_resource_errors
 from imagenet_cls.models.freeze import is_still, set_training
-from imagenet_cls.models.weights import misfit
+from imagenet_cls.models.weights import state_dict_mismatch
 from imagenet_cls.optim.build import state_names
-from imagenet_cls.parallel.group import Group, choose_device, on_main, start_group
-from imagenet_cls.parallel.place import Place
-from imagenet_cls.parallel.reduce import gather_to_main, hand_out
-from imagenet_cls.parallel.stop import StopRequest
-from imagenet_cls.report.jsonl import lacking_before
+from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group, choose_device, init_group, on_main
+from imagenet_cls.parallel.signals import StopRequest
+from imagenet_cls.report.jsonl import missing_steps
 from imagenet_cls.report.log import open_log
 from imagenet_cls.report.reporter import Reporter
 
@@ -46,7 +46,7 @@ def raise_problems(problems: list[Problem], loaded: Loaded) -> None:
         raise ConfigError(format_problems(problems, loaded.origins))
 
 
-def meet(loaded: Loaded, place: Place, groups: list[Group], training: bool) -> Group:
+def meet(loaded: Loaded, place: RankInfo, groups: list[Group], training: bool) -> Group:
     """Meet the other ranks, and make stage 2 of the checks on rank 0.
 
     Our launching process has made most of it; of an elastic job it could not know the number of ranks. groups:
@@ -57,19 +57,19 @@ def meet(loaded: Loaded, place: Place, groups: list[Group], training: bool) -> G
     device = choose_device(loaded.config.device, place, None if parallel.mode == "dp" else parallel.device_ids)
     if parallel.mode == "dp" and device.type == "cuda" and place.world_size == 1:
         device = data_parallel_devices(loaded.config).all[0]
-    group = start_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
+    group = init_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
     groups.append(group)
-    refuse_differing_code(loaded.config, group)
-    refuse_differing_configs(loaded.config, group)
+    check_same_code(loaded.config, group)
+    check_same_config(loaded.config, group)
     stage_2 = check_ranks if place.launched else check
     on_main(group, lambda: raise_problems(stage_2(loaded.config, place.world_size, training), loaded))
     return group
 
 
-def train_run(loaded: Loaded, options: RunOptions, place: Place, groups: list[Group]) -> None:
+def train_run(loaded: Loaded, options: RunOptions, place: RankInfo, groups: list[Group]) -> None:
     """Carry out a whole run on this rank. Returns at its end; raises Stopped (saved) or another UserError."""
     group = meet(loaded, place, groups, training=True)
-    with naming_what_gave_out(loaded.config, group.world_size):
+    with explain_resource_errors(loaded.config, group.world_size):
         if options.dry_run:
             dry_run(loaded.config, options, group)
         else:
@@ -160,7 +160,7 @@ def open_folder(folder: RunFolder, config: Config, options: RunOptions, group: G
         again = folder.begun_by(restarted_by)
         overwrite = options.overwrite and not again
         if overwrite:
-            folder.refuse_to_remove(starts_from(config, options))
+            folder.check_removable(starts_from(config, options))
         folder.open(options.resume or again, overwrite)
         return again, bool(list_checkpoints(folder.checkpoints))
 
@@ -180,21 +180,21 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
 
     def find() -> dict | None:
         """Rank 0's half: keeps the snapshot in `found` and returns what all ranks need to know of it."""
-        newest, damage = newest_whole(folder.checkpoints) if options.resume else (None, [])
+        newest, damage = load_newest(folder.checkpoints) if options.resume else (None, [])
         if newest is not None:
             found.append(newest)
         elif options.resume_from is not None:
-            named, damage = newest_in(options.resume_from)
+            named, damage = load_newest_in(options.resume_from)
             found.append(named)
         else:
             return None
         snapshot = found[0]
-        changes = refuse_changes(snapshot.state, parts, options.allow_change)
+        changes = check_resumable(snapshot.state, parts, options.allow_change)
         messages = [f"{line}; using an older checkpoint" for line in damage]
         step = snapshot.state["progress"]["step"]
         messages += [f"resumed from {snapshot.path} at step {step}", *changes]
         if newest is not None:
-            if gap := lacking_before(folder.path / "metrics.jsonl", step):
+            if gap := missing_steps(folder.path / "metrics.jsonl", step):
                 messages.append(gap)
             if options.resume_from is not None:
                 messages.append(
@@ -213,14 +213,14 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
             parts.messages.append(f"nothing to resume in {folder.path}: starting fresh")
         return Progress(), []
     snapshot = found[0] if found else None
-    load_weights_of(snapshot, parts.model, hand_out(snapshot.model if snapshot else None, group))
-    tensors = hand_out(snapshot.optimizer if snapshot else None, group)
+    load_weights_of(snapshot, parts.model, broadcast_tensors(snapshot.model if snapshot else None, group))
+    tensors = broadcast_tensors(snapshot.optimizer if snapshot else None, group)
     before, now = known["state"]["config"]["optimizer"]["kwargs"], parts.config.optimizer.kwargs
     changed = [name for name in {*before, *now} if before.get(name) != now.get(name)]
     needed = state_names(parts.config.optimizer) if changed else ()
-    give_optimizer(parts.model, parts.optimizer, tensors, known["numbers"], changed, needed)
+    load_optimizer(parts.model, parts.optimizer, tensors, known["numbers"], changed, needed)
     if known["has_ema"]:
-        ema = hand_out(snapshot.ema if snapshot else None, group)
+        ema = broadcast_tensors(snapshot.ema if snapshot else None, group)
         if parts.ema is not None:
             load_weights_of(snapshot, parts.ema.module, ema)
     elif parts.ema is not None:
@@ -233,7 +233,7 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
 
 def load_weights_of(snapshot: Snapshot | None, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Raises CheckpointError where the config builds another model than the checkpoint holds."""
-    if lacks := misfit(model.state_dict(), tensors):
+    if lacks := state_dict_mismatch(model.state_dict(), tensors):
         where = f"{snapshot.path}: " if snapshot else ""
         raise CheckpointError(
             f"{where}holds another model than this config builds: {lacks}\n"

@@ -15,9 +15,7 @@ from typing import Self
 
 import torch
 
-from imagenet_cls.config.load import config_to_dict
-from imagenet_cls.engine.build import Parts
-from imagenet_cls.engine.checkpoint import (
+from imagenet_cls.checkpoint.format import (
     Snapshot,
     list_checkpoints,
     prune,
@@ -25,14 +23,16 @@ from imagenet_cls.engine.checkpoint import (
     step_of,
     write_checkpoint,
 )
-from imagenet_cls.engine.choice import best_on_disk
-from imagenet_cls.engine.nonfinite import refuse_nonfinite_weights
+from imagenet_cls.checkpoint.optimizer_state import Progress, copy_to_host, optimizer_to_tensors
+from imagenet_cls.checkpoint.select import best_on_disk
+from imagenet_cls.config.load import config_to_dict
+from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.resume import versions
-from imagenet_cls.engine.runfolder import RunFolder
-from imagenet_cls.engine.state import Progress, host_copy, take_optimizer
+from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.errors import UserError
+from imagenet_cls.guards.nonfinite import check_finite_weights
 from imagenet_cls.optim.build import state_copies
-from imagenet_cls.parallel.group import on_main
+from imagenet_cls.parallel.process_group import on_main
 from imagenet_cls.report.reporter import Reporter
 
 
@@ -94,7 +94,7 @@ class Saver:
 
         Raises what an earlier save failed with, and NonFiniteError, on every rank, for weights that are not finite.
         """
-        refuse_nonfinite_weights(self.parts.model, self.progress.step, self.parts.group)
+        check_finite_weights(self.parts.model, self.progress.step, self.parts.group)
         if not self.parts.group.is_main:
             return
         self._tell(self.behind.wait)  # before the copy, so that there is only one in memory
@@ -135,7 +135,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, best: set[int]) -> None:
         """In the thread. Records first, so that no checkpoint is newer than they are."""
-        self.folder.refuse_if_gone()
+        self.folder.check_present()
         self.reporter.sync()
         write_checkpoint(self.folder.checkpoints, snapshot)
         self.damaged.discard(snapshot.state["step"])
@@ -148,10 +148,10 @@ class Saver:
 
 def take_snapshot(parts: Parts, progress: Progress, description: dict) -> Snapshot:
     """This moment of a run, in host memory: nothing of it changes when training goes on."""
-    optimizer, numbers = take_optimizer(parts.model, parts.optimizer)
+    optimizer, numbers = optimizer_to_tensors(parts.model, parts.optimizer)
     return Snapshot(
-        model=host_copy(parts.model.state_dict()),
-        ema=None if parts.ema is None else host_copy(parts.ema.module.state_dict()),
+        model=copy_to_host(parts.model.state_dict()),
+        ema=None if parts.ema is None else copy_to_host(parts.ema.module.state_dict()),
         optimizer=optimizer,
         optimizer_numbers=deepcopy(numbers),
         state={

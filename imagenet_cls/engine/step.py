@@ -17,8 +17,8 @@ import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
+from imagenet_cls.checkpoint.optimizer_state import state_holder
 from imagenet_cls.config.schema import TrainConfig
-from imagenet_cls.engine.state import state_holder
 from imagenet_cls.errors import ConfigError, UsageError
 
 

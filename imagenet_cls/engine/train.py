@@ -12,19 +12,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from imagenet_cls.engine.agree import tensors_held
+from imagenet_cls.checkpoint.optimizer_state import Progress
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.nonfinite import samples_of_step
 from imagenet_cls.engine.saving import Saver
-from imagenet_cls.engine.state import Progress
 from imagenet_cls.engine.step import autocast
+from imagenet_cls.guards.agreement import tensors_held
+from imagenet_cls.guards.nonfinite import samples_of_step
+from imagenet_cls.guards.replicas import ReplicaCheck
 from imagenet_cls.models.ema import update_ema
 from imagenet_cls.models.freeze import set_training
-from imagenet_cls.parallel.drift import DriftCheck
-from imagenet_cls.parallel.stop import StopRequest
-from imagenet_cls.parallel.wrap import sync_on_last
+from imagenet_cls.parallel.signals import StopRequest
+from imagenet_cls.parallel.wrap import gradient_sync
 from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -72,7 +72,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
                         reporter.first_batch(batch.images[: len(batch.targets)], batch.targets, p.data.classes)
                     images, targets = p.prepare(batch, epoch, step, micro)
                     seed_generators(hash_key("batch", seed, step, micro, p.group.rank), *p.devices.all)  # for dropout
-                    with sync_on_last(p.wrapped, micro == plan.accumulation - 1):
+                    with gradient_sync(p.wrapped, micro == plan.accumulation - 1):
                         with autocast(device, p.evaluation.autocast_dtype):
                             logits = p.wrapped(images)
                             loss = p.criterion(logits, targets, images) / plan.accumulation
@@ -112,11 +112,11 @@ def meter_for(p: Parts) -> Meter:
     )
 
 
-def drift_check_for(p: Parts, start_step: int) -> DriftCheck:
+def drift_check_for(p: Parts, start_step: int) -> ReplicaCheck:
     """Over everything that a step changes and that must be equal on all ranks."""
     ema = None if p.ema is None else p.ema.module
     every_steps = p.config.parallel.check_every_steps
-    return DriftCheck(p.group, every_steps, start_step, lambda: tensors_held(p.model, ema, p.optimizer))
+    return ReplicaCheck(p.group, every_steps, start_step, lambda: tensors_held(p.model, ema, p.optimizer))
 
 
 def evaluation_due(p: Parts, progress: Progress) -> bool:

@@ -1,6 +1,6 @@
 """Stage 2 of the checks for the `model` section: names, tags, published weights and kwargs, before anything is started.
 
-Owns `check_model`. Refuses names that neither timm nor torchvision knows, keywords that the model's own constructor
+Owns `model_problems`. Refuses names that neither timm nor torchvision knows, keywords that the model's own constructor
 does not take or look at, torchvision models that return auxiliary outputs, and what can't be frozen, split or computed
 anew in backward. Reads no data, downloads nothing. Called by `engine.check`.
 """
@@ -19,12 +19,12 @@ from torch import nn
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import (
-    check_kwargs,
     did_you_mean,
     import_factory,
     is_factory_name,
     keyword_names,
-    missing_kwargs,
+    kwargs_problems,
+    missing_kwargs_problems,
 )
 from imagenet_cls.models.adapt import checkpointing_problem, splitting_problem
 from imagenet_cls.models.build import TORCHVISION, first_line
@@ -34,7 +34,7 @@ from imagenet_cls.models.freeze import freeze_problems
 RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
 
 
-def check_model(model: ModelConfig, grad_checkpointing: bool = False) -> list[Problem]:
+def model_problems(model: ModelConfig, grad_checkpointing: bool = False) -> list[Problem]:
     """Everything wrong with the section that shows without data: name, tag, weights, kwargs, what is frozen. Builds on
     the meta device, which takes no memory and about 0.1 s; the few models that can't be built there are built on the
     CPU and dropped. grad_checkpointing: `train`'s; whether the model can do it.
@@ -138,8 +138,8 @@ def _check_own(model: ModelConfig) -> list[Problem]:
         factory = import_factory(model.name)
     except LookupError as error:
         return [Problem("model.name", str(error))]
-    problems = check_kwargs("model", factory, model.kwargs)
-    problems += missing_kwargs("model", factory, model.kwargs, given=("num_classes",))
+    problems = kwargs_problems("model", factory, model.kwargs)
+    problems += missing_kwargs_problems("model", factory, model.kwargs, given=("num_classes",))
     taken, takes_any = keyword_names(factory)
     if "num_classes" not in taken and not takes_any:
         problems.append(Problem("model.name", f"{model.name!r} must take the keyword num_classes"))

@@ -2,7 +2,7 @@
 
 Owns the `distill.teacher` section: its check, its weights, its pixels. Any model that `model` can name can teach.
 Refuses one with other classes than the model that learns, one that can't take its images, and weights that fit but for
-the head. Its outputs become a loss in `optim.distillation`. Called by `engine.model`, `check_distillation` by
+the head. Its outputs become a loss in `optim.distillation`. Called by `engine.model`, `distillation_problems` by
 `engine.check`.
 
 Only rank 0 reads weights, from disk or network; the others are handed them.
@@ -22,10 +22,10 @@ from imagenet_cls.config.schema import DistillConfig, ModelConfig, TeacherConfig
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError
 from imagenet_cls.lookup import is_factory_name
 from imagenet_cls.models.build import TORCHVISION, build_model, first_line, head_names, model_mean_std
-from imagenet_cls.models.check import check_model
+from imagenet_cls.models.check import model_problems
 from imagenet_cls.models.weights import load_weights, naming_the_key
-from imagenet_cls.parallel.group import Group, on_main
-from imagenet_cls.parallel.reduce import hand_out
+from imagenet_cls.parallel.collectives import broadcast_tensors
+from imagenet_cls.parallel.process_group import Group, on_main
 from imagenet_cls.seeding import hash_key, seed_generators
 
 # Mean and standard deviation of each channel, of pixel values scaled to 0..1.
@@ -94,7 +94,7 @@ def build_teacher(
         network = build_model(ModelConfig(name=teacher.name or "", kwargs=teacher.kwargs), num_classes)
         built.append(Teacher(network, mean_std, mean_std))  # its pixels come with rank 0's weights
     ours = built[0]
-    ours.load_state_dict(hand_out(ours.state_dict() if group.is_main else None, group))
+    ours.load_state_dict(broadcast_tensors(ours.state_dict() if group.is_main else None, group))
     return ours.to(group.device, memory_format=memory_format)  # type: ignore[call-overload]
 
 
@@ -109,13 +109,13 @@ def enable_distillation_token(model: nn.Module) -> bool:
     return enable is not None
 
 
-def check_distillation(distill: DistillConfig) -> list[Problem]:
+def distillation_problems(distill: DistillConfig) -> list[Problem]:
     """Everything wrong with the teacher that shows without data: name, tag, published weights, kwargs."""
     teacher = distill.teacher
     if distill.kind == "none" or teacher.name is None:
         return []
     model = ModelConfig(teacher.name, teacher.pretrained, None, teacher.checkpoint, kwargs=teacher.kwargs)
-    return [Problem(_of_teacher(problem.key), _of_teacher(problem.message)) for problem in check_model(model)]
+    return [Problem(_of_teacher(problem.key), _of_teacher(problem.message)) for problem in model_problems(model)]
 
 
 def _trained(teacher: TeacherConfig, num_classes: int, read: WeightsReader) -> tuple[nn.Module, MeanStd]:

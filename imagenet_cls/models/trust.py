@@ -18,7 +18,7 @@ from imagenet_cls.models.check import RESERVED
 NO_MODELS = sys.stdlib_module_names | {"torch", "torchvision", "timm", "numpy", "imagenet_cls"}
 
 
-def refuse_foreign_code(model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str) -> None:
+def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str) -> None:
     """Raise CheckpointError for the first thing that building this model would run beyond what is trusted.
 
     model, imports: as the checkpoint's own config has them. trusted: the names that the user has given, `my_module` for

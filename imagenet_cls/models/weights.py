@@ -4,7 +4,7 @@ Owns reading a checkpoint file into a plain state dict (`read_weights`), the cho
 moving average where it holds both, and fitting to a model (`load_weights`).
 Refuses, without executing anything, pickles that hold more than tensors and plain values; refuses whatever is not a
 whole checkpoint, and weights that do not fit but for a head of another size and position embeddings of another grid;
-in one wording for all (`misfit`). Our own checkpoint folders are `engine.checkpoint`'s. Called by `engine.model`,
+in one wording for all (`state_dict_mismatch`). Our own checkpoint folders are `engine.checkpoint`'s. Called by `engine.model`,
 `engine.inference`, `engine.averaging` and `engine.run`.
 
 Formats, told by content and not by suffix: safetensors, and torch pickles as written by timm (`state_dict`),
@@ -199,7 +199,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
         left_out = [name for name in head if name in state]
     kept = {name: value for name, value in state.items() if name not in left_out}
     wanted = {name: value for name, value in own.items() if name not in left_out and not _is_counter(name)}
-    if lacks := misfit(wanted | {name: own[name] for name in kept if name in own}, kept):
+    if lacks := state_dict_mismatch(wanted | {name: own[name] for name in kept if name in own}, kept):
         raise CheckpointError(
             f"the checkpoint's weights don't fit this model: {lacks}\n"
             "set model.name and model.kwargs to what the checkpoint was trained with"
@@ -217,7 +217,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
     return sentence
 
 
-def misfit(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+def state_dict_mismatch(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
     """How `state` differs from a model's `own` names and shapes: counts, and the first three of each kind; "" if it
     doesn't. One line, for a message that goes on with what to do."""
     shapes = [f"{n} {tuple(state[n].shape)} for {tuple(own[n].shape)}" for n in _differing_shapes(state, own)]

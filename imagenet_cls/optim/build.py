@@ -2,7 +2,7 @@
 
 Owns the built-in optimizers and the check of the section. Refuses unknown names, keywords that the optimizer does not
 take, and optimizers whose state is more than a checkpoint can hold, found out by a trial step on two tiny parameters.
-`check_optimizer` is called by `engine.check` before anything is started, `build_optimizer` by `engine.build` with the
+`optimizer_problems` is called by `engine.check` before anything is started, `build_optimizer` by `engine.build` with the
 groups of `groups.parameter_groups`, `state_names` by `engine.run` where a resumed run's arguments were changed,
 `state_copies` by `engine.saving`.
 """
@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.lookup import (
-    check_kwargs,
     did_you_mean,
     import_factory,
     is_factory_name,
     keyword_names,
-    missing_kwargs,
+    kwargs_problems,
+    missing_kwargs_problems,
 )
 from imagenet_cls.optim.groups import parameter_groups
 
@@ -62,7 +62,7 @@ def build_optimizer(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) ->
     `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose between `fused`, `foreach` and
     `differentiable`. A factory of the user's is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
     UserError where such a factory does not return an optimizer, and what the constructor raises for bad numbers
-    (ValueError), which `check_optimizer` reports beforehand.
+    (ValueError), which `optimizer_problems` reports beforehand.
     """
     built = _factory(optimizer)(groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs)
     if not isinstance(built, torch.optim.Optimizer):
@@ -129,7 +129,7 @@ def _signature(optimizer: OptimizerConfig) -> Callable[..., Any]:
     return _factory(optimizer)
 
 
-def check_optimizer(optimizer: OptimizerConfig) -> list[Problem]:
+def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
     """Everything wrong with the section that shows without a model.
 
     Ends in a trial: one step on a (3, 2) weight and a (3,) bias on the CPU with fixed gradients. What it raises becomes
@@ -140,11 +140,11 @@ def check_optimizer(optimizer: OptimizerConfig) -> list[Problem]:
     except (LookupError, AssertionError, ImportError) as error:
         return [Problem("optimizer.name", str(error))]
     more_names = LOOKAHEAD_KWARGS if _has_lookahead(optimizer) else ()
-    problems = check_kwargs("optimizer", signature, optimizer.kwargs, RESERVED, more_names)
+    problems = kwargs_problems("optimizer", signature, optimizer.kwargs, RESERVED, more_names)
     problems += _check_lookahead(optimizer.kwargs) if more_names else []
     # Whatever the first parameter is called, it receives the groups.
     groups_name = next(iter(keyword_names(signature)[0]), "params")
-    problems += missing_kwargs("optimizer", signature, optimizer.kwargs, given=(groups_name, *RESERVED))
+    problems += missing_kwargs_problems("optimizer", signature, optimizer.kwargs, given=(groups_name, *RESERVED))
     return [*_check_lr_scales(optimizer.lr_scales), *(problems or _trial(optimizer))]
 
 
@@ -171,7 +171,7 @@ def _check_lr_scales(factors: Mapping[str, Any]) -> Iterator[Problem]:
 def own_momentum(optimizer: OptimizerConfig) -> float | None:
     """The momentum (Adam's first beta) that the optimizer begins with; None where it has no such thing.
 
-    Expects a section that `check_optimizer` finds no problem in.
+    Expects a section that `optimizer_problems` finds no problem in.
     """
     group = build_optimizer(optimizer, _groups_of(nn.Linear(1, 1), optimizer)).param_groups[0]
     momentum = group["momentum"] if "momentum" in group else group.get("betas", [None])[0]
@@ -186,7 +186,7 @@ def _groups_of(layer: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, A
 def state_names(optimizer: OptimizerConfig) -> set[str]:
     """What the optimizer remembers of a parameter behind a step, such as `momentum_buffer`.
 
-    Expects a section that `check_optimizer` finds no problem in.
+    Expects a section that `optimizer_problems` finds no problem in.
     """
     return {name for state in _trial_state(optimizer).values() for name in state}
 

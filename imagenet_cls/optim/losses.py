@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.schema import LossConfig
 from imagenet_cls.errors import ConfigError, Problem, UserError
-from imagenet_cls.lookup import check_kwargs, did_you_mean, import_factory, is_factory_name, missing_kwargs
+from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, missing_kwargs_problems
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -207,7 +207,7 @@ def _weights(loss: LossConfig, num_classes: int) -> Tensor | None:
     return (weights / weights.mean()).float()
 
 
-def check_loss(loss: LossConfig) -> list[Problem]:
+def loss_problems(loss: LossConfig) -> list[Problem]:
     """Everything wrong with the section that shows without data."""
     if loss.name in BUILT_IN:
         return _check_built_in(loss)
@@ -218,7 +218,7 @@ def check_loss(loss: LossConfig) -> list[Problem]:
         factory = import_factory(loss.name)
     except LookupError as error:
         return [Problem("loss.name", str(error))]
-    problems = check_kwargs("loss", factory, loss.kwargs) + missing_kwargs("loss", factory, loss.kwargs)
+    problems = kwargs_problems("loss", factory, loss.kwargs) + missing_kwargs_problems("loss", factory, loss.kwargs)
     for name in _HAVE_KEYS:
         if getattr(loss, name):
             text = f"is for the built-in losses; {loss.name!r} is given its numbers in loss.kwargs"
@@ -230,7 +230,7 @@ def _check_built_in(loss: LossConfig) -> list[Problem]:
     misplaced = [name for name in _HAVE_KEYS if name in loss.kwargs]
     problems = [Problem(f"loss.kwargs.{name}", f"has a key of its own: loss.{name}") for name in misplaced]
     others = {name: value for name, value in loss.kwargs.items() if name not in misplaced}
-    refused = check_kwargs("loss", BUILT_IN[loss.name], others)
+    refused = kwargs_problems("loss", BUILT_IN[loss.name], others)
     problems += refused
     for name, value in others.items():
         if f"loss.kwargs.{name}" not in {problem.key for problem in refused}:

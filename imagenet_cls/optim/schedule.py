@@ -17,7 +17,7 @@ from imagenet_cls.config.check import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Rang
 from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import ScheduleConfig
 from imagenet_cls.errors import ConfigError, Problem, UserError
-from imagenet_cls.lookup import check_kwargs, did_you_mean, import_factory, is_factory_name, missing_kwargs
+from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, missing_kwargs_problems
 from imagenet_cls.optim.curves import BUILT_IN, Span, one_cycle_momentum
 
 # What the program passes: to the built-in curves, and to a factory of the user's.
@@ -159,7 +159,7 @@ TIMES = ("milestones_epochs", "epochs")
 ANNEALS = ("cos", "linear")
 
 
-def check_schedule(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
+def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
     """Everything wrong with the section that shows without data: name, kwargs, numbers that give no learning rate or an
     absurd one, points in time that lie beyond the run's `epochs`, and rates that lie above `lr`.
 
@@ -178,8 +178,8 @@ def check_schedule(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> li
     except LookupError as error:
         return [Problem("schedule.name", str(error))]
     reserved = RESERVED_OWN if own else RESERVED
-    problems = check_kwargs("schedule", factory, schedule.kwargs, reserved)
-    problems += missing_kwargs("schedule", factory, schedule.kwargs, given=reserved)
+    problems = kwargs_problems("schedule", factory, schedule.kwargs, reserved)
+    problems += missing_kwargs_problems("schedule", factory, schedule.kwargs, given=reserved)
     # A factory of the user's takes what it takes, and is not called with made-up numbers: it may rightly refuse them.
     if problems or own:
         return problems

@@ -7,7 +7,7 @@ for dead. Ranks undo this first. Named by `parallel.spawn`.
 
 import signal
 
-from imagenet_cls.parallel.ending import signal_when_parent_dies
+from imagenet_cls.parallel.exit import signal_when_parent_dies
 
 if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

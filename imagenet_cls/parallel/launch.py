@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel.place import LAUNCHED_VARIABLE, cpu_threads
+from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, cpu_threads
 
 # Where several machines meet, unless the user names another port: torch's own default.
 DEFAULT_PORT = 29500
@@ -41,7 +41,7 @@ def variables(ranks: Ranks) -> dict[str, str]:
     return {LAUNCHED_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": threads}
 
 
-def refuse_too_many_ranks(gpus: int, device: str) -> None:
+def check_gpu_count(gpus: int, device: str) -> None:
     """Raise UsageError for more ranks than this machine has GPUs. Ranks on the CPU may be as many as one likes."""
     import torch
 
@@ -53,7 +53,7 @@ def refuse_too_many_ranks(gpus: int, device: str) -> None:
         )
 
 
-def refuse_taken_port(ranks: Ranks) -> None:
+def check_port(ranks: Ranks) -> None:
     """Raise ResourceError where this machine can't listen on the port that it is to: taken, or not allowed."""
     if ranks.master_port is None or ranks.node_rank != 0 or ":" in ranks.nodes:  # an elastic job's agents may share it
         return

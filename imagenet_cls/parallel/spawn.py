@@ -16,14 +16,14 @@ from pathlib import Path
 
 import imagenet_cls
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.ending import (
+from imagenet_cls.interrupts import end_by_interrupts, raise_interrupts
+from imagenet_cls.parallel.exit import (
     ERROR_FILE_VARIABLE,
     PATIENCE_AFTER_FAILURE_SEC,
     report_failure,
     shell_code,
 )
 from imagenet_cls.parallel.launch import DEFAULT_PORT, Ranks, variables
-from imagenet_cls.program import end_by_interrupts, raise_interrupts
 
 
 def start_server(ranks: Ranks) -> None:
@@ -31,7 +31,7 @@ def start_server(ranks: Ranks) -> None:
 
     It has not touched a GPU when it forks.
     """
-    preload = ["imagenet_cls.parallel.fork_server", "torch", "torchvision", "timm", "imagenet_cls.cli"]
+    preload = ["imagenet_cls.parallel.fork_server", "torch", "torchvision", "timm", "imagenet_cls.commands.train"]
     multiprocessing.set_forkserver_preload(preload)
     environment = dict(os.environ)
     root = Path(imagenet_cls.__file__).parents[1]

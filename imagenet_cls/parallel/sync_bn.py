@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.group import Group
+from imagenet_cls.parallel.process_group import Group
 
 
 def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:

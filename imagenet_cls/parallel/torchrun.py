@@ -13,7 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel.ending import (
+from imagenet_cls.interrupts import raise_interrupts
+from imagenet_cls.parallel.environment import address_towards
+from imagenet_cls.parallel.exit import (
     PATIENCE_AFTER_FAILURE_SEC,
     PATIENCE_WITH_STOP_SEC,
     STOPPED_FILE,
@@ -21,8 +23,6 @@ from imagenet_cls.parallel.ending import (
     shell_code,
 )
 from imagenet_cls.parallel.launch import DEFAULT_PORT, Ranks, variables
-from imagenet_cls.parallel.place import address_towards
-from imagenet_cls.program import raise_interrupts
 
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR2", "SIGHUP")
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_cls.parallel.drift import refuse_differing_weights
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.reduce import all_mean
+from imagenet_cls.guards.replicas import check_same_weights
+from imagenet_cls.parallel.collectives import all_mean
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import is_synchronized
 
 
@@ -39,12 +39,12 @@ def wrap(model: nn.Module, group: Group, mode: str) -> nn.Module:
         gradient_as_bucket_view=True,
     )
     if group.world_size > 1:
-        hand_out_buffers(model)
-        refuse_differing_weights(model, group)
+        broadcast_buffers(model)
+        check_same_weights(model, group)
     return wrapped
 
 
-def hand_out_buffers(model: nn.Module) -> None:
+def broadcast_buffers(model: nn.Module) -> None:
     """Give every rank rank 0's buffers, as bytes: gloo does not take every dtype. A collective.
 
     Without `broadcast_buffers`, DDP hands out the parameters only, and only rank 0 has read the running statistics of
@@ -57,14 +57,14 @@ def hand_out_buffers(model: nn.Module) -> None:
             buffer.detach().copy_(received)
 
 
-def sync_on_last(wrapped: nn.Module, is_last: bool) -> AbstractContextManager:
+def gradient_sync(wrapped: nn.Module, is_last: bool) -> AbstractContextManager:
     """Around one micro-batch's forward and backward: gradients are reduced with the last one of a step only."""
     if isinstance(wrapped, DistributedDataParallel) and not is_last:
         return wrapped.no_sync()
     return contextlib.nullcontext()
 
 
-def settle_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
+def warm_up_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
     """Make DDP lay out its gradient buckets for good, before the first step and before any state is loaded.
 
     DDP lays them out anew after its first backward, in the order in which gradients came. A resumed run would sum its

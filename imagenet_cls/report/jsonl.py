@@ -104,7 +104,7 @@ def read_metrics(path: Path) -> list[Record]:
     return [record for _, record in _lines(path)]
 
 
-def lacking_before(path: Path, step: int) -> str:
+def missing_steps(path: Path, step: int) -> str:
     """Which of the steps up to `step` have no record, as a sentence; "" if none lacks.
 
     A run that began from a checkpoint elsewhere has records from there on: a beginning that lacks is told only where

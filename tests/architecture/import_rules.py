@@ -1,9 +1,7 @@
 """Reads the package's source, without running it: who imports whom, and which calls are forbidden.
 
-    tools -> cli -> ranks -> engine -> {data, models, optim, report} -> {config, parallel, seeding}
-          -> {lookup, program} -> errors
-
-`compare` and `schedule_plot` stand beside `cli`.
+    tools -> commands -> engine -> {data, models, optim, checkpoint, guards, report} -> {config, parallel, seeding}
+          -> {lookup, interrupts} -> errors
 
 A module may import its own part and the parts right of it. Parts in braces don't know each other. `config` never
 reaches torch.
@@ -16,12 +14,11 @@ from pathlib import Path
 PACKAGE = "imagenet_cls"
 LEVELS = [
     {"tools"},
-    {"cli", "compare", "schedule_plot"},
-    {"ranks"},
+    {"commands"},
     {"engine"},
-    {"data", "models", "optim", "report"},
+    {"data", "models", "optim", "checkpoint", "guards", "report"},
     {"config", "parallel", "seeding"},
-    {"lookup", "program"},
+    {"lookup", "interrupts"},
     {"errors"},
     {PACKAGE},  # imagenet_cls/__init__.py itself, which holds the version
 ]

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from imagenet_cls import errors
-from imagenet_cls.cli import load_for_testing, load_for_training, predict_command, train_parser
-from imagenet_cls.cli import test_parser as evaluation_parser
-from imagenet_cls.compare.command import compare_command
+from imagenet_cls.commands.compare_parallel import compare_command
+from imagenet_cls.commands.plot_schedule import plot_schedule_command
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.prepare_imagenet import prepare_main
+from imagenet_cls.commands.print_config import print_config_main
+from imagenet_cls.commands.train import load_for_testing, load_for_training, train_parser
+from imagenet_cls.commands.train import test_parser as evaluation_parser
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.printing import print_config_main
-from imagenet_cls.data.prepare import prepare_main
-from imagenet_cls.schedule_plot import plot_schedule_command
 
 ROOT = Path(__file__).resolve().parents[2]
 average_parser = runpy.run_path(str(ROOT / "tools" / "average_checkpoints.py"))["parser"]

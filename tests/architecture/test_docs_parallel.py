@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from imagenet_cls.cli import load_for_testing, load_for_training, train_parser
-from imagenet_cls.cli import test_parser as evaluation_parser
+from imagenet_cls.commands.train import load_for_testing, load_for_training, train_parser
+from imagenet_cls.commands.train import test_parser as evaluation_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = (ROOT / "docs" / name for name in ("parallel.md", "zh_CN/parallel.md"))

@@ -38,7 +38,7 @@ def small_package(tmp_path):
         f"{PACKAGE}/report/__init__.py": "",
         f"{PACKAGE}/engine/__init__.py": "import imagenet_cls.data\nmodel.eval()\ntorch.load(f, weights_only=True)",
         f"{PACKAGE}/cli.py": "import imagenet_cls\nfrom imagenet_cls import __version__, engine",
-        "tools/train.py": "from imagenet_cls.cli import main",
+        "tools/train.py": "from imagenet_cls.commands.train import main",
     }
     for name, code in good.items():
         path = tmp_path / name
@@ -66,11 +66,15 @@ def test_a_clean_package_raises_no_alarm(small_package):
         (f"{PACKAGE}/data/loader.py", "def f():\n    import imagenet_cls.report", "data imports report"),
         (f"{PACKAGE}/data/loader.py", "from ..report import x", "data imports report"),
         (f"{PACKAGE}/data/loader.py", "importlib.import_module('imagenet_cls.engine')", "data imports engine"),
-        (f"{PACKAGE}/data/loader.py", "if TYPE_CHECKING:\n    from imagenet_cls.cli import x", "data imports cli"),
+        (
+            f"{PACKAGE}/data/loader.py",
+            "if TYPE_CHECKING:\n    from imagenet_cls.commands.train import x",
+            "data imports commands",
+        ),
         (f"{PACKAGE}/parallel/__init__.py", "from imagenet_cls.config import schema", "parallel imports config"),
         (f"{PACKAGE}/errors.py", "from imagenet_cls import lookup", "errors imports lookup"),
-        (f"{PACKAGE}/cli.py", "import tools.train", "cli imports tools"),
-        (f"{PACKAGE}/cli.py", "import imagenet_cls.helpers", "cli imports helpers"),
+        (f"{PACKAGE}/commands/train.py", "import tools.train", "commands imports tools"),
+        (f"{PACKAGE}/commands/train.py", "import imagenet_cls.helpers", "commands imports helpers"),
     ],
 )
 def test_an_upward_import_is_caught(small_package, name, code, found):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from bed import REPOSITORY
+from helpers import REPOSITORY
 from hypothesis import strategies as st
 
 from imagenet_cls.config import keys, reader

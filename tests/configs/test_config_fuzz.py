@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import mutations
 import pytest
-from bed import REPOSITORY, run
+from helpers import REPOSITORY, run
 from hypothesis import HealthCheck, Phase, given, settings
 from mutations import KINDS_OF_SLIPS, LETTERS, Mutation, child_of, slipped
 

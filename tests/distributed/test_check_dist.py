@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bed import REPOSITORY, environment, free_port, run
+from helpers import REPOSITORY, environment, free_port, run
 
-from imagenet_cls.parallel.check_dist import RankReport, find_problems, table
+from imagenet_cls.commands.check_dist import RankReport, find_problems, table
 
 pytestmark = pytest.mark.alone
 

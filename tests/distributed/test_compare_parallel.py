@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bed import DEMO, REPOSITORY, arguments, environment, run, wait_for
+from helpers import DEMO, REPOSITORY, arguments, environment, run, wait_for
 
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "compare_parallel.py")]
 ROWS = ["one process", "DP, 2 GPUs", "DDP by spawn", "DDP by torchrun", "DDP, 2 in turn", "DDP with SyncBN"]
@@ -69,7 +69,7 @@ def test_a_run_that_fails_is_named_and_its_code_passes(tmp_path: Path) -> None:
 
 def test_an_end_from_outside_leaves_nothing(digits: Path, tmp_path: Path) -> None:
     """Ctrl-C, which reaches the run as well, and SIGTERM to the tool alone, each in the midst of a long run."""
-    words = words_for(digits, model__name="bed:noisy", model__kwargs="{pause_sec: 0.2}", train__epochs=99)
+    words = words_for(digits, model__name="helpers:noisy", model__kwargs="{pause_sec: 0.2}", train__epochs=99)
     words.remove("train.max_steps=3")
     started = {}
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from bed import TRAIN, arguments, evaluations, losses, newest, noisy, run, state_digest, train_here
+from helpers import TRAIN, arguments, evaluations, losses, newest, noisy, run, state_digest, train_here
 from torch import nn
 
 from imagenet_cls.config.check import check

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from bed import REPOSITORY, arguments, evaluations, run, train_here
+from helpers import REPOSITORY, arguments, evaluations, run, train_here
 
 DIST_TEST = str(REPOSITORY / "scripts" / "dist_test.sh")
 

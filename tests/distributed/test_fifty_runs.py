@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bed import REPOSITORY, TRAIN, arguments, losses, run
+from helpers import REPOSITORY, TRAIN, arguments, losses, run
 
 RUNS, STEPS = 50, 3
 
@@ -56,14 +56,14 @@ def test_fifty_launched_runs_end_without_an_abort(images: Path, tmp_path: Path, 
 def main(images: Path, folder: Path) -> None:
     # Once, in the parent, what takes longer than all the rest of a run: imports, reading the config, drawing curves.
     import imagenet_cls.engine.run
-    import imagenet_cls.parallel.ending  # noqa: F401
-    from imagenet_cls.cli import load_for_training, refuse_taken_folder, train_here, train_parser
-    from imagenet_cls.ranks import RankCommand, run_rank
+    import imagenet_cls.parallel.exit  # noqa: F401
+    from imagenet_cls.commands.distributed import RankCommand, run_rank
+    from imagenet_cls.commands.train import check_work_dir, load_for_training, train_here, train_parser
     from imagenet_cls.report import reporter
 
     words = [*words_for(images, folder)[:-2], f"parallel.init_method=file://{folder / 'store'}"]
     loaded = load_for_training(train_parser().parse_intermixed_args([*words, "parallel.timeout_sec=30"]))
-    command = RankCommand("train.py", train_parser, lambda _: loaded, refuse_taken_folder, train_here)
+    command = RankCommand("train.py", train_parser, lambda _: loaded, check_work_dir, train_here)
     reporter.plot_run = lambda *_: []
     gc.freeze()  # else each fork's collector would copy the pages of all modules
     for number in range(RUNS):

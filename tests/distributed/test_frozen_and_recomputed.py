@@ -6,14 +6,14 @@ from pathlib import Path
 
 import timm
 import torch
-from forked import Forked, meet, part
+from forked_ranks import ForkedRanks, meet, part
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.models.adapt import checkpoint_activations
 from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
-from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, sync_on_last, wrap
+from imagenet_cls.parallel.wrap import RunningStatistics, gradient_sync, warm_up_buckets, wrap
 
 FROZEN = ModelConfig(freeze=["conv1.*", "layer1.*"], freeze_bn=True)
 TRAINED = ModelConfig(freeze=["conv1.*"])
@@ -41,7 +41,7 @@ def steps(
         set_training(model, cfg)
         loss = torch.zeros((), dtype=torch.float64)
         for number, share in enumerate(shares):
-            with sync_on_last(forward, number == len(shares) - 1):
+            with gradient_sync(forward, number == len(shares) - 1):
                 part_of_loss = forward(images[share]).square().mean() / len(shares)
                 part_of_loss.backward()
             loss += part_of_loss.detach()
@@ -63,7 +63,7 @@ def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumula
     set_training(model, cfg)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     wrapped = wrap(model, group, "ddp")
-    settle_buckets(wrapped, lambda: wrapped(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).mean().backward())
+    warm_up_buckets(wrapped, lambda: wrapped(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).mean().backward())
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     statistics = RunningStatistics(model, group)
 
@@ -93,9 +93,9 @@ def synchronised(rank: int, world_size: int, folder: Path) -> None:
     compare(rank, world_size, folder, TRAINED, accumulation=1)
 
 
-def test_frozen_parts_stand_still_and_the_rest_trains_as_alone(forked: Forked, tmp_path: Path) -> None:
+def test_frozen_parts_stand_still_and_the_rest_trains_as_alone(forked: ForkedRanks, tmp_path: Path) -> None:
     forked.call(frozen, 3, tmp_path)
 
 
-def test_synchronised_batch_norm_is_computed_anew(forked: Forked, tmp_path: Path) -> None:
+def test_synchronised_batch_norm_is_computed_anew(forked: ForkedRanks, tmp_path: Path) -> None:
     forked.call(synchronised, 2, tmp_path)

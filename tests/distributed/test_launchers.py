@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from bed import (
+from helpers import (
     DIST_TRAIN,
     REPOSITORY,
     TRAIN,
@@ -235,7 +235,7 @@ def test_slurm_train_on_two_machines(one_rank: Path, digits: Path, tmp_path: Pat
 
 def test_srun_inside_a_batch_job(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Two tasks on one machine. In the batch script itself, which has SLURM's variables too, nothing is a rank."""
-    find = "import os; from imagenet_cls.parallel.place import find_place; assert find_place(os.environ) is None"
+    find = "import os; from imagenet_cls.parallel.environment import find_rank_info; assert find_rank_info(os.environ) is None"
     script, output = tmp_path / "job.sh", tmp_path / "output.txt"
     check = REPOSITORY / "tools" / "check_dist.py"
     script.write_text(

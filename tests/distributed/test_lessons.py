@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bed import DEMO
-from forked import Forked, meet, part
+from forked_ranks import ForkedRanks, meet, part
+from helpers import DEMO
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_cls.cli import load_for_training, train_here, train_parser
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.commands.train import load_for_training, train_here, train_parser
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import RunningStatistics, wrap
 
 RANKS = 2
@@ -123,7 +123,7 @@ def whole_run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     words = [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(folder / f"run{rank}")]
     arguments = train_parser().parse_intermixed_args(words)
     groups: list[Group] = []
-    train_here(arguments, load_for_training(arguments), Place(rank, rank, world_size, world_size), groups)
+    train_here(arguments, load_for_training(arguments), RankInfo(rank, rank, world_size, world_size), groups)
     part(groups[0])
     found["drawn"] = MADE[-1].drawn[-2:]
     found["left"] = sorted(path.name for path in (folder / f"run{rank}").iterdir())
@@ -153,7 +153,7 @@ def all_lessons(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+def seen(forked: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     """A lesson's findings, one for each rank."""
     folder = tmp_path_factory.mktemp("lessons")
     forked.call(all_lessons, RANKS, folder)

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
-from imagenet_cls.cli import train_parser
+from imagenet_cls.commands.train import train_parser
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.errors import UsageError
 from imagenet_cls.models.weights import read_weights
 from imagenet_cls.parallel.data_parallel import Devices, spread
-from imagenet_cls.parallel.group import choose_device
-from imagenet_cls.parallel.place import Place, find_place
+from imagenet_cls.parallel.environment import RankInfo, find_rank_info
+from imagenet_cls.parallel.process_group import choose_device
 
 IMAGES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -88,9 +88,9 @@ def test_torchs_sampler_repeats_images_to_pad(ranks: int, repeated: int) -> None
 # ---------------------------------------------------------------------------------- places and launchers
 
 
-def place_of(rank: int, local_rank: int) -> Place | None:
+def place_of(rank: int, local_rank: int) -> RankInfo | None:
     env = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}
-    return find_place({name: str(value) for name, value in env.items()})
+    return find_rank_info({name: str(value) for name, value in env.items()})
 
 
 def test_the_wrong_formula_gives_two_processes_one_rank() -> None:
@@ -100,17 +100,17 @@ def test_the_wrong_formula_gives_two_processes_one_rank() -> None:
     wrong = [2 * 4 + local_rank for _, local_rank in processes]
     assert right == list(range(8)) and len(set(wrong)) == 4
     for rank, (_, local_rank) in zip(right, processes, strict=True):
-        assert place_of(rank, local_rank) == Place(rank, local_rank, 8, 4, "pytorch")
+        assert place_of(rank, local_rank) == RankInfo(rank, local_rank, 8, 4, "pytorch")
     with pytest.raises(UsageError, match="RANK=8 with WORLD_SIZE=8: ranks count from 0"):
         place_of(wrong[0], 0)
 
 
 def test_local_ranks_count_from_0_on_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    devices = [choose_device("cuda", Place(4 + local_rank, local_rank, 8, 4)) for local_rank in range(4)]
+    devices = [choose_device("cuda", RankInfo(4 + local_rank, local_rank, 8, 4)) for local_rank in range(4)]
     assert [device.index for device in devices] == [0, 1, 2, 3]
     with pytest.raises(UsageError, match=r"rank 4 \(local rank 4\) wants GPU 4, but 4 are visible"):
-        choose_device("cuda", Place(4, 4, 8, 8))
+        choose_device("cuda", RankInfo(4, 4, 8, 8))
 
 
 @pytest.mark.parametrize(

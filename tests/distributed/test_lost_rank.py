@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import Forked, meet
+from forked_ranks import ForkedRanks, meet
 
 pytestmark = pytest.mark.alone
 
@@ -23,7 +23,7 @@ def wait_for_data_for_ever(rank: int, world_size: int, folder: Path) -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_waits_for_its_data_ends_with_code_5_and_a_name(forked: Forked, tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_its_data_ends_with_code_5_and_a_name(forked: ForkedRanks, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(AssertionError) as failed:
         forked.call(wait_for_data_for_ever, 2, tmp_path)

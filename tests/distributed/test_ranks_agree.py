@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, evaluations, losses, newest, run, train_here
-from forked import Forked
+from forked_ranks import ForkedRanks
+from helpers import DIST_TRAIN, REPOSITORY, TRAIN, arguments, evaluations, losses, newest, run, train_here
 from safetensors.torch import load_file
 
 
@@ -31,7 +31,7 @@ def start_words(way: str, words: list[str]) -> list[str]:
 def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_path: Path, way: str) -> None:
     folder = tmp_path / "run"
     # The same network by two names: a factory's, and one that a module under `imports` registers in each process.
-    named = {} if way == "dist_train.sh" else {"model.name": "bed_registered", "imports": "[registered]"}
+    named = {} if way == "dist_train.sh" else {"model.name": "helpers_registered", "imports": "[registered]"}
     # What lies in the folder where the user stands is not ours to import.
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "queue.py").write_text("raise RuntimeError('not the library')\n")
@@ -51,7 +51,7 @@ def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_pa
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_too(forked: Forked, digits: Path, tmp_path: Path, ranks: int) -> None:
+def test_more_ranks_too(forked: ForkedRanks, digits: Path, tmp_path: Path, ranks: int) -> None:
     """Three is the odd one: nothing halves evenly, and sums are taken in another order."""
     common = {"train.global_batch_size": 48, "train.max_steps": 6, "optimizer.lr": 0.01}
     train_here(arguments(digits, tmp_path / "one", **common))
@@ -61,9 +61,9 @@ def test_more_ranks_too(forked: Forked, digits: Path, tmp_path: Path, ranks: int
     assert [e["images"] for e in evaluations(tmp_path / "many")] == [359]
 
 
-def test_a_buffer_of_a_models_own_is_each_ranks(forked: Forked, digits: Path, tmp_path: Path) -> None:
+def test_a_buffer_of_a_models_own_is_each_ranks(forked: ForkedRanks, digits: Path, tmp_path: Path) -> None:
     """Ranks see other images, so they remember other means: no drift. The checkpoint has those of rank 0."""
-    common = {"model.name": "bed:remembering", "ema.decay": 0.5, "parallel.check_every_steps": 1}
+    common = {"model.name": "helpers:remembering", "ema.decay": 0.5, "parallel.check_every_steps": 1}
     output = tmp_path / "output.txt"
     for words in (["train.max_steps=3"], ["train.max_steps=6", "--resume"]):
         words = [*arguments(digits, tmp_path / "run", **common), *words]
@@ -81,7 +81,7 @@ def test_a_buffer_of_a_models_own_is_each_ranks(forked: Forked, digits: Path, tm
     ],
 )
 def test_ranks_that_differ_end_before_they_train(
-    forked: Forked, digits: Path, tmp_path: Path, changes: dict[str, object], code: int, words: str
+    forked: ForkedRanks, digits: Path, tmp_path: Path, changes: dict[str, object], code: int, words: str
 ) -> None:
     """As on two machines that were not set up alike. One rank says so."""
     common: dict[str, object] = {}

@@ -19,16 +19,16 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from bed import DEMO, REPOSITORY, TRAIN, environment, free_port, is_alive, noisy, ranks_of, run
-from forked import Forked, part
+from forked_ranks import ForkedRanks, part
+from helpers import DEMO, REPOSITORY, TRAIN, environment, free_port, is_alive, noisy, ranks_of, run
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from imagenet_cls.cli import load_for_training, train_here, train_parser
+from imagenet_cls.commands.train import load_for_training, train_here, train_parser
 from imagenet_cls.errors import UserError
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.log import close_log
 from imagenet_cls.seeding import generator
 
@@ -146,10 +146,10 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
         groups: list[Group] = []
         ends[name] = [0, ""]
         try:
-            train_here(arguments, load_for_training(arguments), Place(rank, rank, world_size, world_size), groups)
+            train_here(arguments, load_for_training(arguments), RankInfo(rank, rank, world_size, world_size), groups)
         except UserError as error:
             ends[name] = [error.exit_code, str(error)]
-            assert error.told_by_main == (rank > 0), "only rank 0 speaks"
+            assert error.reported_by_main == (rank > 0), "only rank 0 speaks"
         close_log()
         part(groups[0])
         assert groups[0].heartbeat is not None
@@ -158,7 +158,7 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def left(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def left(forked: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("apart")
     forked.call(every_case, RANKS, folder)
     return folder
@@ -267,7 +267,7 @@ def test_ranks_with_other_code_or_other_libraries_end_before_anything(tmp_path: 
         file.write("# a line more\n")
     (tmp_path / "sitecustomize.py").write_text("import safetensors\nsafetensors.__version__ = '0.0.1'\n")
     address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    words = words_for(tmp_path / "run", model__name="bed:plain")
+    words = words_for(tmp_path / "run", model__name="helpers:plain")
     ranks = [
         start([TRAIN, *words], RANK="0", LOCAL_RANK="0", **address),
         start(

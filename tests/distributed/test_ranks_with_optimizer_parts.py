@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from bed import arguments, losses, train_here
-from forked import Forked
+from forked_ranks import ForkedRanks
+from helpers import arguments, losses, train_here
 
 from imagenet_cls.report.log import close_log
 
 
-def test_two_ranks_repeat_one_with_sam_clipping_and_factors(digits: Path, tmp_path: Path, forked: Forked) -> None:
+def test_two_ranks_repeat_one_with_sam_clipping_and_factors(digits: Path, tmp_path: Path, forked: ForkedRanks) -> None:
     parts = {"train__sam_rho": 0.2, "train__clip_agc": 0.05, "optimizer__lr_scales": '{"5.*": 2}'}
     parts |= {"optimizer__norm_weight_decay": 0, "train__micro_batch_size": 32, "train__max_steps": 4}
     train_here(arguments(digits, tmp_path / "one", **parts))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from imagenet_cls.checkpoint.optimizer_state import Progress
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
@@ -23,10 +24,9 @@ from imagenet_cls.engine.check import check_ranks
 from imagenet_cls.engine.options import RunOptions
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.engine.run import banner
-from imagenet_cls.engine.state import Progress
 from imagenet_cls.optim.schedule import build_schedule
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.seeding import generator
 
 IMAGENET, TEST_IMAGES = 1_281_167, 50_000
@@ -45,7 +45,7 @@ def config_for(batch: int, limit: int | None, sync_bn: bool = False) -> Config:
     synthetic = {"train_images": IMAGENET, "val_images": TEST_IMAGES, "num_classes": 10, "size_px": 8}
     return config_from_dict(
         {
-            "model": {"name": "bed:noisy", "kwargs": {"width": 2}},
+            "model": {"name": "helpers:noisy", "kwargs": {"width": 2}},
             "data": {"name": "synthetic", "kwargs": synthetic},
             "augment": {"size_px": 8},
             "eval": {"crop_px": 8, "batch_size": 4},
@@ -61,12 +61,12 @@ def config_for(batch: int, limit: int | None, sync_bn: bool = False) -> Config:
 @pytest.fixture(scope="module")
 def alone() -> Parts:
     """All parts, of a run of one rank."""
-    return build(config_for(64, None), Group(Place(), torch.device("cpu")))
+    return build(config_for(64, None), Group(RankInfo(), torch.device("cpu")))
 
 
 def on_rank(alone: Parts, config: Config, rank: int, world_size: int) -> Parts:
     """The parts that are another on each rank, made as `build` makes them."""
-    place = Place(rank, rank % GPUS_A_MACHINE, world_size, GPUS_A_MACHINE, "slurm")
+    place = RankInfo(rank, rank % GPUS_A_MACHINE, world_size, GPUS_A_MACHINE, "slurm")
     group = Group(place, torch.device("cpu"))
     assert alone.data.train is not None and alone.data.val is not None
     plan = plan_run(config.train, len(alone.data.train), world_size)

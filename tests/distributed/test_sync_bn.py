@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import timm.layers
 import torch
-from bed import arguments, evaluations, losses, newest, train_here
-from forked import Forked, meet, part
+from forked_ranks import ForkedRanks, meet, part
+from helpers import arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imagenet_cls.errors import CheckpointError, UsageError
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import SyncBatchNorm, is_synchronized, synchronize_batch_norm
 
 CPU = torch.device("cpu")
-TWO = Group(Place(0, 0, 2, 2), CPU)
+TWO = Group(RankInfo(0, 0, 2, 2), CPU)
 
 # What is normalised, the shape of all ranks' images together, and how many of the first dimension rank 0 has.
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
@@ -114,13 +114,13 @@ def compare_all(rank: int, world_size: int, folder: Path) -> None:
     part(group)
 
 
-def test_two_ranks_equal_one_process_on_the_joined_batch(forked: Forked, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_process_on_the_joined_batch(forked: ForkedRanks, tmp_path: Path) -> None:
     forked.call(compare_all, 2, tmp_path)
 
 
 def test_one_rank_keeps_plain_layers() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3))
-    assert synchronize_batch_norm(model, Group(Place(), CPU)) is model and type(model[0]) is nn.BatchNorm2d
+    assert synchronize_batch_norm(model, Group(RankInfo(), CPU)) is model and type(model[0]) is nn.BatchNorm2d
 
 
 def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
@@ -149,7 +149,7 @@ def test_every_batch_norm_of_a_library_model_is_synchronised(name: str) -> None:
     assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
 
 
-def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(forked: Forked, digits: Path, tmp_path: Path) -> None:
+def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(forked: ForkedRanks, digits: Path, tmp_path: Path) -> None:
     """From the command line. Each rank alone would normalise with 12 images, which is another run, as seen below."""
     common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
     train_here(arguments(digits, tmp_path / "one", "noisy", **common))
@@ -190,5 +190,5 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_torchs_layer_and_ours_agree_on_a_gpu(forked: Forked, tmp_path: Path) -> None:
+def test_torchs_layer_and_ours_agree_on_a_gpu(forked: ForkedRanks, tmp_path: Path) -> None:
     forked.call(ours_on_a_gpu, 2, tmp_path)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import noisy
-from forked import Forked, meet, part
+from forked_ranks import ForkedRanks, meet, part
+from helpers import noisy
 from torch import Tensor
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import TeacherConfig
-from imagenet_cls.engine.agree import refuse_differing_configs
 from imagenet_cls.errors import UserError
+from imagenet_cls.guards.agreement import check_same_config
 from imagenet_cls.models.teacher import MeanStd, build_teacher
 from imagenet_cls.models.weights import read_weights
 
@@ -31,7 +31,7 @@ def refuse_to_read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
 def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
     group = meet(rank, world_size, folder / "store")
     reader = read if rank == 0 else refuse_to_read
-    config = TeacherConfig("bed:noisy", checkpoint=str(folder / "teacher.pth"))
+    config = TeacherConfig("helpers:noisy", checkpoint=str(folder / "teacher.pth"))
     teacher = build_teacher(config, 5, group, reader, MEAN_STD, [16], seed=0)
     expected = read_weights(folder / "teacher.pth")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in teacher.network.state_dict().items())
@@ -41,17 +41,17 @@ def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
     # So where the others would find weights is a matter of their machines.
     words = ["optimizer.lr=0.1", "distill.kind=soft", "distill.teacher.name=resnet18"]
     loaded = load_config(None, [*words, f"distill.teacher.checkpoint=on_{rank}.pth"])
-    refuse_differing_configs(loaded.config, group)
+    check_same_config(loaded.config, group)
 
     for file, num_classes in (("none.pth", 5), ("teacher.pth", 7)):
-        config = TeacherConfig("bed:noisy", checkpoint=str(folder / file))
+        config = TeacherConfig("helpers:noisy", checkpoint=str(folder / file))
         with pytest.raises(UserError) as caught:
             build_teacher(config, num_classes, group, reader, MEAN_STD, [16], seed=0)
-        assert caught.value.told_by_main == (rank != 0)
+        assert caught.value.reported_by_main == (rank != 0)
     part(group)
 
 
-def test_only_rank_0_reads_and_all_have_the_same(forked: Forked, tmp_path: Path) -> None:
+def test_only_rank_0_reads_and_all_have_the_same(forked: ForkedRanks, tmp_path: Path) -> None:
     network = noisy(5)
     network(torch.randn(4, 3, 16, 16) * 3 + 1)  # statistics that no other network begins with
     torch.save(network.state_dict(), tmp_path / "teacher.pth")

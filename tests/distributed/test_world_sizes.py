@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from bed import arguments, losses, train_here
-from forked import Forked, meet, part
+from forked_ranks import ForkedRanks, meet, part
+from helpers import arguments, losses, train_here
 from torch import nn
 
 from imagenet_cls.config.schema import AugmentConfig, Config, DataConfig, ErasingConfig, MixConfig, TrainConfig
@@ -27,12 +27,12 @@ from imagenet_cls.engine.build import build_train_loader
 from imagenet_cls.engine.evaluate import evaluate, outputs_of
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.drift import refuse_differing_weights
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
-from imagenet_cls.parallel.reduce import gather_to_main
+from imagenet_cls.guards.replicas import check_same_weights
+from imagenet_cls.parallel.collectives import gather_to_main
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
-from imagenet_cls.parallel.wrap import RunningStatistics, hand_out_buffers, wrap
+from imagenet_cls.parallel.wrap import RunningStatistics, broadcast_buffers, wrap
 from imagenet_cls.report.log import close_log
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -110,7 +110,7 @@ def starting_weights(group: Group) -> None:
     assert (handed_out["table"] == own["table"]).all() == (group.rank == 0)
     for name in ("0.weight", "1.running_var", "mask"):
         model.load_state_dict(handed_out)
-        refuse_differing_weights(model, group)
+        check_same_weights(model, group)
         if group.rank in (1, 3):
             value = model.state_dict()[name].view(-1)
             value[0] = not value[0] if value.dtype is torch.bool else torch.nextafter(value[0], torch.tensor(9.0))
@@ -118,10 +118,10 @@ def starting_weights(group: Group) -> None:
             listing = "rank 1" if group.world_size < 4 else "ranks 1, 3"
             apart = rf"of {group.world_size} ranks start from other weights .*: {listing} \(.*\), in {name}\.\n"
             with pytest.raises(ResourceError, match=apart):
-                refuse_differing_weights(model, group)
-    hand_out_buffers(model)
+                check_same_weights(model, group)
+    broadcast_buffers(model)
     model[0].load_state_dict({name[2:]: value for name, value in handed_out.items() if name.startswith("0.")})
-    refuse_differing_weights(model, group)
+    check_same_weights(model, group)
 
 
 def synchronised_statistics_stay(group: Group) -> None:
@@ -132,7 +132,7 @@ def synchronised_statistics_stay(group: Group) -> None:
     before = [buffer.clone() for buffer in statistics.buffers]
     statistics.settle(torch.tensor(False))
     assert all(torch.equal(a, b) for a, b in zip(statistics.buffers, before, strict=True))
-    refuse_differing_weights(model, group)
+    check_same_weights(model, group)
 
 
 def everything(rank: int, world_size: int, folder: Path) -> None:
@@ -153,7 +153,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def found(forked: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What rank 0 of each world size saw; the ranks' own assertions have passed then."""
     folder = tmp_path_factory.mktemp("ranks")
     forked.call(everything, max(WORLD_SIZES), folder)
@@ -209,7 +209,7 @@ def test_gpus_of_one_process_and_micro_batches_see_the_groups_of_ranks() -> None
         plan = plan_run(train, 103, world_size, devices)
         groups: list[list[list[int]]] = [[] for _ in range(plan.steps_per_epoch)]
         for rank in range(world_size):
-            group = Group(Place(rank, rank, world_size, world_size), torch.device("cpu"))
+            group = Group(RankInfo(rank, rank, world_size, world_size), torch.device("cpu"))
             loader = build_train_loader(config, Numbered(103), plan, group, (0.0, 0.0, 0.0))
             for number, batch in enumerate(loader.epoch(2)):
                 groups[number // plan.accumulation] += map(sorted, batch.targets.split(plan.micro_batch))
@@ -222,7 +222,7 @@ def test_gpus_of_one_process_and_micro_batches_see_the_groups_of_ranks() -> None
 
 
 def test_with_batch_norm_two_ranks_repeat_one_that_takes_two_micro_batches(
-    digits: Path, tmp_path: Path, forked: Forked
+    digits: Path, tmp_path: Path, forked: ForkedRanks
 ) -> None:
     """The losses: BatchNorm normalises the same groups. (Its running statistics move once a step on ranks, and twice in
     turn; training never reads them.)"""
@@ -265,7 +265,7 @@ def mix_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
     part(group)
 
 
-def test_every_micro_batch_of_every_rank_is_mixed_by_a_key_of_its_own(forked: Forked, tmp_path: Path) -> None:
+def test_every_micro_batch_of_every_rank_is_mixed_by_a_key_of_its_own(forked: ForkedRanks, tmp_path: Path) -> None:
     """(seed, step, micro-batch, rank): draws apart from each other, and each the one of its key."""
     forked.call(mix_on_each_rank, RANKS, tmp_path)
     (preprocess, batch), mixing, seen = numbered_batch(), build_mixing(MIX, 7), []

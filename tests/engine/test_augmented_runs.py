@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import arguments, evaluations, losses, state_digest, train_here
+from helpers import arguments, evaluations, losses, state_digest, train_here
 
-from imagenet_cls.cli import train_command
-from imagenet_cls.program import main
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.report.log import close_log
 
 

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import DEMO, REPOSITORY, arguments, evaluations, newest, train_here
+from helpers import DEMO, REPOSITORY, arguments, evaluations, newest, train_here
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from imagenet_cls.cli import predict_command, train_command
-from imagenet_cls.cli import test_command as evaluate_command
-from imagenet_cls.engine.averaging import Average, choose
-from imagenet_cls.engine.checkpoint import _manifest, _write_json
+from imagenet_cls.checkpoint.format import _manifest, _write_json
+from imagenet_cls.commands.average_checkpoints import Average, choose
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 average_command = runpy.run_path(str(REPOSITORY / "tools" / "average_checkpoints.py"))["average_command"]
@@ -96,7 +97,7 @@ def test_the_newest_of_a_run(run: Path, digits: Path, tmp_path: Path, call: Call
     code, out, err = call(average_command, run, "--last", 3, "--weights", kind, "--out", tmp_path / "swa")
     assert (code, err) == (0, "") and "3 checkpoints (step-0000033, step-0000044, step-0000055)" in out
     assert "running statistics" in out and "not estimated anew" in out
-    folder = newest_in(tmp_path / "swa")
+    folder = load_newest_in(tmp_path / "swa")
     weights = load_file(folder / "model.safetensors")
     expected = mean_of(checkpoints(run)[-3:], {"raw": "model.safetensors", "ema": "ema.safetensors"}[kind])
     assert weights.keys() == expected.keys()
@@ -106,18 +107,18 @@ def test_the_newest_of_a_run(run: Path, digits: Path, tmp_path: Path, call: Call
     assert [(Path(entry["checkpoint"]), entry["weights"]) for entry in state["averaged"]] == [
         (path, kind) for path in checkpoints(run)[-3:]
     ]
-    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
+    words = [DEMO, "model.name=helpers:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
     code, out, err = call(evaluate_command, *words, tmp_path / "swa")
     assert (code, err) == (0, "") and "over 359 images" in out and "\nraw: top-1" in out and "\nema" not in out
     assert "step 55, an average of 3 checkpoints" in out
     best = max(record["top1_pct"] for record in evaluations(run))
     assert float(out.partition("top-1 ")[2].partition(" ")[0]) > best - 15  # it has not fallen apart
     image = next((digits / "train" / "7").glob("*.jpg"))
-    code, out, _ = call(predict_command, folder, image, "--allow-import", "bed:noisy")
+    code, out, _ = call(predict_command, folder, image, "--allow-import", "helpers:noisy")
     assert code == 0 and " %" in out
 
 
-def newest_in(folder: Path) -> Path:
+def load_newest_in(folder: Path) -> Path:
     (found,) = folder.iterdir()
     return found
 
@@ -199,14 +200,18 @@ def test_what_does_not_belong_together(run: Path, digits: Path, tmp_path: Path, 
     (taken / "mine").write_text("mine")
     blurred = tmp_path / "blurred"
     shutil.copytree(second, blurred)
-    model = state["config"]["model"] | {"name": "bed:plain"}
+    model = state["config"]["model"] | {"name": "helpers:plain"}
     (blurred / "state.json").write_text(json.dumps(state | {"config": state["config"] | {"model": model}}))
     seal(blurred)
     out = tmp_path / "out"
     for words, code, text in [
-        ((first, blurred, "--out", out), 4, f"{blurred} is of another model than {first}: bed:plain, and bed:noisy"),
-        ((first, blurred, "--out", tmp_path / "out.safetensors"), 4, "bed:plain, and bed:noisy"),
-        ((first, wide, "--out", out), 4, "bed:noisy {'width': 8}, and bed:noisy"),
+        (
+            (first, blurred, "--out", out),
+            4,
+            f"{blurred} is of another model than {first}: helpers:plain, and helpers:noisy",
+        ),
+        ((first, blurred, "--out", tmp_path / "out.safetensors"), 4, "helpers:plain, and helpers:noisy"),
+        ((first, wide, "--out", out), 4, "helpers:noisy {'width': 8}, and helpers:noisy"),
         ((tmp_path / "8.safetensors", first, "--out", tmp_path / "out.safetensors"), 4, "another model"),
         ((first, other, "--out", out), 4, "other classes"),
         ((first, damaged, "--out", out), 4, "damaged"),
@@ -237,7 +242,7 @@ def test_weights_alone_from_anywhere(run: Path, digits: Path, tmp_path: Path, ca
     expected = mean_of([first, second, newest(run)])
     soup = load_file(out)
     assert soup.keys() == expected.keys() and all(torch.equal(soup[key], expected[key]) for key in soup)
-    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
+    words = [DEMO, "model.name=helpers:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
     assert call(evaluate_command, *words, out)[0] == 0
     code, _, err = call(average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
     assert code == 2 and "--out average.safetensors" in err

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from bed import TRAIN, arguments, environment, losses, run, state_digest, train_here
+from helpers import TRAIN, arguments, environment, losses, run, state_digest, train_here
 
-from imagenet_cls.cli import train_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
+from imagenet_cls.commands.verify_data import images_below, verify
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.manifest import FILE_NAME
-from imagenet_cls.data.shared_memory import refuse_small_shared_memory
-from imagenet_cls.data.verify import images_below, verify
+from imagenet_cls.data.shared_memory import check_shared_memory
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 EXCLUDE = {"data__on_bad_image": "exclude"}
@@ -279,8 +279,8 @@ def test_a_shared_memory_that_is_small_in_truth() -> None:
     if child == 0:
         try:
             if mounted(b"/dev/shm", b"size=4m"):
-                refuse_small_shared_memory([(5, 512)], 1)
-                refuse_small_shared_memory([(4, 512), (1, 1024)], 1)
+                check_shared_memory([(5, 512)], 1)
+                check_shared_memory([(4, 512), (1, 1024)], 1)
         except ResourceError as error:
             os.write(writing, str(error).encode())
         finally:
@@ -308,7 +308,7 @@ def mounted(place: bytes, options: bytes) -> bool:
 def test_the_estimate_of_shared_memory(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     fits = free // (3 * 1000 * 1000) // 4
-    refuse_small_shared_memory([(fits, 1000), (fits, 1000)], 1, tmp_path)
+    check_shared_memory([(fits, 1000), (fits, 1000)], 1, tmp_path)
     with pytest.raises(ResourceError, match="MiB"):
-        refuse_small_shared_memory([(fits, 1000), (fits, 1000)], 8, tmp_path)
-    refuse_small_shared_memory([(10**9, 1000)], 8, tmp_path / "no_such_folder")  # no Linux
+        check_shared_memory([(fits, 1000), (fits, 1000)], 8, tmp_path)
+    check_shared_memory([(10**9, 1000)], 8, tmp_path / "no_such_folder")  # no Linux

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import (
+from helpers import (
     DEMO,
     REPOSITORY,
     TRAIN,
@@ -29,10 +29,10 @@ from bed import (
 from torch import Tensor
 from torch.nn import functional
 
-from imagenet_cls.cli import test_command as evaluate_command  # else pytest takes it for a test
-from imagenet_cls.cli import train_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.data import EpochSampler
-from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 FOLDER = {"data__name": "folder", "data__val": "val", "data__val_fraction": "null"}
@@ -131,7 +131,7 @@ def test_a_config_that_does_not_exist(refused: Refused, monkeypatch: pytest.Monk
     ("changes", "expected"),
     [
         ({"model.name": "resnet5O"}, ["model.name", "did you mean 'resnet50'"]),
-        ({"model.name": "bed:plane"}, ["model.name", "'plain'"]),
+        ({"model.name": "helpers:plane"}, ["model.name", "'plain'"]),
         ({"model.kwargs": "{widht: 3}"}, ["model.kwargs.widht", "did you mean 'width'?"]),
         ({"optimizer.name": "adamv", "optimizer.lr": 1}, ["optimizer.name", "did you mean 'adamw'"]),
         ({"data.num_workers": -1}, ["data.num_workers", "0 to 256"]),
@@ -217,8 +217,10 @@ def test_sides_that_a_model_cannot_take_are_told_with_the_key_that_has_them(
 ) -> None:
     """`plain` is made for 16 px."""
     growing = {"augment__progressive": "{epochs: [0, 1], sizes_px: [8, 16], multiple_px: 8}"}
-    refused(2, arguments(digits, tmp_path / "a", **growing), "augment.progressive.sizes_px: bed:plain can't take 8 px")
-    refused(2, arguments(digits, tmp_path / "b", augment__size_px=8), "augment.size_px: bed:plain can't take 8 px")
+    refused(
+        2, arguments(digits, tmp_path / "a", **growing), "augment.progressive.sizes_px: helpers:plain can't take 8 px"
+    )
+    refused(2, arguments(digits, tmp_path / "b", augment__size_px=8), "augment.size_px: helpers:plain can't take 8 px")
 
 
 def test_fewer_images_than_one_batch(refused: Refused, digits: Path, tmp_path: Path) -> None:

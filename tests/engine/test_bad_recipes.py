@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import REPOSITORY, TRAIN, arguments, run
+from helpers import REPOSITORY, TRAIN, arguments, run
 from torch import Tensor, nn
 
-from imagenet_cls.cli import train_command
-from imagenet_cls.program import main
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.report.log import close_log
 
 QUICK = REPOSITORY / "configs" / "quick"
@@ -262,7 +262,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "freezing what is not there": (
         {"model__freeze": "[stem.*]"},
-        ["model.freeze: 'stem.*' fits no parameter of bed:plain", "its parts: 0.*, 2.*, 5.*"],
+        ["model.freeze: 'stem.*' fits no parameter of helpers:plain", "its parts: 0.*, 2.*, 5.*"],
     ),
     "freezing everything": ({"model__freeze": '["*"]'}, ["model.freeze: leaves no parameter", "freeze less"]),
     "freezing twice": (
@@ -271,7 +271,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "freezing BatchNorm where there is none": (
         {"model__freeze_bn": "true"},
-        ["model.freeze_bn: bed:plain has no BatchNorm; set it to false"],
+        ["model.freeze_bn: helpers:plain has no BatchNorm; set it to false"],
     ),
     "a model that gives no tensor": (
         {"model__name": "test_bad_recipes:gives_a_tuple"},

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
-from bed import arguments, evaluations, noisy, train_here
+from helpers import arguments, evaluations, noisy, train_here
 from torch import Tensor, nn
 
-from imagenet_cls.engine.checkpoint import list_checkpoints, read_checkpoint, step_of
+from imagenet_cls.checkpoint.format import list_checkpoints, read_checkpoint, step_of
 
 STEPS = 11  # in an epoch
 

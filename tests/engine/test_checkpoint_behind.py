@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from bed import arguments, evaluations, losses, noisy, state_digest, train_here
+from helpers import arguments, evaluations, losses, noisy, state_digest, train_here
 from torch import Tensor, nn
 
+from imagenet_cls.checkpoint.format import Snapshot, list_checkpoints, read_checkpoint, step_of
 from imagenet_cls.engine import saving
-from imagenet_cls.engine.checkpoint import Snapshot, list_checkpoints, read_checkpoint, step_of
 from imagenet_cls.errors import NonFiniteError, ResourceError
 from imagenet_cls.report.log import close_log
 

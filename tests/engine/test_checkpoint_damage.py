@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bed import arguments, newest, state_digest, train_here
+from helpers import arguments, newest, state_digest, train_here
 
-from imagenet_cls.cli import train_command
-from imagenet_cls.engine.checkpoint import step_of
-from imagenet_cls.engine.choice import newest_whole
-from imagenet_cls.program import main
+from imagenet_cls.checkpoint.format import step_of
+from imagenet_cls.checkpoint.select import load_newest
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.report.log import close_log
 
 TRUNCATIONS, FLIPS = 20, 200
@@ -54,7 +54,7 @@ def holding(file: Path, content: bytes) -> Iterator[None]:
 
 def is_found(folder: Path, file: Path) -> bool:
     """Whether the checkpoint before the damaged one is found, and the damaged one named."""
-    snapshot, damage = newest_whole(folder / "checkpoints")
+    snapshot, damage = load_newest(folder / "checkpoints")
     assert snapshot is not None and snapshot.path is not None
     return step_of(snapshot.path) == OLDER and len(damage) == 1 and damage[0].startswith(f"{file.parent}: ")
 
@@ -78,7 +78,7 @@ def test_every_truncation_and_every_flipped_bit_is_found(run: Path) -> None:
         with holding(file, bytes(content)):
             found["flipped"] += is_found(run, file)
     assert found == {"truncated": TRUNCATIONS, "flipped": FLIPS}
-    assert newest_whole(run / "checkpoints")[1] == []
+    assert load_newest(run / "checkpoints")[1] == []
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from bed import arguments, losses, plain, state_digest, train_here
+from helpers import arguments, losses, plain, state_digest, train_here
 from torch import Tensor, nn
 
-from imagenet_cls.cli import train_command
-from imagenet_cls.engine.checkpoint import list_checkpoints, read_checkpoint, step_of
+from imagenet_cls.checkpoint.format import list_checkpoints, read_checkpoint, step_of
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.program import main
 from imagenet_cls.report.jsonl import MetricsFile, read_metrics
 from imagenet_cls.report.log import close_log
 

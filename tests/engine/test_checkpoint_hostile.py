@@ -20,15 +20,16 @@ from typing import Any
 
 import pytest
 import torch
-from bed import DEMO, REPOSITORY, arguments, newest, train_here
+from helpers import DEMO, REPOSITORY, arguments, newest, train_here
 from safetensors.torch import load_file, save_file
 
-from imagenet_cls.cli import predict_command, train_command
-from imagenet_cls.cli import test_command as evaluate_command  # else pytest takes it for a test
-from imagenet_cls.engine.checkpoint import _manifest, _write_json, read_checkpoint
+from imagenet_cls.checkpoint.format import _manifest, _write_json, read_checkpoint
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import read_weights
-from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 average_command = runpy.run_path(str(REPOSITORY / "tools" / "average_checkpoints.py"))["average_command"]
@@ -36,7 +37,7 @@ CANARY = "canary"
 # What a model's module could hold: it sings when it is imported, and again when it is called.
 MODULE = f"""
 from pathlib import Path
-import bed
+import helpers
 Path({CANARY!r}).touch()
 def build(num_classes, **kwargs):
     return bed.plain(num_classes)
@@ -97,7 +98,7 @@ def sealed(folder: Path) -> Path:
 def evaluation(digits: Path, *more: Any) -> list[Any]:
     """Of a user who has a config with a model of their own."""
     sizes = ["augment.size_px=16", "eval.crop_px=16"]
-    return [DEMO, "model.name=bed:plain", f"data.root={digits}", "data.num_workers=0", *sizes, *more]
+    return [DEMO, "model.name=helpers:plain", f"data.root={digits}", "data.num_workers=0", *sizes, *more]
 
 
 def an_image(digits: Path) -> Path:
@@ -111,7 +112,10 @@ SONGS: dict[str, dict[str, Any]] = {
     "torch.hub:load": {"name": "torch.hub:load", "kwargs": {"repo_or_dir": ".", "model": "build", "source": "local"}},
     "songbird:build": {"name": "songbird:build"},
     "songbird": {"imports": ["songbird"]},
-    "bed:subprocess.run": {"name": "bed:subprocess.run", "kwargs": {"args": ["touch", CANARY]}},  # bed:plain is trusted
+    "helpers:subprocess.run": {
+        "name": "helpers:subprocess.run",
+        "kwargs": {"args": ["touch", CANARY]},
+    },  # helpers:plain is trusted
     "hf-hub:someone/model": {"name": "hf-hub:someone/model"},
     "local-dir:.": {"name": "local-dir:."},
 }
@@ -121,9 +125,9 @@ SONGS: dict[str, dict[str, Any]] = {
 def test_what_a_checkpoint_names_is_not_called(
     name: str, trained: Path, digits: Path, tmp_path: Path, call: Callable
 ) -> None:
-    changes = {"name": "bed:plain", **SONGS[name]}
+    changes = {"name": "helpers:plain", **SONGS[name]}
     checkpoint = forged(trained, tmp_path / "forged", **changes)
-    trusting = ["--allow-import", "bed:plain"]
+    trusting = ["--allow-import", "helpers:plain"]
     for code, err in (
         call(predict_command, checkpoint, an_image(digits), *trusting),
         call(evaluate_command, *evaluation(digits, checkpoint)),
@@ -139,7 +143,7 @@ def test_who_only_takes_weights_calls_nothing(trained: Path, digits: Path, tmp_p
     assert call(average_command, one, two, "--out", tmp_path / "average") == (0, "")
     words = arguments(digits, tmp_path / "run", train__max_steps=1)
     assert call(train_command, *words, f"model.checkpoint={one}") == (0, "")
-    teacher = ["distill.kind=soft", "distill.teacher.name=bed:plain", f"distill.teacher.checkpoint={one}"]
+    teacher = ["distill.kind=soft", "distill.teacher.name=helpers:plain", f"distill.teacher.checkpoint={one}"]
     assert call(train_command, *words, *teacher, "--overwrite") == (0, "")
     code, err = call(train_command, *words, "--overwrite", "--resume-from", one)
     assert code == 4 and "songbird:build" in err and "--allow-change model.name" in err
@@ -160,7 +164,7 @@ def test_what_the_user_names_is_called(way: str, trained: Path, digits: Path, tm
     command, words = {
         "predict": (predict_command, [checkpoint, an_image(digits), *allowed]),
         "test": (evaluate_command, [*words, *allowed]),
-        "test, by its config": (evaluate_command, [word.replace("bed:plain", "songbird:build") for word in words]),
+        "test, by its config": (evaluate_command, [word.replace("helpers:plain", "songbird:build") for word in words]),
     }[way]
     assert call(command, *words) == (0, "")
     assert Path(CANARY).exists()
@@ -244,7 +248,7 @@ def test_a_pickle_in_a_checkpoint_folder_is_never_run(
     sealed(checkpoint)
     words = arguments(digits, tmp_path / "run", train__max_steps=1)
     for code, err in (
-        call(predict_command, checkpoint, an_image(digits), "--allow-import", "bed:plain"),
+        call(predict_command, checkpoint, an_image(digits), "--allow-import", "helpers:plain"),
         call(evaluate_command, *evaluation(digits, checkpoint)),
         call(average_command, trained, checkpoint, "--out", tmp_path / "average"),
         call(train_command, *words, "--resume-from", checkpoint),
@@ -329,7 +333,7 @@ def test_weights_that_do_not_fit_are_counted_and_named(
         (call(evaluate_command, *evaluation(digits, other_kwargs)), shapes),
         (call(evaluate_command, *evaluation(digits, tmp_path / "renamed.safetensors")), names),
         (call(evaluate_command, *evaluation(digits, *wide, trained / "model.safetensors")), shapes),
-        (call(predict_command, other_names, an_image(digits), "--allow-import", "bed:plain"), names),
+        (call(predict_command, other_names, an_image(digits), "--allow-import", "helpers:plain"), names),
     ):
         assert code == 4 and expected in err, err
         assert 2 <= len(err.splitlines()) <= 6  # what to do

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bed import REPOSITORY, arguments, evaluations, losses, newest, train_here
+from helpers import REPOSITORY, arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file
 
-from imagenet_cls.cli import test_command as evaluate_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.model import build_weights
-from imagenet_cls.program import main
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
@@ -47,7 +47,7 @@ def state(run: Path) -> dict:
 
 def small_model() -> list[str]:
     """The network of the tests' own: for the examples that are not about the model."""
-    return ["model.name=bed:plain", "augment.size_px=16", "eval.crop_px=16", "optimizer.lr=0.03"]
+    return ["model.name=helpers:plain", "augment.size_px=16", "eval.crop_px=16", "optimizer.lr=0.03"]
 
 
 def test_every_block_of_the_page_is_a_file_that_a_test_runs() -> None:

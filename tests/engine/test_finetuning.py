@@ -12,13 +12,14 @@ import pytest
 import timm
 import torch
 import torchvision
-from bed import REPOSITORY, arguments, evaluations, losses, newest, train_here
+from helpers import REPOSITORY, arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file, save_file
 
-from imagenet_cls.cli import predict_command, train_command
-from imagenet_cls.cli import test_command as evaluate_command
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.engine.model import weights_and_origin
-from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
@@ -263,8 +264,8 @@ def test_a_checkpoint_at_another_size(digits: Path, tmp_path: Path, call: Callab
     code, out, err = call(evaluate_command, *words, tmp_path / "vit")
     assert (code, err) == (0, "") and "resized for 64 px" in out and out.count("over 359 images") == 2
     train_here(arguments(digits, tmp_path / "plain", train__max_steps=1))
-    code, _, err = call(evaluate_command, *words, tmp_path / "plain", "--allow-import", "bed:plain")
-    assert code == 2 and err.startswith("eval.crop_px: bed:plain can't take 64 px") and len(err.splitlines()) == 1
+    code, _, err = call(evaluate_command, *words, tmp_path / "plain", "--allow-import", "helpers:plain")
+    assert code == 2 and err.startswith("eval.crop_px: helpers:plain can't take 64 px") and len(err.splitlines()) == 1
     code, _, err = call(train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64}))
     assert code == 2 and "eval.crop_px" in err and "model.kwargs.dynamic_img_size to true" in err
 
@@ -277,8 +278,8 @@ def test_a_checkpoint_at_another_size(digits: Path, tmp_path: Path, call: Callab
         ({"model.freeze": "[conv1.*]", "model.head_only": "true"}, ["model.freeze", "keep one"]),
         ({"model.name": "test_vit", "model.freeze_bn": "true"}, ["model.freeze_bn", "has no BatchNorm"]),
         ({"model.name": "torchvision:resnet18", "train.grad_checkpointing": "true"}, ["train.grad_checkpointing"]),
-        ({"model.name": "bed:plain", "train.grad_checkpointing": "true"}, ["train.grad_checkpointing", "Sequential"]),
-        ({"model.name": "bed:plain", "model.freeze": "[zebra]"}, ["model.freeze", "its parts: 0.*"]),
+        ({"model.name": "helpers:plain", "train.grad_checkpointing": "true"}, ["train.grad_checkpointing", "Sequential"]),
+        ({"model.name": "helpers:plain", "model.freeze": "[zebra]"}, ["model.freeze", "its parts: 0.*"]),
         ({"model.split_bn": "true"}, ["model.split_bn", "augment.splits is 1"]),
         (
             {"model.split_bn": "true", "augment.splits": 3, "loss.name": "jsd", "parallel.sync_bn": "true"},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import arguments, state_digest, train_here
+from helpers import arguments, state_digest, train_here
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from bed import arguments, evaluations, losses, newest, plain, state_digest, train_here
+from helpers import arguments, evaluations, losses, newest, plain, state_digest, train_here
 from safetensors.torch import load_file
 
-from imagenet_cls.cli import train_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 MIX = {"mix__mixup_alpha": 0.2, "mix__cutmix_alpha": 1.0}
@@ -32,7 +32,7 @@ def log_closed() -> Iterator[None]:
 def distilled(teacher: Path, kind: str, **changes: Any) -> dict[str, Any]:
     return {
         "distill__kind": kind,
-        "distill__teacher__name": "bed:noisy",
+        "distill__teacher__name": "helpers:noisy",
         "distill__teacher__checkpoint": teacher,
         **changes,
     }
@@ -158,7 +158,7 @@ def test_a_teacher_may_be_moved_but_not_changed(digits: Path, tmp_path: Path) ->
         torch.save(plain(10).state_dict(), tmp_path / f"{name}.pth")
 
     def words(teacher: str, steps: int) -> list[str]:
-        changes = distilled(tmp_path / f"{teacher}.pth", "soft", distill__teacher__name="bed:plain")
+        changes = distilled(tmp_path / f"{teacher}.pth", "soft", distill__teacher__name="helpers:plain")
         return arguments(digits, tmp_path / "run", train__max_steps=steps, **changes)
 
     train_here(words("teacher", 2))
@@ -228,9 +228,9 @@ def test_bad_values(
 
 def test_a_teacher_of_other_classes(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(plain(7).state_dict(), tmp_path / "seven.pth")
-    changes = distilled(tmp_path / "seven.pth", "hard", distill__teacher__name="bed:plain")
+    changes = distilled(tmp_path / "seven.pth", "hard", distill__teacher__name="helpers:plain")
     assert main(train_command, arguments(digits, tmp_path / "run", **changes)) == 2
-    expected = "distill.teacher: bed:plain was trained for 7 classes, but the model that learns has 10"
+    expected = "distill.teacher: helpers:plain was trained for 7 classes, but the model that learns has 10"
     assert expected in capsys.readouterr().err
 
 

@@ -6,9 +6,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from bed import arguments, losses, newest, state_digest, train_here
+from helpers import arguments, losses, newest, state_digest, train_here
 
-from imagenet_cls.engine.checkpoint import list_checkpoints
+from imagenet_cls.checkpoint.format import list_checkpoints
 from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
 
 

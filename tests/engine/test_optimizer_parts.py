@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from bed import arguments, losses, newest, state_digest, train_here
+from helpers import arguments, losses, newest, state_digest, train_here
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imagenet_cls.cli import train_command
-from imagenet_cls.program import main
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
 
 # One update by the gradient alone, at rate 1.
 FIRST_STEP = {

@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 import timm
 import torch
-from bed import DEMO, arguments, evaluations, losses, newest, train_here
+from helpers import DEMO, arguments, evaluations, losses, newest, train_here
 from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms import functional as reference
 
-from imagenet_cls.cli import predict_command, train_command
-from imagenet_cls.cli import test_command as evaluate_command  # else pytest takes it for a test
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data import open_datasets
-from imagenet_cls.program import main
 from imagenet_cls.report.log import close_log
 
 SECRET = "do-not-write-this-down"
 # A checkpoint calls no code of its own but what is named here, or in the config.
-OURS = ("--allow-import", "bed:noisy")
+OURS = ("--allow-import", "helpers:noisy")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -192,7 +193,7 @@ def test_evaluating_a_checkpoint_repeats_the_runs_own_numbers(small: Path, digit
     at = {(r["step"], r["weights"]): r for r in evaluations(small)}
     best = max(at.values(), key=lambda record: record["top1_pct"])["step"]
     size = ["augment.size_px=16", "eval.crop_px=16"]
-    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", *size]
+    words = [DEMO, "model.name=helpers:noisy", f"data.root={digits}", "data.num_workers=0", *size]
     for checkpoint, step in ((small / "checkpoints" / "step-0000011", 11), (newest(small), 22), (small, best)):
         code, out, err = call(evaluate_command, *words, checkpoint)
         assert (code, err) == (0, "")
@@ -213,7 +214,7 @@ def test_what_is_evaluated_otherwise_than_the_run_did_is_told(small: Path, digit
         "eval.crop_px: 32, and 16 in the run that made the checkpoint",
         "eval.interpolation: bicubic, and bilinear in the run that made the checkpoint",
         f"{small / 'config.yaml'} as CONFIG evaluates as the run did",
-        "model.name: resnet18 is not used, but bed:noisy, with which the checkpoint was trained",
+        "model.name: resnet18 is not used, but helpers:noisy, with which the checkpoint was trained",
         f"data.mean: [0.5, 0.5, 0.5] is not used, but {list(MEAN)}, with which the checkpoint was trained",
     ]
     code, out, err = call(evaluate_command, small / "config.yaml", small)
@@ -233,7 +234,7 @@ def test_predictions_of_an_evaluation_are_there_once_each(
     small: Path, digits: Path, tmp_path: Path, call: Callable, suffix: str
 ) -> None:
     size = ["augment.size_px=16", "eval.crop_px=16"]
-    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", *size, newest(small)]
+    words = [DEMO, "model.name=helpers:noisy", f"data.root={digits}", "data.num_workers=0", *size, newest(small)]
     code, out, _ = call(evaluate_command, *words, "--out", tmp_path / f"x{suffix}")
     assert code == 0 and "wrote 359 predictions" in out
     if suffix == ".csv":
@@ -270,7 +271,7 @@ def test_an_evaluation_that_fails_leaves_no_file_of_predictions(small: Path, tmp
 
 def test_foreign_weights(small: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
     """As a wrapped model saves them; and a head of another size, which would name by chance, is refused."""
-    words = [DEMO, "model.name=bed:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
+    words = [DEMO, "model.name=helpers:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
     state = load_file(newest(small) / "model.safetensors")
     wrapped = {f"module.{name}": value for name, value in state.items()}
     torch.save({"state_dict": wrapped, "epoch": 2}, tmp_path / "a.pth")
@@ -288,7 +289,7 @@ def test_foreign_weights(small: Path, digits: Path, tmp_path: Path, call: Callab
 
 @pytest.mark.parametrize("key", ["model.checkpoint", "distill.teacher.checkpoint"])
 def test_weights_that_are_missing_are_told_by_their_key(digits: Path, tmp_path: Path, call: Callable, key: str) -> None:
-    teacher = {"distill.kind": "soft", "distill.teacher.name": "bed:plain"} if key.startswith("distill") else {}
+    teacher = {"distill.kind": "soft", "distill.teacher.name": "helpers:plain"} if key.startswith("distill") else {}
     words = arguments(digits, tmp_path / "run", **teacher, **{key: "nowhere.pth"})
     assert call(train_command, *words)[::2] == (
         4,

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bed import REPOSITORY, run
+from helpers import REPOSITORY, run
 from PIL import Image
 
+from imagenet_cls.commands.plot_schedule import foresee, plot_schedule_command
+from imagenet_cls.commands.program import main
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.optim.build import own_momentum
-from imagenet_cls.program import main
-from imagenet_cls.schedule_plot import foresee, plot_schedule_command
 
 CONFIG = """
 model: {name: resnet18}

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import arguments, losses, newest, state_digest, train_here
-from noting_set import read_until_now
+from helpers import arguments, losses, newest, state_digest, train_here
+from recording_dataset import read_until_now
 
+from imagenet_cls.checkpoint.format import read_checkpoint, write_checkpoint
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.engine.checkpoint import read_checkpoint, write_checkpoint
 
 STEPS_PER_EPOCH, LATE = 5004, 4900  # those of ImageNet at 256 images each
 
@@ -29,7 +29,7 @@ def test_late_in_an_epoch_nothing_is_replayed(tmp_path: Path) -> None:
 
     def train_to(step: int, *more: str) -> None:
         settings = {
-            "data__name": "noting_set:open_set", "data__val": "val", "data__val_fraction": "null",
+            "data__name": "recording_dataset:open_set", "data__val": "val", "data__val_fraction": "null",
             "data__kwargs": f"{{images: {STEPS_PER_EPOCH}}}", "train__global_batch_size": 1, "train__max_steps": step,
         }  # fmt: skip
         train_here([*arguments(notes, folder, **settings), *more])

@@ -4,7 +4,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from bed import arguments, evaluations, losses, newest, state_digest, train_here
+from helpers import arguments, evaluations, losses, newest, state_digest, train_here
 
 
 @pytest.fixture(scope="module")

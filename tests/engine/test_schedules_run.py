@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import arguments, evaluations, losses, newest, train_here
+from helpers import arguments, evaluations, losses, newest, train_here
 from torch.optim import lr_scheduler
 
-from imagenet_cls.cli import train_command
-from imagenet_cls.program import main
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
 
 PER_EPOCH = 11
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from bed import arguments, newest, state_digest, train_here
+from helpers import arguments, newest, state_digest, train_here
 
-from imagenet_cls.cli import train_command
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.engine.inference import load_any_weights
-from imagenet_cls.engine.model import build_weights, choose_mean_std, unlike_the_start
+from imagenet_cls.engine.model import build_weights, choose_mean_std, pretrained_mismatch
 from imagenet_cls.errors import UsageError
 from imagenet_cls.models.build import IMAGENET_MEAN, IMAGENET_STD
 
@@ -51,7 +51,7 @@ def test_overwrite_never_removes_what_the_run_starts_from(first: Path, digits: P
     before = files(first)
     named = [key, str(first / inside)] if key.startswith("--") else [f"{key}={first / inside}"]
     if key.startswith("distill"):
-        named += ["distill.kind=soft", "distill.teacher.name=bed:plain"]
+        named += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
     with pytest.raises(UsageError, match=rf"^{key}: .* lies in .*--overwrite would remove\.\n.*--work-dir"):
         train_here([*arguments(digits, first), *named, "--overwrite"])
     assert files(first) == before
@@ -110,6 +110,6 @@ def test_published_weights_under_another_recipes_normalisation(tmp_path: Path) -
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32)
     config = config_from_dict({"model": {"name": "vit_tiny_patch16_224", "pretrained": True}, "optimizer": {"lr": 0.1}})
     imagenet = (list(IMAGENET_MEAN), list(IMAGENET_STD))
-    (told,) = unlike_the_start(config, vit, imagenet, [])
+    (told,) = pretrained_mismatch(config, vit, imagenet, [])
     assert "normalised by data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5], and this run has data.mean=[0.485" in told
-    assert unlike_the_start(config, vit, choose_mean_std(config, vit), []) == []
+    assert pretrained_mismatch(config, vit, choose_mean_std(config, vit), []) == []

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from forked import Forked
+from forked_ranks import ForkedRanks
 from same_run import link_images, words_for
 
 
@@ -17,7 +17,7 @@ def few_images(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.fixture(scope="session")
 def undisturbed(
-    forked: Forked, few_images: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+    forked: ForkedRanks, few_images: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Path]:
     """The folder of the run that nobody touched, by number of ranks."""
 

@@ -2,7 +2,7 @@
 
 A point is passed many times; a rank is hit at the passing that it is told to. Everything is patched in the rank's own
 process, on the lowest level there is (`os`, torch's global hooks), so that what is tested does not know. Imported by
-`forked.py` in a process that has torch.
+`forked_ranks.py` in a process that has torch.
 """
 
 import os

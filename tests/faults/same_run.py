@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bed import arguments, state_digest
+from helpers import arguments, state_digest
 
 STEPS, STEPS_PER_EPOCH, ACCUMULATION, SAVED_EVERY = 40, 10, 2, 5
 MICRO_BATCH = 2  # small, since RandAugment takes most of the time

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import noisy, state_digest
-from forked import Forked
+from forked_ranks import ForkedRanks
+from helpers import noisy, state_digest
 from same_run import ACCUMULATION, STEPS, checkpoints, records, words_for
 from torch import nn
 
@@ -39,7 +39,7 @@ class Limited(nn.Sequential):
 def words(few_images: Folder, folder: Path, on_error: str) -> list[str]:
     changes = {"checkpoint__on_error": on_error, "log__tensorboard": "false"}
     return [
-        word.replace("bed:noisy", f"{Path(__file__).stem}:Limited")
+        word.replace("helpers:noisy", f"{Path(__file__).stem}:Limited")
         for word in words_for(few_images(RANKS), folder, RANKS, **changes)
     ]
 
@@ -50,7 +50,7 @@ def told(output: Path) -> str:
 
 @pytest.mark.parametrize(("limited", "at", "left"), [("12 999", 15, [5, 10]), (f"{STEPS - 2} 999", STEPS, [30, 35])])
 def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
-    forked: Forked, few_images: Folder, undisturbed: Folder, tmp_path: Path, limited: str, at: int, left: list[int]
+    forked: ForkedRanks, few_images: Folder, undisturbed: Folder, tmp_path: Path, limited: str, at: int, left: list[int]
 ) -> None:
     """In the middle, and at the end, which is waited for by all."""
     folder, output = tmp_path / "run", tmp_path / "output.txt"
@@ -70,7 +70,7 @@ def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
 
 
 def test_training_goes_on_where_it_is_told_to(
-    forked: Forked, few_images: Folder, undisturbed: Folder, tmp_path: Path
+    forked: ForkedRanks, few_images: Folder, undisturbed: Folder, tmp_path: Path
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     goes_on = words(few_images, folder, "continue")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment
+from helpers import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment
 
 Ended = tuple[int, list[str], str]
 

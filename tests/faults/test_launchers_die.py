@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bed import (
+from helpers import (
     DIST_TRAIN,
     REPOSITORY,
     TRAIN,

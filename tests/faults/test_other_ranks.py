@@ -6,9 +6,9 @@ On the same number, with other data workers: tests/engine/test_resume_in_epoch.p
 from pathlib import Path
 
 import pytest
-from bed import losses
-from forked import Forked
-from noting_set import read_until_now
+from forked_ranks import ForkedRanks
+from helpers import losses
+from recording_dataset import read_until_now
 from same_run import words_for
 
 # 20 steps of 8 images in 2 epochs; the cut is in the middle of the second.
@@ -17,13 +17,13 @@ IMAGES, BATCH, STEPS, CUT = 80, 8, 20, 14
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4)])
 def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(
-    forked: Forked, tmp_path: Path, before: int, after: int
+    forked: ForkedRanks, tmp_path: Path, before: int, after: int
 ) -> None:
     notes, output = tmp_path / "notes", tmp_path / "output.txt"
 
     def train_to(step: int, folder: Path, ranks: int, *more: str) -> None:
         words = words_for(
-            notes, folder, ranks, "plain", data__name="noting_set:open_set", data__kwargs=f"{{images: {IMAGES}}}",
+            notes, folder, ranks, "plain", data__name="recording_dataset:open_set", data__kwargs=f"{{images: {IMAGES}}}",
             mix__mixup_alpha=0.0, train__epochs=2, train__global_batch_size=BATCH, train__max_steps=step,
         )  # fmt: skip
         output.unlink(missing_ok=True)

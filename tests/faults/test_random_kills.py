@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import Forked, Strike
+from forked_ranks import ForkedRanks, KillPoint
 from same_run import ACCUMULATION, STEPS, assert_same_run, resumed_at, words_for
 
 # Passed in each step, that often.
@@ -31,7 +31,7 @@ Undisturbed = Callable[[int], Path]
     [*KILLS.items(), *(pytest.param(ranks, 50, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for ranks in KILLS)],
 )
 def test_killed_again_and_again(
-    forked: Forked, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path, ranks: int, kills: int
+    forked: ForkedRanks, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path, ranks: int, kills: int
 ) -> None:
     """A run of 40 steps survives three of them; fifty go to as many such runs as they need."""
     seed = os.environ.get("KILL_SEED") or str(random.randrange(2**32))
@@ -48,7 +48,7 @@ def test_killed_again_and_again(
             passing = POINTS[point] * (steps - 1) + draw.randint(1, POINTS[point])
             print(f"rank {victim} dies {point} of step {first_step + steps}")
             output = folder.with_suffix(f".{time}.txt")
-            codes = forked.run([*words, "--resume"], output, ranks, [Strike(point, passing, victim)])
+            codes = forked.run([*words, "--resume"], output, ranks, [KillPoint(point, passing, victim)])
             assert codes[victim] == -signal.SIGKILL, output.read_text()
             first_step = newest_saved(folder)
         output = folder.with_suffix(".last.txt")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bed import REPOSITORY, environment, steps_done, wait_for
+from helpers import REPOSITORY, environment, steps_done, wait_for
 from same_run import STEPS, assert_same_bits, words_for
 
 ByRanks = Callable[[int], Path]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from bed import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
-from forked import Forked
+from forked_ranks import ForkedRanks
+from helpers import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
 
 pytestmark = pytest.mark.alone
 
@@ -121,7 +121,7 @@ def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]
 
 
 def test_a_cut_cable_ends_both_by_name_and_the_run_goes_on(
-    forked: Forked, machines: list[Machine], digits: Path, tmp_path: Path
+    forked: ForkedRanks, machines: list[Machine], digits: Path, tmp_path: Path
 ) -> None:
     """What goes on goes on even while the cable is out for less than the timeout, and ends in the bits of two ranks on
     one machine that nobody disturbed.

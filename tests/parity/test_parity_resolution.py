@@ -9,7 +9,7 @@ import safetensors.torch
 import timm
 import torch
 import torchvision
-from bed import arguments, evaluations, newest, train_here
+from helpers import arguments, evaluations, newest, train_here
 from PIL import Image
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from imagenet_cls.data import open_datasets
 from imagenet_cls.engine.evaluate import evaluate, outputs_of
 from imagenet_cls.models.resize import resize_model
 from imagenet_cls.models.weights import load_weights
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 
 CPU = torch.device("cpu")
 # A model, what makes it small, and what it is built with at another size.
@@ -151,7 +151,7 @@ def test_mirrored_images_are_the_mean_of_two_passes() -> None:
             ours = torch.cat([out[kind] for out, _, _ in flipped])
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
             assert not torch.allclose(ours, logits(dtype, False, kind), rtol=0, atol=1e-6)
-    results = evaluate(iter(flipped), list(models), Group(Place(), CPU))
+    results = evaluate(iter(flipped), list(models), Group(RankInfo(), CPU))
     assert [result["images"] for result in results.values()] == [10, 10]
 
 

@@ -50,7 +50,7 @@ Top1s = dict[str, float]
 
 def train_ours(name: str, root: Path, folder: Path, seed: int = 0, teacher: Path | None = None) -> Top1s:
     """Train by the real command, in this process: top-1 (%) at the end, of the weights and of their average."""
-    from bed import evaluations, train_here
+    from helpers import evaluations, train_here
 
     from imagenet_cls.report.log import close_log
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import REPOSITORY
+from helpers import REPOSITORY
 from quick_runs import BANDS, QUICK, SEEDS, STARTS_FROM, TEACHER, Top1s, in_band, train_ours, train_plain
 
 from imagenet_cls.config import keys

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from bed import evaluations, train_here
+from helpers import evaluations, train_here
 from plain_loop import NUM_CLASSES, Plain, top1_pct
 from plain_loop import digits as decoded
 from quick_runs import QUICK, STARTS_FROM, TEACHER

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_cls.program import LIBRARIES, exit_code_of
+from imagenet_cls.commands.program import LIBRARIES, exit_code_of
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -18,7 +18,7 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 def test_a_closed_stream_takes_what_is_printed(number: int, name: str) -> None:
     """As the shell closes it with `>&-`: Python has None in its place then."""
     program = (
-        "import sys\nfrom imagenet_cls.program import main\n"
+        "import sys\nfrom imagenet_cls.commands.program import main\n"
         "def command(words):\n    print('said', sys.stdout.isatty(), file=sys.stdout)\n"
         "    print('told', sys.stderr.isatty(), file=sys.stderr)\n    return 7\n"
         "main(command)"
@@ -52,7 +52,7 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
 def test_what_a_script_starts_in_the_background_does_not_hear_ctrl_c() -> None:
     """It is told to ignore it, and what its command does with Ctrl-C changes nothing."""
     program = (
-        "import os, signal\nfrom imagenet_cls.program import main, raise_interrupts\n"
+        "import os, signal\nfrom imagenet_cls.commands.program import main, raise_interrupts\n"
         "def command(words):\n    raise_interrupts()\n    os.kill(os.getpid(), signal.SIGINT)\n    return 7\n"
         "main(command)"
     )
@@ -82,7 +82,7 @@ def test_the_libraries_are_those_of_the_set_up() -> None:
 def test_ctrl_c_in_what_goes_on_later(tmp_path: Path, tool: str, function: str, told: str) -> None:
     (tmp_path / "a.jpg").write_bytes(b"none")
     program = (
-        "import os, runpy, signal, sys, time\nimport imagenet_cls.data.verify, imagenet_cls.data.prepare\n"
+        "import os, runpy, signal, sys, time\nimport imagenet_cls.commands.verify_data, imagenet_cls.commands.prepare_imagenet\n"
         "def interrupted(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
         f"imagenet_cls.data.{function} = interrupted\nsys.argv[0] = {tool!r}\n"
         f"runpy.run_path({str(TOOLS / tool)!r} + '.py', run_name='__main__')"

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from bed import DEMO, REPOSITORY, TRAIN, environment
+from helpers import DEMO, REPOSITORY, TRAIN, environment
 
-from imagenet_cls.cli import train_command, train_parser
+from imagenet_cls.commands.distributed import ranks_to_start
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command, train_parser
 from imagenet_cls.config.schema import ParallelConfig
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel.ending import ERROR_FILE_VARIABLE
-from imagenet_cls.parallel.place import LAUNCHED_VARIABLE
-from imagenet_cls.program import main
-from imagenet_cls.ranks import ranks_to_start
+from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
+from imagenet_cls.parallel.exit import ERROR_FILE_VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_started_rank_that_can_not_find_its_place_leaves_its_words_to_the_laun
 # Prints what is asked for at the exit, and what only a whole tear-down would come to.
 PROGRAM = """
 import atexit, concurrent.futures, sys, threading, time
-from imagenet_cls.program import main
+from imagenet_cls.commands.program import main
 class Last:
     def __del__(self):
         print("taken down")

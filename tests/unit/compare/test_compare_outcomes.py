@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from bed import arguments, losses, newest, train_here
+from helpers import arguments, losses, newest, train_here
 
-from imagenet_cls.compare.outcomes import Outcome, loss_difference, notes, read_outcome, table, weight_difference
-from imagenet_cls.compare.ways import Way
+from imagenet_cls.commands.compare_outcomes import (
+    Outcome,
+    loss_difference,
+    notes,
+    read_outcome,
+    table,
+    weight_difference,
+)
+from imagenet_cls.commands.compare_ways import Way
 
 WEIGHTS = {"conv.weight": torch.zeros(2, 3), "bn.running_mean": torch.zeros(2), "steps": torch.tensor(3)}
 ONE = Outcome([2.0, 1.0], WEIGHTS, 100.0, 50.0)

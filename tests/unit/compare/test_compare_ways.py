@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from imagenet_cls.compare.command import compare_command
-from imagenet_cls.compare.ways import LESSON, Way, choose_settings, plan_ways
+from imagenet_cls.commands.compare_parallel import compare_command
+from imagenet_cls.commands.compare_ways import LESSON, Way, choose_settings, plan_ways
 from imagenet_cls.errors import ConfigError, UserError
 
 CPU = {"device": "cpu", "optimizer.lr": "0.1"}
@@ -74,7 +74,7 @@ def test_what_is_refused_before_anything_is_run(
 def test_a_row_that_its_config_does_not_allow_is_found_before_the_first_is_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("imagenet_cls.compare.ways.why_no_dp", lambda loaded, gpus: "")
+    monkeypatch.setattr("imagenet_cls.commands.compare_ways.why_no_dp", lambda loaded, gpus: "")
     with pytest.raises(ConfigError, match=r"train\.compile.*parallel\.mode dp"):
         plan_ways([], CPU | {"train.compile": "true"}, 2)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from imagenet_cls.commands.print_config import print_config_main
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.origin import shown_path
-from imagenet_cls.config.printing import print_config_main
 
 REPO = Path(__file__).resolve().parents[3]
 DEMO = str(REPO / "configs" / "demo.yaml")

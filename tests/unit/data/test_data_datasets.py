@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.datasets import check_data, open_datasets
+from imagenet_cls.data.datasets import data_problems, open_datasets
 from imagenet_cls.data.digits import write_digits
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.synthetic import SyntheticSource
@@ -190,7 +190,7 @@ def test_digits_written_by_several_at_once(tmp_path: Path) -> None:
 
 def test_synthetic() -> None:
     data = DataConfig(name="synthetic", kwargs={"train_images": 30, "val_images": 7, "num_classes": 5, "size_px": 16})
-    assert check_data(data) == []
+    assert data_problems(data) == []
     opened = open_datasets(data)
     assert isinstance(opened.train, SyntheticSource) and opened.val is not None
     assert (len(opened.train), len(opened.val), len(opened.classes)) == (30, 7, 5)
@@ -240,7 +240,7 @@ def test_torchvision_one_part_and_its_kwargs(tmp_path: Path) -> None:
         val_fraction=0.25,
         kwargs={"size": 12, "image_size": [3, 9, 8], "num_classes": 4},
     )
-    assert check_data(data) == []
+    assert data_problems(data) == []
     opened = open_datasets(data)
     assert opened.train is not None and opened.val is not None
     assert (len(opened.train), len(opened.val), len(opened.classes)) == (9, 3, 4)
@@ -249,7 +249,7 @@ def test_torchvision_one_part_and_its_kwargs(tmp_path: Path) -> None:
 
 def test_factory(factories: Path) -> None:
     data = DataConfig(name="own_sets:grey", root="somewhere", train="fit", kwargs={"size": 6})
-    assert check_data(data) == []
+    assert data_problems(data) == []
     opened = open_datasets(data)
     assert opened.train is not None and opened.val is not None
     assert (len(opened.train), len(opened.val), opened.classes) == (10, 4, ("even", "odd"))
@@ -295,12 +295,12 @@ def test_what_a_factory_returns_is_checked(factories: Path, factory: str, expect
     ],
 )
 def test_check_data(factories: Path, data: DataConfig, key: str, expected: str) -> None:
-    problems = check_data(data)
+    problems = data_problems(data)
     assert [problem.key for problem in problems] == [key] and expected in problems[0].message
 
 
 def test_check_data_has_no_complaint_about_what_works() -> None:
-    assert check_data(DataConfig()) == []
-    assert check_data(DataConfig(name="digits", val=None, val_fraction=0.2)) == []
-    assert check_data(DataConfig(name="torchvision:EMNIST", kwargs={"split": "letters"})) == []
-    assert check_data(DataConfig(name="torchvision:STL10", kwargs={"folds": 1})) == []
+    assert data_problems(DataConfig()) == []
+    assert data_problems(DataConfig(name="digits", val=None, val_fraction=0.2)) == []
+    assert data_problems(DataConfig(name="torchvision:EMNIST", kwargs={"split": "letters"})) == []
+    assert data_problems(DataConfig(name="torchvision:STL10", kwargs={"folds": 1})) == []

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from imagenet_cls.config.schema import MixConfig
-from imagenet_cls.data.mixing import build_mixing, check_mixing
+from imagenet_cls.data.mixing import build_mixing, mixing_problems
 from imagenet_cls.seeding import seed_generators
 
 TARGETS = torch.tensor([3, 0, 1, 1, 4, 2])
@@ -58,10 +58,10 @@ def test_a_draw_not_to_mix_gives_soft_targets_all_the_same() -> None:
 
 def test_micro_batches_of_an_odd_number_are_refused() -> None:
     on = MixConfig(**BOTH)
-    assert check_mixing(on, 6) == check_mixing(MixConfig(), 7) == []
-    (problem,) = check_mixing(on, 7, global_batch=28)
+    assert mixing_problems(on, 6) == mixing_problems(MixConfig(), 7) == []
+    (problem,) = mixing_problems(on, 7, global_batch=28)
     assert problem.key == "train.global_batch_size"
     assert "micro-batches of 7" in problem.message and "24 or 32" in problem.message
     assert "train.micro_batch_size" in problem.message
-    assert "with as many of them, 4 would do" in check_mixing(on, 1, global_batch=2)[0].message
-    assert check_mixing(MixConfig(cutmix_minmax=[0.2, 0.8]), 7) != []
+    assert "with as many of them, 4 would do" in mixing_problems(on, 1, global_batch=2)[0].message
+    assert mixing_problems(MixConfig(cutmix_minmax=[0.2, 0.8]), 7) != []

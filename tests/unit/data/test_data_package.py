@@ -12,5 +12,5 @@ def test_every_name_is_there() -> None:
 
 
 def test_preparing_imports_no_torch() -> None:
-    code = "import sys, imagenet_cls.data.prepare; sys.exit('torch' in sys.modules)"
+    code = "import sys, imagenet_cls.commands.prepare_imagenet; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

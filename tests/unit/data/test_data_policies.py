@@ -11,7 +11,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data import policies
-from imagenet_cls.data.policies import build_policy, check_policy
+from imagenet_cls.data.policies import build_policy, policy_problems
 from imagenet_cls.seeding import seed_generators
 
 TIMM = (
@@ -56,7 +56,7 @@ def image(photographs: list[Image.Image]) -> Tensor:
 
 @pytest.mark.parametrize("name", [*TIMM, *TORCHVISION, OWN])
 def test_a_policy_changes_images_by_the_seed_alone(image: Tensor, name: str) -> None:
-    assert check_policy(AugmentConfig(policy=name)) == []
+    assert policy_problems(AugmentConfig(policy=name)) == []
     policy = built(name)
     original, results = image.clone(), []
     for seed in range(40):
@@ -73,7 +73,7 @@ def test_a_policy_changes_images_by_the_seed_alone(image: Tensor, name: str) -> 
 def test_a_whole_number_is_an_alpha_of_augmix() -> None:
     whole, broken = ({"alpha": alpha, "interpolation": "bilinear"} for alpha in (1, 1.0))
     augment = AugmentConfig(policy="torchvision:aug_mix", policy_kwargs=whole)
-    assert check_policy(augment) == []
+    assert policy_problems(augment) == []
     assert build_policy(augment, 32).policy.alpha == broken["alpha"]  # type: ignore[union-attr]
 
 
@@ -91,7 +91,7 @@ def test_a_whole_number_is_an_alpha_of_augmix() -> None:
     ],
 )
 def test_numbers_that_timm_would_cut_or_never_come_to_the_end_of(name: str, text: str) -> None:
-    (problem,) = check_policy(AugmentConfig(policy=name))
+    (problem,) = policy_problems(AugmentConfig(policy=name))
     assert problem.key == "augment.policy" and text in problem.message
 
 
@@ -113,7 +113,7 @@ def magnitude_of(name: str):
 
 
 def test_no_policy_is_none() -> None:
-    assert build_policy(AugmentConfig(), 224) is None and check_policy(AugmentConfig()) == []
+    assert build_policy(AugmentConfig(), 224) is None and policy_problems(AugmentConfig()) == []
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ BAD_NAMES = {
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_bad_names_are_told_in_one_line(name: str) -> None:
-    (problem,) = check_policy(AugmentConfig(size_px=96, policy=name))
+    (problem,) = policy_problems(AugmentConfig(size_px=96, policy=name))
     assert problem.key == "augment.policy" and BAD_NAMES[name] in problem.message
     assert name in problem.message or (name.startswith(("no_such", "test_data")) and "\n" not in problem.message)
 
@@ -224,7 +224,7 @@ def test_bad_names_are_told_in_one_line(name: str) -> None:
     ],
 )
 def test_bad_arguments_are_told_by_their_key(name: str | None, kwargs: dict, key: str, message: str) -> None:
-    (problem,) = check_policy(AugmentConfig(policy=name, policy_kwargs=kwargs))
+    (problem,) = policy_problems(AugmentConfig(policy=name, policy_kwargs=kwargs))
     assert problem.key == f"augment.policy_kwargs{key}" and message in problem.message
 
 
@@ -269,7 +269,7 @@ WHOLE_0_30 = "a whole number, 0 to 30"
 def test_numbers_that_torchvision_would_take_for_something_else(
     name: str, kwargs: dict, key: str, message: str
 ) -> None:
-    (problem,) = check_policy(AugmentConfig(policy=f"torchvision:{name}", policy_kwargs=kwargs))
+    (problem,) = policy_problems(AugmentConfig(policy=f"torchvision:{name}", policy_kwargs=kwargs))
     assert problem.key == f"augment.policy_kwargs.{key}" and message in problem.message
 
 
@@ -287,16 +287,16 @@ def test_numbers_that_torchvision_would_take_for_something_else(
 )
 def test_numbers_at_the_ends_of_torchvisions_ranges(image: Tensor, name: str, kwargs: dict) -> None:
     augment = AugmentConfig(policy=f"torchvision:{name}", policy_kwargs=kwargs)
-    assert check_policy(augment) == []
+    assert policy_problems(augment) == []
     policy = build_policy(augment, 32)
     seed_generators(1)
     assert policy is not None and any(not torch.equal(policy(image), image) for _ in range(20))
 
 
 def test_what_a_policy_refuses_is_told() -> None:
-    (problem,) = check_policy(AugmentConfig(policy=OWN, policy_kwargs={"share": "much"}))
+    (problem,) = policy_problems(AugmentConfig(policy=OWN, policy_kwargs={"share": "much"}))
     assert problem.key == "augment.policy" and "fails on an image: TypeError" in problem.message
-    (problem,) = check_policy(AugmentConfig(policy="torchvision:aug_mix", interpolation="bicubic"))
+    (problem,) = policy_problems(AugmentConfig(policy="torchvision:aug_mix", interpolation="bicubic"))
     assert "say augment.policy_kwargs.interpolation: bilinear" in problem.message
 
 
@@ -304,5 +304,5 @@ def test_checking_draws_nothing_that_others_notice() -> None:
     seed_generators(4)
     expected = torch.rand(1), random.random(), np.random.rand()
     seed_generators(4)
-    check_policy(AugmentConfig(policy=OWN))
+    policy_problems(AugmentConfig(policy=OWN))
     assert (torch.rand(1), random.random(), np.random.rand()) == expected

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from imagenet_cls.data.prepare import prepare_main
+from imagenet_cls.commands.prepare_imagenet import prepare_main
 
 WNIDS = ["n01440764", "n01443537", "n02105855"]
 VAL_CLASSES = [2, 0, 1, 1, 0, 2, 2]  # of validation images 1 to 7

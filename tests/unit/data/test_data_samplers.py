@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from imagenet_cls.data.samplers import EpochSampler, check_repeats, samples_per_epoch, shard_for_eval
+from imagenet_cls.data.samplers import EpochSampler, repeats_problem, samples_per_epoch, shard_for_eval
 from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
@@ -138,8 +138,8 @@ def test_an_epoch_is_cut_to_a_multiple() -> None:
 
 
 def test_a_multiple_that_does_not_divide_among_ranks_is_a_problem() -> None:
-    assert check_repeats(None, 3) is None and check_repeats(256, 8) is None
-    problem = check_repeats(256, 3)
+    assert repeats_problem(None, 3) is None and repeats_problem(256, 8) is None
+    problem = repeats_problem(256, 3)
     assert problem is not None and problem.key == "data.repeats_multiple"
     assert problem.message.startswith("256 samples do not divide among 3 ranks") and "258" in problem.message
 

@@ -22,6 +22,8 @@ import pytest
 import torch
 from PIL import Image
 
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.verify_data import Verdict, images_below, read_image, verify
 from imagenet_cls.config.schema import AugmentConfig, DataConfig, EvalConfig
 from imagenet_cls.data import verify as verify_module
 from imagenet_cls.data.datasets import open_datasets
@@ -30,9 +32,7 @@ from imagenet_cls.data.loader import TrainLoader, eval_batches
 from imagenet_cls.data.manifest import FILE_NAME, Manifest, leave_out, read_manifest
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.transforms import EvalTransform, train_transform
-from imagenet_cls.data.verify import Verdict, images_below, read_image, verify
 from imagenet_cls.errors import DataError, ResourceError, Stopped, UsageError
-from imagenet_cls.program import main
 
 TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "verify_data.py"))["verify_command"]
 

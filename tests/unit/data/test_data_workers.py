@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import environment, wait_for
+from helpers import environment, wait_for
 
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data.loader import TrainLoader, worker_death

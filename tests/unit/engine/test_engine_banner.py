@@ -1,6 +1,6 @@
 """What the banner tells of a recipe: what was added, and nothing else."""
 
-from bed import DEMO, REPOSITORY
+from helpers import DEMO, REPOSITORY
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.run import recipe_rows

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from imagenet_cls.engine.checkpoint import (
+from imagenet_cls.checkpoint.format import (
     Snapshot,
     _canonical,
     _digest,
@@ -25,8 +25,8 @@ from imagenet_cls.engine.checkpoint import (
     step_of,
     write_checkpoint,
 )
-from imagenet_cls.engine.choice import find_checkpoint, newest_in, newest_whole
-from imagenet_cls.engine.state import Progress
+from imagenet_cls.checkpoint.optimizer_state import Progress
+from imagenet_cls.checkpoint.select import load_best, load_newest, load_newest_in
 from imagenet_cls.errors import CheckpointError, ResourceError
 
 FILES = (
@@ -112,20 +112,20 @@ def test_every_flipped_bit_and_every_truncation_is_noticed(tmp_path: Path, name:
 
 
 def test_a_damaged_one_is_named_and_an_older_one_is_used(tmp_path: Path) -> None:
-    assert newest_whole(tmp_path / "none") == (None, [])
+    assert load_newest(tmp_path / "none") == (None, [])
     for step in (1, 2, 10):
         write_checkpoint(tmp_path, snapshot(step))
     (tmp_path / "step-0000010" / "ema.safetensors").write_bytes(b"x")
     (tmp_path / "step-0000002" / "state.json").unlink()
     (tmp_path / "notes").mkdir()
-    found, damage = newest_whole(tmp_path)
+    found, damage = load_newest(tmp_path)
     assert found is not None and found.state["step"] == 1
     assert [("step-0000010" in damage[0], "ema.safetensors" in damage[0]), ("step-0000002" in damage[1], True)] == [
         (True, True), (True, True),
     ]  # fmt: skip
     (tmp_path / "step-0000001" / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="none of 3 checkpoints is whole") as error:
-        newest_whole(tmp_path)
+        load_newest(tmp_path)
     assert "--overwrite" in str(error.value) and str(error.value).count("\n") < 3
 
 
@@ -208,7 +208,7 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_those_written_after_it(tmp
     (tmp_path / "step-0000009" / "model.safetensors").write_bytes(b"")
     write_checkpoint(tmp_path, snapshot(5))
     prune(tmp_path, 5, 1, set())
-    found, damage = newest_whole(tmp_path)
+    found, damage = load_newest(tmp_path)
     assert found is not None and found.state["step"] == 5 and len(damage) == 1
 
 
@@ -219,31 +219,31 @@ def test_a_run_folder_means_its_best_for_use_and_its_newest_to_go_on(tmp_path: P
         write_checkpoint(folder, snapshot(step, **best))
 
     def found(named: Path) -> tuple[int, str | None, int]:
-        chosen, kind, damage = find_checkpoint(named)
+        chosen, kind, damage = load_best(named)
         return chosen.state["step"], kind, len(damage)
 
     for named in (tmp_path, folder):
         assert found(named) == (2, "ema", 0)
-        assert newest_in(named)[0].state["step"] == 3
+        assert load_newest_in(named)[0].state["step"] == 3
     assert found(folder / "step-0000001") == (1, None, 0)
-    assert newest_in(folder / "step-0000001")[0].state["step"] == 1
+    assert load_newest_in(folder / "step-0000001")[0].state["step"] == 1
     (folder / "step-0000003" / "state.json").write_text("{}")  # the newest tells nothing: the next one does
     assert found(tmp_path) == (2, "ema", 1)
-    assert newest_in(tmp_path)[0].state["step"] == 2
+    assert load_newest_in(tmp_path)[0].state["step"] == 2
     shutil.rmtree(folder / "step-0000002")
     assert found(tmp_path) == (1, None, 1)  # the best is gone: the newest whole
     (folder / "step-0000001" / "state.json").unlink()
     with pytest.raises(CheckpointError, match="none of 2"):
-        find_checkpoint(tmp_path)
+        load_best(tmp_path)
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
-        find_checkpoint(tmp_path / "nothing")
+        load_best(tmp_path / "nothing")
 
 
 def test_a_damaged_best_is_passed_over_and_named(tmp_path: Path) -> None:
     for step in (1, 2):
         write_checkpoint(tmp_path, snapshot(step, raw={"top1_pct": 70.0, "step": 1}))
     (tmp_path / "step-0000001" / "model.safetensors").write_bytes(b"")
-    chosen, kind, damage = find_checkpoint(tmp_path)
+    chosen, kind, damage = load_best(tmp_path)
     assert (chosen.state["step"], kind, len(damage)) == (2, None, 1)
     assert "step-0000001" in damage[0]
 
@@ -279,7 +279,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path, same
         folder = tmp_path / str(moment)
         write_checkpoint(folder, old)
         was_killed = killed_at(moment, folder, new)
-        found, damage = newest_whole(folder)
+        found, damage = load_newest(folder)
         assert found is not None and damage == [], moment
         outcomes.add(found.state["note"])
         assert_same(found, new if found.state["note"] == 0.75 else old)

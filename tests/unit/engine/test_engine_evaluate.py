@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 
 CPU = torch.device("cpu")
-ALONE = Group(Place(), CPU)
+ALONE = Group(RankInfo(), CPU)
 
 
 def network(num_classes: int, seed: int = 0) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import nn
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.build import batch_norm_sees
-from imagenet_cls.engine.fit import refuse_unfit
+from imagenet_cls.engine.fit import check_model_outputs
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.models.freeze import freeze
@@ -39,7 +39,7 @@ def test_what_torch_would_refuse_in_training(size_px: int, images: int) -> None:
     assert trains == (size_px == 48 or images == 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        refuse_unfit(model, config_of(size_px), 10, images)
+        check_model_outputs(model, config_of(size_px), 10, images)
         assert trains and model.training
     except ConfigError as error:
         assert not trains and str(error).startswith("train.micro_batch_size: ")
@@ -51,7 +51,7 @@ def test_frozen_batch_norm_takes_one_image() -> None:
     config = config_of(model={"name": "resnet18", "freeze_bn": True})
     model = small_resnet()
     freeze(model, config.model, 10)
-    refuse_unfit(model, config, 10, 1)
+    check_model_outputs(model, config, 10, 1)
     assert model.training and not model.bn1.training
     model(torch.zeros(1, 3, 32, 32))
 

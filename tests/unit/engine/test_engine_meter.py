@@ -7,10 +7,10 @@ import torch
 
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.errors import NonFiniteError
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 
-ALONE = Group(Place(), torch.device("cpu"))
+ALONE = Group(RankInfo(), torch.device("cpu"))
 
 
 def meter(most: int = 3, overflow_is_normal: bool = False) -> Meter:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_cls.engine.runfolder import RunFolder, write_whole
+from imagenet_cls.engine.run_folder import RunFolder, write_whole
 from imagenet_cls.errors import ResourceError, UsageError
 
 WRITTEN = ("config.yaml", "env.json", "metrics.jsonl", "tensorboard", "checkpoints", "plots")
@@ -39,12 +39,12 @@ def test_a_taken_folder_is_refused_and_the_message_says_how_far_it_got(tmp_path:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_each_part_of_a_run_makes_a_folder_a_taken_one(tmp_path: Path, name: str) -> None:
-    RunFolder(tmp_path).refuse_if_taken(False, False)
+    RunFolder(tmp_path).check_free(False, False)
     (tmp_path / name).mkdir()
     with pytest.raises(UsageError, match="holds a run already"):
-        RunFolder(tmp_path).refuse_if_taken(False, False)
-    RunFolder(tmp_path).refuse_if_taken(True, False)
-    RunFolder(tmp_path).refuse_if_taken(False, True)
+        RunFolder(tmp_path).check_free(False, False)
+    RunFolder(tmp_path).check_free(True, False)
+    RunFolder(tmp_path).check_free(False, True)
 
 
 def test_overwriting_removes_the_run_and_nothing_else(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import timm.optim
 import torch
 from torch import nn
 
+from imagenet_cls.checkpoint.optimizer_state import Progress, copy_to_host, load_optimizer, optimizer_to_tensors
 from imagenet_cls.config.schema import OptimizerConfig
-from imagenet_cls.engine.state import Progress, give_optimizer, host_copy, take_optimizer
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.optim.build import build_optimizer, check_optimizer, state_names
+from imagenet_cls.optim.build import build_optimizer, optimizer_problems, state_names
 from imagenet_cls.optim.groups import parameter_groups
 
 KWARGS: dict[str, dict[str, Any]] = {
@@ -59,14 +59,14 @@ def test_a_second_half_ends_in_the_same_bits(name: str) -> None:
     first = network()
     optimizer = optimizer_for(first, name)
     steps(first, optimizer, 0, 3)
-    weights = host_copy(first.state_dict())
-    tensors, numbers = through_files(*take_optimizer(first, optimizer))
+    weights = copy_to_host(first.state_dict())
+    tensors, numbers = through_files(*optimizer_to_tensors(first, optimizer))
 
     second = network()
     fresh = optimizer_for(second, name)
     steps(second, fresh, 100, 2)  # state of its own, to be replaced
     second.load_state_dict(weights)
-    give_optimizer(second, fresh, tensors, numbers)
+    load_optimizer(second, fresh, tensors, numbers)
     for parameter, state in fresh.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -81,7 +81,7 @@ def test_what_is_taken_shares_no_memory_with_the_run() -> None:
     model = network()
     optimizer = optimizer_for(model, "sgd")
     steps(model, optimizer, 0, 2)
-    weights, (tensors, _) = host_copy(model.state_dict()), take_optimizer(model, optimizer)
+    weights, (tensors, _) = copy_to_host(model.state_dict()), optimizer_to_tensors(model, optimizer)
     before = {name: tensor.clone() for name, tensor in {**weights, **tensors}.items()}
     assert "0.weight//momentum_buffer" in tensors and "0.weight" in weights
     steps(model, optimizer, 2, 2)
@@ -90,11 +90,11 @@ def test_what_is_taken_shares_no_memory_with_the_run() -> None:
 
 def test_other_groups_of_parameters_are_refused() -> None:
     model = network()
-    tensors, numbers = take_optimizer(model, optimizer_for(model, "sgd"))
+    tensors, numbers = optimizer_to_tensors(model, optimizer_for(model, "sgd"))
     config = OptimizerConfig(lr=0.1, kwargs=KWARGS["sgd"])
     other = build_optimizer(config, parameter_groups(model, config))
     with pytest.raises(CheckpointError, match=r"1 groups of \[6\] parameters, the checkpoint 2 of \[2, 4\]"):
-        give_optimizer(model, other, tensors, numbers)
+        load_optimizer(model, other, tensors, numbers)
 
 
 class Remembering(torch.optim.SGD):
@@ -108,8 +108,8 @@ class Remembering(torch.optim.SGD):
 
 
 def test_state_that_would_be_lost_is_refused_before_the_run() -> None:
-    """Tensors within lists are what `take_optimizer` does not look for."""
-    problems = check_optimizer(OptimizerConfig(name=f"{__name__}:Remembering", lr=0.1))
+    """Tensors within lists are what `optimizer_to_tensors` does not look for."""
+    problems = optimizer_problems(OptimizerConfig(name=f"{__name__}:Remembering", lr=0.1))
     assert [problem.key for problem in problems] == ["optimizer.name"]
     assert "tensors within its 'history'" in problems[0].message
 
@@ -123,17 +123,17 @@ def test_every_optimizer_that_is_let_in_can_be_taken_apart() -> None:
     """Those of timm that pass the check: their state survives files, and nothing of it is left behind."""
     let_in = 0
     for name in every_timm_optimizer():
-        if check_optimizer(OptimizerConfig(name=name, lr=0.01)):
+        if optimizer_problems(OptimizerConfig(name=name, lr=0.01)):
             continue
         let_in += 1
         model = network()
         config = OptimizerConfig(name=name, lr=0.01, **DECAYS)
         optimizer = build_optimizer(config, parameter_groups(model, config))
         steps(model, optimizer, 0, 2)
-        tensors, numbers = through_files(*take_optimizer(model, optimizer))
+        tensors, numbers = through_files(*optimizer_to_tensors(model, optimizer))
         before = optimizer.state_dict()
         fresh = build_optimizer(replace(config, lr=0.5), parameter_groups(model, config))
-        give_optimizer(model, fresh, tensors, numbers)
+        load_optimizer(model, fresh, tensors, numbers)
         after = fresh.state_dict()
         assert before["state"].keys() == after["state"].keys() and before["state"], name
         for index, state in before["state"].items():
@@ -154,10 +154,10 @@ def test_arguments_that_were_changed_since_hold_where_the_state_allows_it() -> N
     model = network()
     optimizer = optimizer_for(model, "sgd")
     steps(model, optimizer, 0, 2)
-    tensors, numbers = take_optimizer(model, optimizer)
+    tensors, numbers = optimizer_to_tensors(model, optimizer)
     config = OptimizerConfig(lr=0.05, kwargs={"momentum": 0.5}, **DECAYS)
     changed = build_optimizer(config, parameter_groups(model, config))
-    give_optimizer(model, changed, tensors, numbers, ["momentum"], state_names(config))
+    load_optimizer(model, changed, tensors, numbers, ["momentum"], state_names(config))
     assert [group["momentum"] for group in changed.param_groups] == [0.5, 0.5]
     weight = model[0].weight
     assert torch.equal(changed.state[weight]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"])
@@ -166,7 +166,7 @@ def test_arguments_that_were_changed_since_hold_where_the_state_allows_it() -> N
     steps(model, optimizer, 0, 2)
     config = OptimizerConfig("timm:lookahead_sgd", lr=0.05, kwargs={"lookahead_k": 3}, **DECAYS)
     changed = build_optimizer(config, parameter_groups(model, config))
-    give_optimizer(model, changed, *take_optimizer(model, optimizer), ["lookahead_k"], state_names(config))
+    load_optimizer(model, changed, *optimizer_to_tensors(model, optimizer), ["lookahead_k"], state_names(config))
     assert [(group["lookahead_k"], group["lookahead_step"]) for group in changed.param_groups] == [(3, 2), (3, 2)]
 
     optimizer = optimizer_for(model, "adamw")
@@ -174,14 +174,14 @@ def test_arguments_that_were_changed_since_hold_where_the_state_allows_it() -> N
     config = OptimizerConfig("adamw", lr=0.05, kwargs={"amsgrad": True}, **DECAYS)
     changed = build_optimizer(config, parameter_groups(model, config))
     with pytest.raises(CheckpointError, match="needs max_exp_avg_sq, which the checkpoint lacks"):
-        give_optimizer(model, changed, *take_optimizer(model, optimizer), ["amsgrad"], state_names(config))
+        load_optimizer(model, changed, *optimizer_to_tensors(model, optimizer), ["amsgrad"], state_names(config))
 
 
 def test_a_weight_decay_that_was_changed_since_holds() -> None:
     model = nn.Linear(2, 3)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1, "lr_scale": 1.0}]
-    tensors, numbers = take_optimizer(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    tensors, numbers = optimizer_to_tensors(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     changed = torch.optim.SGD([{**groups[0], "weight_decay": 0.7, "lr_scale": 0.5}], lr=0.1, momentum=0.5)
-    give_optimizer(model, changed, tensors, numbers)
+    load_optimizer(model, changed, tensors, numbers)
     (group,) = changed.param_groups
     assert (group["weight_decay"], group["lr_scale"], group["momentum"]) == (0.7, 0.5, 0.9)

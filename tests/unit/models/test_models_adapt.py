@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
-from imagenet_cls.models.check import check_model
+from imagenet_cls.models.check import model_problems
 from imagenet_cls.models.weights import load_weights
 
 SPLIT = ModelConfig(split_bn=True)
@@ -71,8 +71,10 @@ def test_a_model_with_splits_and_back() -> None:
     [("levit_128s", "has BatchNorm1d, and only BatchNorm2d can be split"), ("test_vit", "has no BatchNorm")],
 )
 def test_models_whose_batch_norm_cannot_be_split_are_told(name: str, reason: str) -> None:
-    (problem,) = check_model(ModelConfig(name=name, split_bn=True))
-    assert problem.key == "model.split_bn" and reason in problem.message and check_model(ModelConfig(name=name)) == []
+    (problem,) = model_problems(ModelConfig(name=name, split_bn=True))
+    assert (
+        problem.key == "model.split_bn" and reason in problem.message and model_problems(ModelConfig(name=name)) == []
+    )
     with pytest.raises(ConfigError, match=rf"model\.split_bn: .*{reason}"):
         split_batch_norm(timm.create_model(name), SPLIT, 3)
 
@@ -204,12 +206,12 @@ def test_a_compiled_model_too() -> None:
 
 @pytest.mark.parametrize("name", ["torchvision:resnet18", "vgg11", "hrnet_w18_small"])
 def test_models_that_cannot_are_told(name: str) -> None:
-    assert check_model(ModelConfig(name=name)) == []
-    (problem,) = check_model(ModelConfig(name=name), grad_checkpointing=True)
+    assert model_problems(ModelConfig(name=name)) == []
+    (problem,) = model_problems(ModelConfig(name=name), grad_checkpointing=True)
     assert problem.key == "train.grad_checkpointing" and "train.micro_batch_size" in problem.message
 
 
 def test_own_models_that_cannot_are_told_when_they_are_built() -> None:
     with pytest.raises(ConfigError, match=r"train\.grad_checkpointing: Sequential can't compute activations anew"):
         checkpoint_activations(nn.Sequential(nn.Linear(3, 3)))
-    assert check_model(ModelConfig(name="resnet18"), grad_checkpointing=True) == []
+    assert model_problems(ModelConfig(name="resnet18"), grad_checkpointing=True) == []

@@ -3,7 +3,7 @@
 import pytest
 
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.models.check import check_model
+from imagenet_cls.models.check import model_problems
 
 COMMON = [
     "resnet18",
@@ -21,18 +21,18 @@ COMMON = [
 
 def only(model: ModelConfig) -> tuple[str, str]:
     """Key and message of the one problem that there is."""
-    (problem,) = check_model(model)
+    (problem,) = model_problems(model)
     return problem.key, problem.message
 
 
 @pytest.mark.parametrize("name", [*COMMON, "resnet50.a1_in1k", "torchvision:resnet50", "torchvision:regnet_y_400mf"])
 def test_known_names_pass(name: str) -> None:
-    assert check_model(ModelConfig(name=name)) == []
+    assert model_problems(ModelConfig(name=name)) == []
 
 
 @pytest.mark.parametrize("name", COMMON)
 def test_a_good_keyword_passes_and_a_slip_is_named(name: str) -> None:
-    assert check_model(ModelConfig(name=name, kwargs={"drop_rate": 0.1, "in_chans": 3})) == []
+    assert model_problems(ModelConfig(name=name, kwargs={"drop_rate": 0.1, "in_chans": 3})) == []
     key, message = only(ModelConfig(name=name, kwargs={"drop_rat": 0.1, "in_chans": 3}))
     assert key == "model.kwargs.drop_rat"
     assert "did you mean 'drop_rate'" in message
@@ -40,7 +40,7 @@ def test_a_good_keyword_passes_and_a_slip_is_named(name: str) -> None:
 
 def test_slips_of_overlaid_architecture_settings_are_named() -> None:
     # timm's RegNet lays further keywords over its architecture's settings, a dataclass of its own.
-    assert check_model(ModelConfig(name="regnety_004", kwargs={"group_size": 16})) == []
+    assert model_problems(ModelConfig(name="regnety_004", kwargs={"group_size": 16})) == []
     assert "'group_size'" in only(ModelConfig(name="regnety_004", kwargs={"group_siz": 16}))[1]
 
 
@@ -50,12 +50,12 @@ def test_refusals_in_other_words_are_understood(name: str) -> None:
 
 
 def test_all_slips_at_once() -> None:
-    problems = check_model(ModelConfig(name="resnet18", kwargs={"drop_rat": 0.1, "zebra": 1, "pretrained": True}))
+    problems = model_problems(ModelConfig(name="resnet18", kwargs={"drop_rat": 0.1, "zebra": 1, "pretrained": True}))
     assert {p.key for p in problems} == {"model.kwargs.drop_rat", "model.kwargs.zebra", "model.kwargs.pretrained"}
 
 
 def test_a_slip_and_a_bad_value_together() -> None:
-    problems = check_model(ModelConfig(name="resnet18", kwargs={"drop_rat": 0.1, "block": "abc"}))
+    problems = model_problems(ModelConfig(name="resnet18", kwargs={"drop_rat": 0.1, "block": "abc"}))
     assert [p.key for p in problems] == ["model.kwargs.drop_rat", "model.kwargs"]
     assert "'drop_rate'" in problems[0].message
 
@@ -96,13 +96,13 @@ def test_unknown_tag() -> None:
 
 
 def test_pretrained_without_published_weights() -> None:
-    assert check_model(ModelConfig(name="resnet50", pretrained=True)) == []
+    assert model_problems(ModelConfig(name="resnet50", pretrained=True)) == []
     assert only(ModelConfig(name="resnet50d_dsk", pretrained=True))[0] == "model.name"
     assert only(ModelConfig(name="vit_small_patch16_36x1_224", pretrained=True))[0] == "model.pretrained"
 
 
 def test_torchvision_keywords() -> None:
-    assert check_model(ModelConfig(name="torchvision:mobilenet_v3_large", kwargs={"width_mult": 0.5})) == []
+    assert model_problems(ModelConfig(name="torchvision:mobilenet_v3_large", kwargs={"width_mult": 0.5})) == []
     assert "'width_per_group'" in only(ModelConfig(name="torchvision:resnet18", kwargs={"width_per_grup": 64}))[1]
     # torchvision's ConvNeXt takes any keyword and ignores it.
     key, message = only(ModelConfig(name="torchvision:convnext_tiny", kwargs={"layer_scal": 1e-6}))
@@ -112,7 +112,7 @@ def test_torchvision_keywords() -> None:
 
 def test_torchvision_weights_by_name() -> None:
     v1 = {"weights": "IMAGENET1K_V1"}
-    assert check_model(ModelConfig(name="torchvision:resnet50", pretrained=True, kwargs=v1)) == []
+    assert model_problems(ModelConfig(name="torchvision:resnet50", pretrained=True, kwargs=v1)) == []
     assert only(ModelConfig(name="torchvision:resnet50", kwargs=v1))[0] == "model.kwargs.weights"
     message = only(ModelConfig(name="torchvision:resnet50", pretrained=True, kwargs={"weights": "IMAGENET1K_V3"}))[1]
     assert "IMAGENET1K_V2" in message
@@ -121,7 +121,7 @@ def test_torchvision_weights_by_name() -> None:
 def test_auxiliary_outputs_are_refused_with_the_remedy() -> None:
     assert "aux_logits=false" in only(ModelConfig(name="torchvision:googlenet", kwargs={"init_weights": False}))[1]
     kwargs = {"aux_logits": False, "init_weights": False}
-    assert check_model(ModelConfig(name="torchvision:googlenet", kwargs=kwargs)) == []
+    assert model_problems(ModelConfig(name="torchvision:googlenet", kwargs=kwargs)) == []
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def own_module(tmp_path, monkeypatch):
 
 
 def test_own_factories(own_module) -> None:
-    assert check_model(ModelConfig(name="models_check_own:good", kwargs={"width": 4})) == []
+    assert model_problems(ModelConfig(name="models_check_own:good", kwargs={"width": 4})) == []
     assert "'width'" in only(ModelConfig(name="models_check_own:good", kwargs={"widht": 4}))[1]
     assert "num_classes" in only(ModelConfig(name="models_check_own:blind"))[1]
     assert "'width'" in only(ModelConfig(name="models_check_own:needy"))[1]

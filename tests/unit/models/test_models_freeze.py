@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ConfigError
-from imagenet_cls.models.check import check_model
+from imagenet_cls.models.check import model_problems
 from imagenet_cls.models.freeze import freeze, freeze_problems, set_training
 
 STAGES = ["conv1.*", "bn1.*", "layer1.*", "layer2.*"]
@@ -126,7 +126,7 @@ def test_batch_norm_without_weights_follows_its_surroundings() -> None:
 def test_bad_values(name: str, cfg: dict, key: str, text: str) -> None:
     """Told before anything is built for good; and where the model is built, by an error with the same words."""
     config = ModelConfig(name=name, **cfg)
-    (problem,) = check_model(config)
+    (problem,) = model_problems(config)
     assert problem.key == key and text.format(name) in problem.message
     with pytest.raises(ConfigError) as caught:
         freeze(network("resnet18"), config, 5)
@@ -139,7 +139,7 @@ def test_each_pattern_that_fits_nothing_is_told() -> None:
 
 
 def test_no_head_and_no_batch_norm() -> None:
-    (problem,) = check_model(ModelConfig(name="test_vit", freeze_bn=True))
+    (problem,) = model_problems(ModelConfig(name="test_vit", freeze_bn=True))
     assert problem.key == "model.freeze_bn" and "has no BatchNorm" in problem.message
     (problem,) = freeze_problems(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ModelConfig(head_only=True), 5)
     assert problem.key == "model.head_only" and "can't tell" in problem.message

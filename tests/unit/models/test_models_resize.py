@@ -8,7 +8,7 @@ from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.check import check_model
+from imagenet_cls.models.check import model_problems
 from imagenet_cls.models.resize import resize_model, size_remedy
 from imagenet_cls.models.weights import load_weights
 
@@ -34,7 +34,7 @@ def test_the_remedy_helps(name: str, kwargs: dict, remedy: dict) -> None:
             return torchvision.models.get_model(rest, num_classes=5, **more)
         return timm.create_model(name, num_classes=5, **{**kwargs, **more})
 
-    assert check_model(ModelConfig(name=name, kwargs={**kwargs, **remedy})) == []
+    assert model_problems(ModelConfig(name=name, kwargs={**kwargs, **remedy})) == []
     with torch.device("meta"):
         assert size_remedy(build(), 96).startswith(f"; set model.kwargs.{key} to {str(value).lower()}, which ")
         assert build(**remedy).eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 5)

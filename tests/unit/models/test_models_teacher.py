@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from bed import plain
+from helpers import plain
 from timm.task.distillation import DistillationTeacher
 from torch import Tensor, nn
 
@@ -18,15 +18,15 @@ from imagenet_cls.models.teacher import (
     MeanStd,
     Teacher,
     build_teacher,
-    check_distillation,
+    distillation_problems,
     enable_distillation_token,
 )
 from imagenet_cls.models.weights import read_weights
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 
 CPU = torch.device("cpu")
-ALONE = Group(Place(), CPU)
+ALONE = Group(RankInfo(), CPU)
 HALF = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
@@ -119,8 +119,8 @@ def of_nine(num_classes):
 
 
 def test_images_that_the_teacher_cannot_take() -> None:
-    with pytest.raises(ConfigError, match=r"distill\.teacher\.name: bed:plain can't take 20 px"):
-        built(TeacherConfig("bed:plain"), size_px=20)
+    with pytest.raises(ConfigError, match=r"distill\.teacher\.name: helpers:plain can't take 20 px"):
+        built(TeacherConfig("helpers:plain"), size_px=20)
 
 
 def test_weights_that_do_not_fit_are_told_in_words_of_the_teacher(trained, tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ def test_published_weights_of_torchvision(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_factory_of_ones_own_without_weights_is_drawn_by_key() -> None:
-    teachers = [built(TeacherConfig("bed:plain")) for _ in range(2)]
+    teachers = [built(TeacherConfig("helpers:plain")) for _ in range(2)]
     torch.manual_seed(1)
-    teachers.append(built(TeacherConfig("bed:plain")))
-    other = build_teacher(TeacherConfig("bed:plain"), 5, ALONE, read, IMAGENET, [16], seed=1)
+    teachers.append(built(TeacherConfig("helpers:plain")))
+    other = build_teacher(TeacherConfig("helpers:plain"), 5, ALONE, read, IMAGENET, [16], seed=1)
     weights = [teacher.network[0].weight for teacher in (*teachers, other)]  # type: ignore[index]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[3])
@@ -171,7 +171,7 @@ def test_distillation_tokens() -> None:
 
 
 def problems(name: str | None, kind: str = "soft", **options) -> dict[str, str]:
-    found = check_distillation(DistillConfig(kind, teacher=TeacherConfig(name, **options)))  # type: ignore[arg-type]
+    found = distillation_problems(DistillConfig(kind, teacher=TeacherConfig(name, **options)))  # type: ignore[arg-type]
     return {problem.key: problem.message for problem in found}
 
 
@@ -181,5 +181,5 @@ def test_checks() -> None:
     assert list(problems("resnet10t", kwargs={"drop_rat": 0.1})) == ["distill.teacher.kwargs.drop_rat"]
     reserved = problems("resnet10t", kwargs={"num_classes": 3})
     assert "can't be given in distill.teacher.kwargs" in reserved["distill.teacher.kwargs.num_classes"]
-    unpublished = problems("bed:plain", pretrained=True)["distill.teacher.pretrained"]
+    unpublished = problems("helpers:plain", pretrained=True)["distill.teacher.pretrained"]
     assert "use distill.teacher.checkpoint" in unpublished

@@ -10,7 +10,7 @@ from torch import nn
 
 from imagenet_cls.config.schema import LossConfig
 from imagenet_cls.errors import ConfigError, UserError
-from imagenet_cls.optim.losses import build_loss, check_loss
+from imagenet_cls.optim.losses import build_loss, loss_problems
 
 LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 4, 2, 2, 1, 3])
@@ -92,12 +92,12 @@ def test_another_number_of_class_weights_than_classes() -> None:
 
 
 def keys(**options) -> list[str]:
-    return [problem.key for problem in check_loss(LossConfig(**options))]
+    return [problem.key for problem in loss_problems(LossConfig(**options))]
 
 
 def test_checks() -> None:
     assert keys() == keys(label_smoothing=0.1) == keys(name=f"{__name__}:own_dtype", kwargs={"weight": 1}) == []
-    assert "'cross_entropy'" in check_loss(LossConfig(name="cross_entrop"))[0].message
+    assert "'cross_entropy'" in loss_problems(LossConfig(name="cross_entrop"))[0].message
     assert keys(name="cross_entrop") == keys(name=f"{__name__}:own_not") == ["loss.name"]
     assert keys(kwargs={"label_smoothing": 0.1}) == ["loss.kwargs.label_smoothing"]
     assert keys(name=f"{__name__}:own_dtype") == ["loss.kwargs"]
@@ -106,7 +106,7 @@ def test_checks() -> None:
 
 
 def message(**options) -> str:
-    (problem,) = check_loss(LossConfig(**options))
+    (problem,) = loss_problems(LossConfig(**options))
     return problem.message
 
 

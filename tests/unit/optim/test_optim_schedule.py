@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 from imagenet_cls.config.schema import ScheduleConfig
 from imagenet_cls.errors import ConfigError, Problem, UserError
-from imagenet_cls.optim.schedule import build_schedule, check_schedule
+from imagenet_cls.optim.schedule import build_schedule, schedule_problems
 
 BASE, PER_EPOCH, EPOCHS = 0.4, 7, 10
 TOTAL = PER_EPOCH * EPOCHS
@@ -200,14 +200,14 @@ def test_own_factories() -> None:
     close(rates(f"{__name__}:own_halving", warmup_epochs=1, factor=0.5, times=2), multiplied)
     with pytest.raises(UserError, match="returned float"):
         rates(f"{__name__}:own_number")
-    assert check_schedule(ScheduleConfig(name=f"{__name__}:own_halving", kwargs={"times": 2}), 100) == []
+    assert schedule_problems(ScheduleConfig(name=f"{__name__}:own_halving", kwargs={"times": 2}), 100) == []
     assert "'times'" in only(f"{__name__}:own_halving")[1]
     assert only(f"{__name__}:own_number", base_lr=3)[0] == "schedule.kwargs.base_lr"
     assert only(f"{__name__}:own_nothing")[0] == "schedule.name"
 
 
 def only(name: str, **kwargs) -> tuple[str, str]:
-    (problem,) = check_schedule(ScheduleConfig(name=name, kwargs=kwargs), 100)
+    (problem,) = schedule_problems(ScheduleConfig(name=name, kwargs=kwargs), 100)
     return problem.key, problem.message
 
 
@@ -230,7 +230,7 @@ def only(name: str, **kwargs) -> tuple[str, str]:
     ],
 )
 def test_good_sections_pass(name: str, kwargs: dict) -> None:
-    assert check_schedule(ScheduleConfig(name=name, kwargs=kwargs), 100) == []
+    assert schedule_problems(ScheduleConfig(name=name, kwargs=kwargs), 100) == []
 
 
 def test_slips() -> None:
@@ -296,24 +296,24 @@ def test_numbers_that_grow_beyond_all_numbers() -> None:
 def test_numbers_that_grow_absurd_within_an_epoch(name: str, kwargs: dict) -> None:
     """At whole epochs nothing of it shows. Found before the number of steps is known, and once more when it is."""
     schedule = ScheduleConfig(name=name, kwargs=kwargs)
-    (problem,) = check_schedule(schedule, 1)
+    (problem,) = schedule_problems(schedule, 1)
     assert problem.key == "schedule.kwargs" and next(iter(kwargs)) in problem.message
     with pytest.raises(ConfigError, match=r"schedule\.kwargs: .*(from 0 to|can't work with)"):
         build_schedule(schedule, BASE, 1000, 1)
 
 
 def test_a_range_test_of_the_learning_rate_is_not_absurd() -> None:
-    assert check_schedule(ScheduleConfig(name="exponential", kwargs={"gamma": 10}), 9, 1e-7) == []
-    assert check_schedule(ScheduleConfig(name="constant"), 9, 1e6) == []
+    assert schedule_problems(ScheduleConfig(name="exponential", kwargs={"gamma": 10}), 9, 1e-7) == []
+    assert schedule_problems(ScheduleConfig(name="constant"), 9, 1e6) == []
 
 
 def test_rates_above_the_runs_own() -> None:
-    (problem,) = check_schedule(ScheduleConfig(kwargs={"min_lr": 0.02}), 9, 0.01)
+    (problem,) = schedule_problems(ScheduleConfig(kwargs={"min_lr": 0.02}), 9, 0.01)
     assert problem.key == "schedule.kwargs.min_lr" and "0.02 is more than the learning rate 0.01" in problem.message
-    (problem,) = check_schedule(ScheduleConfig(warmup_epochs=1, warmup_start_lr=0.5), 9, 0.25)
+    (problem,) = schedule_problems(ScheduleConfig(warmup_epochs=1, warmup_start_lr=0.5), 9, 0.25)
     assert problem.key == "schedule.warmup_start_lr" and "0.5 is more than the learning rate 0.25" in problem.message
     level = ScheduleConfig(warmup_epochs=1, warmup_start_lr=0.25, kwargs={"min_lr": 0.25})
-    assert check_schedule(level, 9, 0.25) == []
+    assert schedule_problems(level, 9, 0.25) == []
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_rates_above_the_runs_own() -> None:
 )
 def test_a_schedule_longer_than_the_run(name: str, key: str, kwargs: dict) -> None:
     def problems(epochs: int, **more) -> list[Problem]:
-        return check_schedule(ScheduleConfig(name=name, kwargs=kwargs, **more), epochs)
+        return schedule_problems(ScheduleConfig(name=name, kwargs=kwargs, **more), epochs)
 
     assert problems(60) == problems(66, warmup_epochs=4, cooldown_epochs=2) == []
     assert problems(60, warmup_epochs=5, warmup_prefix=False) == []

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.group import Group, choose_device, gpu_index, on_main, start_group
-from imagenet_cls.parallel.place import Place
-from imagenet_cls.parallel.reduce import all_mean, all_sum, gather_to_main, hand_out
-from imagenet_cls.parallel.stop import StopRequest
-from imagenet_cls.parallel.wrap import RunningStatistics, settle_buckets, sync_on_last, wrap
+from imagenet_cls.parallel.collectives import all_mean, all_sum, broadcast_tensors, gather_to_main
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group, choose_device, gpu_index, init_group, on_main
+from imagenet_cls.parallel.signals import StopRequest
+from imagenet_cls.parallel.wrap import RunningStatistics, gradient_sync, warm_up_buckets, wrap
 
 CPU = torch.device("cpu")
-ALONE = Group(Place(), CPU)
+ALONE = Group(RankInfo(), CPU)
 
 
 def test_collectives_give_back_what_they_got() -> None:
@@ -28,38 +28,38 @@ def test_collectives_give_back_what_they_got() -> None:
     rows = [{"a": 1}]
     assert gather_to_main(rows, ALONE) == rows
     tensors = {"a": tensor}
-    assert hand_out(tensors, ALONE) is tensors
+    assert broadcast_tensors(tensors, ALONE) is tensors
     assert on_main(ALONE, lambda: 7) == 7
     with pytest.raises(UsageError):
         on_main(ALONE, lambda: (_ for _ in ()).throw(UsageError("no")))
 
 
 def test_one_rank_starts_no_group_and_wraps_nothing() -> None:
-    group = start_group(Place(), CPU, "auto", "auto", "env://", 5.0)
+    group = init_group(RankInfo(), CPU, "auto", "auto", "env://", 5.0)
     assert group.control is None and group.is_main and not torch.distributed.is_initialized()
     model = nn.Linear(2, 2)
     assert wrap(model, group, "auto") is model and wrap(model, group, "none") is model
-    settle_buckets(model, lambda: pytest.fail("there are no buckets"))
-    with sync_on_last(model, False):
+    warm_up_buckets(model, lambda: pytest.fail("there are no buckets"))
+    with gradient_sync(model, False):
         pass
 
 
 def test_devices_that_are_not_there() -> None:
-    assert choose_device("cpu", Place()) == CPU
+    assert choose_device("cpu", RankInfo()) == CPU
     if not torch.cuda.is_available():
-        assert choose_device("auto", Place()) == CPU
+        assert choose_device("auto", RankInfo()) == CPU
         with pytest.raises(UsageError, match="sees no GPU"):
-            choose_device("cuda", Place())
+            choose_device("cuda", RankInfo())
     else:
         with pytest.raises(UsageError, match="wants GPU 99"):
-            choose_device("cuda:99", Place())
+            choose_device("cuda:99", RankInfo())
 
 
 def test_which_gpu_a_rank_takes() -> None:
-    ranks = [Place(4 + local, local, 8, 4) for local in range(4)]
+    ranks = [RankInfo(4 + local, local, 8, 4) for local in range(4)]
     assert [gpu_index("cuda", place, 4) for place in ranks] == [0, 1, 2, 3]
     assert [gpu_index("auto", place, 8, [6, 2, 0, 7]) for place in ranks] == [6, 2, 0, 7]
-    assert gpu_index("cuda:3", Place(), 4) == 3 and gpu_index("auto", Place(), 4, [2]) == 2
+    assert gpu_index("cuda:3", RankInfo(), 4) == 3 and gpu_index("auto", RankInfo(), 4, [2]) == 2
     for place, gpus, ids in ((ranks[3], 3, None), (ranks[3], 8, [0, 1]), (ranks[0], 2, [5, 6, 7, 4])):
         with pytest.raises(UsageError, match=f"rank {place.rank}"):
             gpu_index("cuda", place, gpus, ids)
@@ -114,15 +114,15 @@ def test_a_signal_becomes_a_request_and_handlers_are_given_back(number: signal.S
 
 LISTENING = """
 import hashlib, os, time, torch
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place
-from imagenet_cls.parallel.stop import StopRequest
+from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.signals import StopRequest
 
 class Noisy:
     def __del__(self):
         time.sleep(20)  # what is raised here is swallowed
 
-stop = StopRequest(Group(Place(), torch.device("cpu")))
+stop = StopRequest(Group(RankInfo(), torch.device("cpu")))
 stop.listen()
 print("listening", flush=True)
 {busy}

@@ -5,27 +5,27 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from bed import arguments
+from helpers import arguments
 
-from imagenet_cls.cli import train_command
+from imagenet_cls.commands.program import main
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.group import refuse_backend
-from imagenet_cls.program import main
+from imagenet_cls.parallel.process_group import check_backend
 
 without_mpi = pytest.mark.skipif(dist.is_mpi_available(), reason="needs a torch without MPI")
 
 
 @pytest.mark.parametrize("launcher", ["none", "pytorch", "spawn", "slurm", "mpi"])
 def test_auto_and_gloo_go_with_every_launcher(launcher: str) -> None:
-    refuse_backend("auto", launcher)
-    refuse_backend("gloo", launcher)
+    check_backend("auto", launcher)
+    check_backend("gloo", launcher)
 
 
 @without_mpi
 @pytest.mark.parametrize("launcher", ["pytorch", "spawn", "mpi"])
 def test_a_backend_that_torch_was_built_without(launcher: str) -> None:
     with pytest.raises(UsageError, match=r"backend=mpi: torch .* was built without it.\nUse parallel.backend=auto"):
-        refuse_backend("mpi", launcher)
+        check_backend("mpi", launcher)
 
 
 def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,17 +33,17 @@ def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UsageError, match=r"backend=nccl joins GPUs.*none here\.\nUse parallel\.backend=auto"):
-        refuse_backend("nccl", "none")
+        check_backend("nccl", "none")
 
 
 def test_mpi_goes_with_its_own_launchers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a torch that was built with MPI, which no public wheel is."""
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     for launcher in ("mpi", "slurm", "none"):
-        refuse_backend("mpi", launcher)
+        check_backend("mpi", launcher)
     for launcher in ("spawn", "pytorch"):
         with pytest.raises(UsageError, match=f"--launcher {launcher} can't talk over MPI.\nStart them with `mpirun"):
-            refuse_backend("mpi", launcher)
+            check_backend("mpi", launcher)
 
 
 @without_mpi

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_cls.parallel import drift
-from imagenet_cls.parallel.drift import DriftCheck, bit_sums, digest_of, weights_of
-from imagenet_cls.parallel.group import Group
-from imagenet_cls.parallel.place import Place, name_ranks
+from imagenet_cls.guards.replicas import ReplicaCheck, model_digest, tensor_hashes, weights_of
+from imagenet_cls.guards import replicas as drift
+from imagenet_cls.parallel.environment import RankInfo, name_ranks
+from imagenet_cls.parallel.process_group import Group
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 DTYPES = (*FLOATS, torch.int64, torch.int8, torch.bool)
 
 
 def hash_of(tensor: torch.Tensor) -> int:
-    return bit_sums({"it": tensor})["it"]
+    return tensor_hashes({"it": tensor})["it"]
 
 
 def reference(tensor: torch.Tensor) -> int:
@@ -91,9 +91,9 @@ def test_large_tensors_are_hashed_row_by_row(monkeypatch: pytest.MonkeyPatch, le
 
 def test_all_tensors_at_once_in_their_order() -> None:
     tensors = {"b": torch.ones(3), "a": torch.ones(3), "empty": torch.empty(0), "number": torch.tensor(7)}
-    sums = bit_sums(tensors)
+    sums = tensor_hashes(tensors)
     assert list(sums) == list(tensors) and sums["a"] == sums["b"] == hash_of(torch.ones(3)) and sums["empty"] == 0
-    assert bit_sums({}) == {}
+    assert tensor_hashes({}) == {}
 
 
 def test_a_digest_tells_names_shapes_types_and_buffers_apart() -> None:
@@ -103,18 +103,18 @@ def test_a_digest_tells_names_shapes_types_and_buffers_apart() -> None:
         return made
 
     variants = [model(), model("y"), model(shape=(3, 2)), model(dtype=torch.int32)]
-    assert len({digest_of(variant) for variant in variants}) == len(variants)
-    assert digest_of(model()) == digest_of(model()) and list(weights_of(model()))[-1] == "x"
+    assert len({model_digest(variant) for variant in variants}) == len(variants)
+    assert model_digest(model()) == model_digest(model()) and list(weights_of(model()))[-1] == "x"
     changed = model()
     changed.running_mean[1] = 1e-45  # type: ignore[index,operator,union-attr]
-    assert digest_of(changed) != digest_of(model())
+    assert model_digest(changed) != model_digest(model())
 
 
 def test_one_rank_alone_is_never_checked() -> None:
     def never() -> dict[str, torch.Tensor]:
         raise AssertionError("nothing to compare with")
 
-    check = DriftCheck(Group(Place(), torch.device("cpu")), 1, 0, never)
+    check = ReplicaCheck(Group(RankInfo(), torch.device("cpu")), 1, 0, never)
     check.check_if_due(1)
     check.check(2)
 

@@ -11,10 +11,10 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import pytest
-from bed import wait_for
+from helpers import wait_for
 
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.heartbeat import Heartbeat, Member, places
+from imagenet_cls.guards.heartbeat import Heartbeat, Member, places
 
 HOST = socket.gethostname()
 TIMEOUT_SEC = 1.6  # a beat each 0.2 s
@@ -60,7 +60,7 @@ def test_who_vanished_is_named_alike_by_all_others_and_told_once(hearts: Hearts)
     for reason in reasons:
         assert str(reason).startswith(f"lost contact with {on_ranks(2, 3)}: nothing heard for 1 s\n")
         assert "--resume" in str(reason) and len(str(reason).splitlines()) <= 3
-    assert [reason.told_by_main for reason in reasons if reason] == [False, True]
+    assert [reason.reported_by_main for reason in reasons if reason] == [False, True]
 
 
 def test_nobody_is_named_while_all_are_heard_nor_who_then_ends_for_want_of_another(hearts: Hearts) -> None:

@@ -12,52 +12,52 @@ from socket import create_server
 import pytest
 import torch
 import torch.distributed as dist
-from bed import free_port, run
+from helpers import free_port, run
 
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel.group import start_group
-from imagenet_cls.parallel.meeting import (
-    Meeting,
-    call_roll,
-    failed_meeting,
-    find_meeting,
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import init_group
+from imagenet_cls.parallel.rendezvous import (
+    Rendezvous,
+    check_rendezvous_file,
+    find_rendezvous,
     open_store,
-    refuse_file,
+    rendezvous_error,
+    wait_for_all_ranks,
     wait_for_machine,
 )
-from imagenet_cls.parallel.place import Place
 
-FIRST, SECOND = Place(0, 0, 2, 2), Place(1, 1, 2, 2)
+FIRST, SECOND = RankInfo(0, 0, 2, 2), RankInfo(1, 1, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("init_method", "expected"),
     [
-        ("env://", Meeting("host0", 29500)),
-        ("tcp://10.9.1.2:34567", Meeting("10.9.1.2", 34567)),
-        ("tcp://[fd00::1]:34567", Meeting("fd00::1", 34567)),
-        ("file:///shared/a meeting", Meeting(file=Path("/shared/a meeting"))),
+        ("env://", Rendezvous("host0", 29500)),
+        ("tcp://10.9.1.2:34567", Rendezvous("10.9.1.2", 34567)),
+        ("tcp://[fd00::1]:34567", Rendezvous("fd00::1", 34567)),
+        ("file:///shared/a meeting", Rendezvous(file=Path("/shared/a meeting"))),
     ],
 )
-def test_where_ranks_meet(init_method: str, expected: Meeting) -> None:
-    assert find_meeting({"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}, init_method, SECOND) == expected
+def test_where_ranks_meet(init_method: str, expected: Rendezvous) -> None:
+    assert find_rendezvous({"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}, init_method, SECOND) == expected
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "29500 "])
 def test_a_port_that_is_none(port: str) -> None:
     with pytest.raises(UsageError, match="is not a port"):
-        find_meeting({"MASTER_ADDR": "host0", "MASTER_PORT": port}, "env://", SECOND)
+        find_rendezvous({"MASTER_ADDR": "host0", "MASTER_PORT": port}, "env://", SECOND)
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_variable_that_is_missing_or_empty(missing: str) -> None:
     variables = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", missing: ""}
     with pytest.raises(UsageError, match=f"{missing} not set"):
-        find_meeting(variables, "env://", SECOND)
+        find_rendezvous(variables, "env://", SECOND)
 
 
 def test_a_rank_waits_for_the_first_one_that_comes_later() -> None:
-    meeting, begin = Meeting("127.0.0.1", int(free_port())), time.monotonic()
+    meeting, begin = Rendezvous("127.0.0.1", int(free_port())), time.monotonic()
     servers = []
     threading.Timer(0.5, lambda: servers.append(create_server((meeting.host, meeting.port)))).start()
     wait_for_machine(meeting, 20.0, is_server=False)
@@ -66,10 +66,10 @@ def test_a_rank_waits_for_the_first_one_that_comes_later() -> None:
 
 
 def test_the_first_rank_waits_for_its_machine_only() -> None:
-    wait_for_machine(Meeting("127.0.0.1", int(free_port())), 20.0, is_server=True)
+    wait_for_machine(Rendezvous("127.0.0.1", int(free_port())), 20.0, is_server=True)
     with closing(create_server(("127.0.0.1", 0))) as taken:  # whose port it is, the store finds out
-        wait_for_machine(Meeting("127.0.0.1", taken.getsockname()[1]), 20.0, is_server=True)
-    wait_for_machine(Meeting(file=Path("meeting")), 20.0, is_server=False)
+        wait_for_machine(Rendezvous("127.0.0.1", taken.getsockname()[1]), 20.0, is_server=True)
+    wait_for_machine(Rendezvous(file=Path("meeting")), 20.0, is_server=False)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_the_first_rank_waits_for_its_machine_only() -> None:
     ],
 )
 def test_a_machine_that_can_not_be_reached_costs_three_lines(
-    place: Place, host: str, reason: str, capfd: pytest.CaptureFixture[str]
+    place: RankInfo, host: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """torch's own store writes two dozen, which no Python code sees."""
     with pytest.raises(ResourceError, match=reason) as raised:
-        start_group(place, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5)
+        init_group(place, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5)
     assert f"rank {place.rank} of 2 could not meet the others at {host}:" in str(raised.value)
     assert len(str(raised.value).splitlines()) == 3 and capfd.readouterr().err == ""
 
@@ -94,20 +94,20 @@ def test_a_rank_that_does_not_come_is_not_told_in_a_stores_keys() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(dist.DistStoreError) as raised:
         store.wait(["never set"], timedelta(seconds=0.1))
-    told = str(failed_meeting(raised.value, Meeting("host0", 29500), SECOND, 0.1)).splitlines()
+    told = str(rendezvous_error(raised.value, Rendezvous("host0", 29500), SECOND, 0.1)).splitlines()
     assert len(told) == 3 and "another rank did not come" in told[1]
 
 
 @pytest.mark.parametrize("by_file", [False, True])
 def test_all_that_came_learn_who_did_not(tmp_path: Path, by_file: bool) -> None:
     """Four ranks, of which 1 and 3 do not come; each here is a thread with a store of its own."""
-    meeting = Meeting(file=tmp_path / "store") if by_file else Meeting("127.0.0.1", int(free_port()))
+    meeting = Rendezvous(file=tmp_path / "store") if by_file else Rendezvous("127.0.0.1", int(free_port()))
     told: dict[int, str] = {}
 
     def come(rank: int, timeout_sec: float) -> None:
-        place = Place(rank, rank, 4, 4)
+        place = RankInfo(rank, rank, 4, 4)
         with pytest.raises(TimeoutError) as error:
-            call_roll(open_store(meeting, place, 20.0), place, timeout_sec)
+            wait_for_all_ranks(open_store(meeting, place, 20.0), place, timeout_sec)
         told[rank] = str(error.value)
 
     ranks = [threading.Thread(target=come, args=(0, 1.0)), threading.Thread(target=come, args=(2, 20.0))]
@@ -122,14 +122,14 @@ def test_all_that_came_learn_who_did_not(tmp_path: Path, by_file: bool) -> None:
 def test_the_first_rank_itself_may_be_the_one_that_does_not_come(tmp_path: Path) -> None:
     """Where a launching process serves the store, or a file is it."""
     with pytest.raises(TimeoutError, match="rank 0 of 2 did not come"):
-        call_roll(open_store(Meeting(file=tmp_path / "store"), SECOND, 20.0), SECOND, 0.1)
+        wait_for_all_ranks(open_store(Rendezvous(file=tmp_path / "store"), SECOND, 20.0), SECOND, 0.1)
 
 
 def test_nobody_waits_for_a_rank_that_came_late_but_came(tmp_path: Path) -> None:
-    meeting = Meeting(file=tmp_path / "store")
+    meeting = Rendezvous(file=tmp_path / "store")
 
-    def come(place: Place) -> None:
-        call_roll(open_store(meeting, place, 20.0), place, 20.0)
+    def come(place: RankInfo) -> None:
+        wait_for_all_ranks(open_store(meeting, place, 20.0), place, 20.0)
 
     late = threading.Timer(0.3, come, (SECOND,))
     late.start()
@@ -143,9 +143,9 @@ def test_a_program_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -
     """As torch's store would, whatever its timeout."""
     with closing(create_server(("127.0.0.1", 0))) as silent:
         code = (
-            "import torch; from imagenet_cls.parallel import group; from imagenet_cls.parallel.place import Place\n"
+            "import torch; from imagenet_cls.parallel import process_group as group; from imagenet_cls.parallel.environment import RankInfo\n"
             "group._MEETING_EXTRA_SEC = 0.0\n"
-            "group.start_group(Place(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
+            "group.init_group(RankInfo(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
             f"'tcp://127.0.0.1:{silent.getsockname()[1]}', 0.5)"
         )
         rank = run([sys.executable, "-c", code], timeout_sec=60)
@@ -155,19 +155,19 @@ def test_a_program_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -
 
 def test_a_file_that_an_earlier_run_left(tmp_path: Path) -> None:
     file = tmp_path / "meeting"
-    refuse_file(file, 0.0)
+    check_rendezvous_file(file, 0.0)
     file.touch()
-    refuse_file(file, 0.0)  # as mktemp makes it
+    check_rendezvous_file(file, 0.0)  # as mktemp makes it
     file.write_bytes(b"addresses")
-    refuse_file(file, 60.0)  # of this run
-    refuse_file(file, None)
+    check_rendezvous_file(file, 60.0)  # of this run
+    check_rendezvous_file(file, None)
     for oldest_sec in (0.0, 60.0):
         with pytest.raises(ResourceError, match="a run that was killed has left it"):
-            refuse_file(file, oldest_sec)
+            check_rendezvous_file(file, oldest_sec)
         os.utime(file, (time.time() - 61, time.time() - 61))
 
 
 def test_a_file_that_can_not_be_made(tmp_path: Path) -> None:
     for file in (tmp_path, tmp_path / "no" / "folder"):
         with pytest.raises(UsageError, match=r"can't meet in .* folder"):
-            refuse_file(file, None)
+            check_rendezvous_file(file, None)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.place import (
-    Place,
+from imagenet_cls.parallel.environment import (
+    RankInfo,
     address_towards,
     choose_interface,
     complete_master_address,
     cpu_threads,
-    find_place,
+    find_rank_info,
     first_host,
     interface_towards,
 )
@@ -36,7 +36,7 @@ PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANK
 BY_HAND = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
-def numbers(place: Place | None) -> tuple[int, int, int, int] | None:
+def numbers(place: RankInfo | None) -> tuple[int, int, int, int] | None:
     return place and (place.rank, place.local_rank, place.world_size, place.local_world_size)
 
 
@@ -76,14 +76,14 @@ def numbers(place: Place | None) -> tuple[int, int, int, int] | None:
 def test_places(env: dict[str, str], launcher: str, expected: Any) -> None:
     if expected is UsageError:
         with pytest.raises(UsageError) as error:
-            find_place(env, launcher)
+            find_rank_info(env, launcher)
         assert str(error.value).count("\n") == 1  # what, and what to do
     else:
-        assert numbers(find_place(env, launcher)) == expected
+        assert numbers(find_rank_info(env, launcher)) == expected
 
 
 def completed(env: dict[str, str]) -> dict[str, str]:
-    place, env = find_place(env), dict(env)
+    place, env = find_rank_info(env), dict(env)
     assert place is not None
     complete_master_address(env, place)
     return env
@@ -167,5 +167,5 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_asking_costs_no_torch() -> None:
-    script = "import sys, imagenet_cls.parallel.place; sys.exit('torch' in sys.modules)"
+    script = "import sys, imagenet_cls.parallel.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0

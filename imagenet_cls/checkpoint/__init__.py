@@ -1,0 +1,1 @@
+"""Checkpoints: the folder format, optimizer state, selection and background saving."""

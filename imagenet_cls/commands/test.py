@@ -1,0 +1,113 @@
+"""`tools/test.py`: evaluate weights on a config's validation images."""
+
+import argparse
+import csv
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from imagenet_cls.commands.arguments import add_allow_import, add_words, split_words
+from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_names, run_command
+from imagenet_cls.config.load import Loaded, load_config
+from imagenet_cls.errors import UsageError
+from imagenet_cls.parallel.environment import RankInfo
+
+if TYPE_CHECKING:
+    from imagenet_cls.parallel.process_group import Group
+
+
+def evaluate_command(argv: Sequence[str]) -> int:
+    """`tools/test.py`."""
+    check = partial(check_names, training=False)
+    command = RankCommand("test.py", test_parser, load_for_testing, check_output_path, test_here, check)
+    return run_command(command, argv)
+
+
+def test_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="test.py",
+        usage="test.py CONFIG [CHECKPOINT] [key=value ...] [options]",
+        description="Evaluate a checkpoint or run folder, foreign weights, or (model.pretrained=true) published ones.",
+    )
+    add_words(parser)
+    parser.add_argument("--out", metavar="FILE", help="write a row for each image: .csv, or else a JSON object a line")
+    add_allow_import(parser)
+    add_rank_options(parser)
+    return parser
+
+
+def load_for_testing(arguments: argparse.Namespace) -> Loaded:
+    changes, words = split_words(arguments, ["a config", "a checkpoint"])
+    if not words:
+        raise UsageError("which config?\nUsage: test.py CONFIG [CHECKPOINT] [key=value ...]")
+    return load_config(words[0], changes)
+
+
+def check_output_path(arguments: argparse.Namespace, loaded: Loaded) -> None:
+    """Raise UsageError where --out could not be written, or would replace a file: before the evaluation, which may take
+    an hour, not after. Leaves nothing behind: an evaluation that fails has no rows.
+    """
+    if arguments.out is not None:
+        path = Path(arguments.out)
+        if path.is_file() and path.stat().st_size > 0:
+            raise UsageError(f"{path} is there already\nName another file with --out, or move that one away.")
+        is_new = not os.path.lexists(path)
+        write_rows(path, [], mode="a")
+        if is_new:
+            path.unlink(missing_ok=True)
+
+
+def test_here(arguments: argparse.Namespace, loaded: Loaded, place: RankInfo, groups: "list[Group]") -> None:
+    """One rank's part of an evaluation."""
+    from imagenet_cls.engine.inference import evaluate_weights
+    from imagenet_cls.engine.run import meet
+    from imagenet_cls.guards.memory import explain_resource_errors
+    from imagenet_cls.parallel.process_group import on_main
+
+    group = meet(loaded, place, groups, training=False)
+    words = split_words(arguments, ["a config", "a checkpoint"])[1]
+    checkpoint = Path(words[1]) if len(words) > 1 else None
+    on_main(group, lambda: check_output_path(arguments, loaded))
+    with explain_resource_errors():
+        keep_predictions = arguments.out is not None
+        origin, results, rows = evaluate_weights(
+            loaded.config, checkpoint, group, keep_predictions, arguments.allow_import
+        )
+    if not group.is_main:
+        return
+    print(origin)
+    for kind, result in results.items():
+        print(
+            f"{kind}: top-1 {result['top1_pct']:.3f} %  top-5 {result['top5_pct']:.3f} %  loss {result['loss']:.4f}  "
+            f"over {result['images']} images in {result['seconds']:.1f} s"
+        )
+    if arguments.out is not None:
+        write_rows(Path(arguments.out), rows)
+        print(f"wrote {len(rows)} predictions to {arguments.out}")
+
+
+def write_rows(path: Path, rows: Iterable[dict], mode: str = "w") -> None:
+    """Predictions as a file: CSV where it is called .csv, else one JSON object a line."""
+    try:
+        # surrogateescape: a file name may be any bytes, and comes out as it is.
+        with path.open(mode, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            if path.suffix == ".csv":
+                write_csv(file, rows)
+            else:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
+
+
+def write_csv(file: IO[str], rows: Iterable[dict]) -> None:
+    """Columns: image, target (where known), then class and probability of each rank."""
+    writer = csv.writer(file, lineterminator="\n")
+    for number, row in enumerate(rows):
+        known = {"target": row["target"]} if "target" in row else {}
+        if number == 0:
+            ranks = [f"{column}_{k + 1}" for k in range(len(row["top"])) for column in ("class", "probability")]
+            writer.writerow(["image", *known, *ranks])
+        writer.writerow([row["image"], *known.values(), *(value for pair in row["top"] for value in pair)])

@@ -1,0 +1,123 @@
+"""`tools/train.py`: train from a config."""
+
+import argparse
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imagenet_cls.commands.arguments import add_words, split_words
+from imagenet_cls.commands.distributed import RankCommand, add_rank_options, run_command
+from imagenet_cls.config.keys import is_kwargs, leaves, sections
+from imagenet_cls.config.load import Loaded, load_config
+from imagenet_cls.engine.options import RunOptions, starts_from
+from imagenet_cls.errors import UsageError
+from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.parallel.environment import RankInfo
+
+if TYPE_CHECKING:
+    from imagenet_cls.parallel.process_group import Group
+
+
+def train_command(argv: Sequence[str]) -> int:
+    """`tools/train.py`."""
+    command = RankCommand("train.py", train_parser, load_for_training, check_work_dir, train_here)
+    return run_command(command, argv)
+
+
+def train_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage="train.py [CONFIG] [key=value ...] [options]",
+        description="Train an image classifier from a config. Without one: the demo, on real handwritten digits.",
+    )
+    add_words(parser)
+    run = parser.add_argument_group("the run folder")
+    run.add_argument("--work-dir", metavar="DIR", help="where the run writes (default: work_dirs/<config name>)")
+    run.add_argument(
+        "--resume", action="store_true", help="go on from the newest whole checkpoint; fresh where there is none"
+    )
+    run.add_argument(
+        "--resume-from", metavar="CKPT",
+        help="go on from this checkpoint: its weights, optimizer and step; with --resume where the folder has none",
+    )  # fmt: skip
+    run.add_argument("--overwrite", action="store_true", help="remove the run that the folder holds and start anew")
+    run.add_argument(
+        "--allow-change", metavar="KEY", action="append", default=[],
+        help="let this key (or section) of the config differ from the checkpoint's; may be repeated",
+    )  # fmt: skip
+    run.add_argument(
+        "--dry-run", action="store_true", help="check, show what would happen, try one batch; write nothing"
+    )
+    add_rank_options(parser)
+    parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
+    return parser
+
+
+def load_for_training(arguments: argparse.Namespace) -> Loaded:
+    """Stage 1 of checking. Imports no torch."""
+    changes, configs = split_words(arguments, ["one config"])
+    if arguments.syncbn:
+        changes.append("parallel.sync_bn=true")
+    for key in arguments.allow_change:
+        check_allowed_key(key)
+    return load_config(configs[0] if configs else None, changes)
+
+
+def check_allowed_key(key: str) -> None:
+    """Raise UsageError for what is neither a key of a config, nor a section, nor below one's `kwargs`."""
+    known = {".".join(path): hint for path, hint in {**sections(), **leaves()}.items() if path}
+    below_kwargs = any(key.startswith(f"{name}.") and is_kwargs(hint) for name, hint in known.items())
+    if key not in known and not below_kwargs:
+        raise UsageError(f"--allow-change {key}: no such key{did_you_mean(key, known)}\nSee docs/config.md.")
+
+
+def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
+    """What the words and the environment say about the run.
+
+    torchrun starts the same command again after a failure (its run ids are seldom unique, so its process counts), and
+    SLURM a job that it requeued; torchrun may run in a job of SLURM's.
+    """
+    jobs = {}
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        jobs["TORCHELASTIC_RESTART_COUNT"] = f"ranks of {process_name(os.getppid())}"
+    if "SLURM_JOB_ID" in os.environ:
+        jobs["SLURM_RESTART_COUNT"] = f"SLURM's job {os.environ['SLURM_JOB_ID']}"
+    return RunOptions(
+        work_dir=Path(arguments.work_dir or Path("work_dirs") / loaded.name),
+        resume=arguments.resume,
+        resume_from=Path(arguments.resume_from) if arguments.resume_from else None,
+        overwrite=arguments.overwrite,
+        allow_change=tuple(arguments.allow_change),
+        dry_run=arguments.dry_run,
+        jobs=tuple(jobs.values()),
+        restarted_by=tuple(job for count, job in jobs.items() if os.environ.get(count, "0") != "0"),
+    )
+
+
+def process_name(pid: int) -> str:
+    """With the time of its start where the system tells it: in containers the same numbers come again."""
+    try:
+        since = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        since = "unknown"
+    return f"process {pid} on {socket.gethostname()}, started at {since}"
+
+
+def check_work_dir(arguments: argparse.Namespace, loaded: Loaded) -> None:
+    from imagenet_cls.engine.run_folder import RunFolder
+
+    options = run_options(arguments, loaded)
+    if not options.dry_run and not options.restarted_by:  # what a restart means, the folder tells
+        folder = RunFolder(options.work_dir)
+        folder.check_free(options.resume, options.overwrite)
+        if options.overwrite:
+            folder.check_removable(starts_from(loaded.config, options))
+
+
+def train_here(arguments: argparse.Namespace, loaded: Loaded, place: RankInfo, groups: "list[Group]") -> None:
+    """One rank's part of a training run."""
+    from imagenet_cls.engine.run import train_run
+
+    train_run(loaded, run_options(arguments, loaded), place, groups)

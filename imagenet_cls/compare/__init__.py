@@ -1,1 +1,0 @@
-"""A lesson that runs: the same few steps under each way of running in parallel."""

@@ -1,0 +1,1 @@
+"""Optional protections that a reader of the training loop need not open."""

@@ -1,0 +1,70 @@
+"""The few collectives that a run needs, as no-ops for one rank alone. Called by `engine`."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imagenet_cls.parallel.process_group import Group
+
+
+def all_sum(tensor: Tensor, group: Group) -> Tensor:
+    """Sum over all ranks, in place; the same bits on every rank. Over the group that carries gradients."""
+    if group.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_mean(tensor: Tensor, group: Group) -> Tensor:
+    """Mean over all ranks, in place; floating-point tensors only."""
+    return all_sum(tensor, group).div_(group.world_size) if group.world_size > 1 else tensor
+
+
+def gather_to_main(rows: list, group: Group) -> list:
+    """All ranks' lists, joined on rank 0 in the order of ranks; an empty list elsewhere. For small host data."""
+    if group.control is None:
+        return rows
+    parts: list | None = [None] * group.world_size if group.is_main else None
+    dist.gather_object(rows, parts, dst=0, group=group.control)
+    return [row for part in parts or [] for row in part]
+
+
+def find_differences(facts: dict[str, str], group: Group) -> dict[str, list[int]]:
+    """Names of facts that other ranks state otherwise than rank 0, with those ranks; the same answer on every rank."""
+    if group.control is None:
+        return {}
+    reference: list[dict[str, str]] = [facts]
+    dist.broadcast_object_list(reference, src=0, group=group.control)
+    mine = sorted(name for name in {*facts, *reference[0]} if facts.get(name) != reference[0].get(name))
+    all_names: list[list[str]] = [[] for _ in range(group.world_size)]
+    dist.all_gather_object(all_names, mine, group=group.control)
+    names = sorted({name for listed in all_names for name in listed})
+    return {name: [rank for rank, listed in enumerate(all_names) if name in listed] for name in names}
+
+
+def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
+    """Give every rank rank 0's named CPU tensors, over the control group: no shared disk is needed.
+
+    tensors: rank 0's, any shapes and dtypes; ignored on other ranks. Returns the same names, in the same order.
+    """
+    if group.control is None:
+        assert tensors is not None
+        return tensors
+    listing: list[str] = [""]
+    if group.is_main:
+        assert tensors is not None
+        listing = [json.dumps([[name, str(t.dtype).split(".")[1], list(t.shape)] for name, t in tensors.items()])]
+    dist.broadcast_object_list(listing, src=0, group=group.control)
+    received = {}
+    for name, dtype, shape in json.loads(listing[0]):
+        if group.is_main:
+            assert tensors is not None
+            tensor = tensors[name].contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        # As bytes: gloo does not take every dtype. A tensor without elements has nothing to send.
+        if tensor.numel():
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=group.control)
+        received[name] = tensor
+    return received

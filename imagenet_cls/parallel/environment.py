@@ -1,0 +1,254 @@
+"""Who am I: rank, local rank and world size, from whatever launcher started this process.
+
+Owns the reading of launchers' environment variables, the choice of device, and the network interface that leads to
+the master. Refuses to start or contact anything. Imports no torch, so that a launching process can ask before it pays
+for that import. Called by `ranks` (am I one, or do I have to start them?) and `parallel.group`.
+"""
+
+import fcntl
+import os
+import re
+import socket
+import struct
+import zlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imagenet_cls.errors import UsageError
+
+LAUNCHERS = ("auto", "none", "pytorch", "spawn", "slurm", "mpi")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One process among the ranks of a run.
+
+    rank: 0..world_size-1 over all machines. local_rank: 0..local_world_size-1 on this machine; it picks the GPU.
+    launched: our own launching process started this rank; it has made the checks and it shows the errors.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    launcher: str = "none"
+    launched: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence: `rank 1`, `ranks 1, 3`; of many, the first eight."""
+    listing = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listing}"
+
+
+# For each launcher: the variables that hold rank, local rank, world size and ranks on this machine.
+_PYTORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# The step's, not the job's: in a shell on an allocation the job has many tasks, and the shell's own step has one.
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_PMI = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH's and Intel's mpirun
+_MPI = (_OPEN_MPI, _PMI)
+
+# Names of this machine that are meant for ranks on this machine only.
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+# Set by our launching process for the ranks that it starts.
+LAUNCHED_VARIABLE = "IMAGENET_CLS_LAUNCHED"
+
+
+def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo | None:
+    """This process's place among the ranks, or None where no launcher has started it as a rank.
+
+    launcher: `auto` looks for torch's variables, then MPI's, then SLURM's, since a batch job's mpirun may start its
+    helpers by srun; `none` looks for nothing; any other insists. A SLURM allocation alone is not a rank (`sbatch` sets
+    SLURM_PROCID for the batch script, too), nor is a step of one task, such as a shell: only `--launcher slurm` takes
+    that for the only rank.
+
+    Raises UsageError for variables that contradict each other, or that a forced launcher (slurm, mpi) did not set.
+    """
+    if launcher == "none":
+        return None
+    if env.get("RANK") is not None:  # whatever we were started for, these variables are the most explicit
+        return _read(env, _PYTORCH, "pytorch" if launcher in ("auto", "pytorch") else launcher)
+    if launcher in ("auto", "mpi"):
+        for names in _MPI:
+            # srun sets PMI_RANK, too (--mpi=pmi2), and says no local rank by that name.
+            if names[0] in env and (names[1] in env or launcher == "mpi"):
+                return _read(env, names, "mpi")
+    if "SLURM_STEP_ID" in env and (launcher == "slurm" or (launcher == "auto" and env.get(_SLURM[2], "1") != "1")):
+        return _read(env, _SLURM, "slurm")
+    if launcher in ("slurm", "mpi"):
+        variables, starter = {
+            "slurm": ("SLURM_STEP_ID", "srun"),
+            "mpi": (" or ".join(names[0] for names in _MPI), "mpirun"),
+        }[launcher]
+        raise UsageError(
+            f"--launcher {launcher}: {variables} is not set, so nothing started this process as a rank.\n"
+            f"Start it with `{starter} ... python tools/train.py CONFIG`, or leave --launcher out."
+        )
+    return None
+
+
+def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> RankInfo:
+    def number(name: str, default: int | None) -> int:
+        text = env.get(name)
+        if text is None and default is not None:
+            return default
+        if not (text or "").isdigit():
+            reason = "is not set" if text is None else f"is {text!r}, which is not a whole number"
+            others = "" if name == names[0] else f"{names[0]} is set to {env[names[0]]!r}, but "
+            raise UsageError(
+                f"{others}{name} {reason}.\n"
+                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+            )
+        return int(text or "")
+
+    rank, world_size = number(names[0], None), number(names[2], None)
+    local_rank = number(names[1], rank if world_size == 1 else None)
+    if launcher == "slurm" and names is _SLURM:
+        local_world_size = tasks_here(env.get(names[3], ""), int(env.get("SLURM_NODEID", "0"))) or local_rank + 1
+    else:
+        all_here = env.get("MASTER_ADDR") in _LOOPBACK  # started by hand, where nobody counts them
+        local_world_size = number(names[3], world_size if all_here else min(world_size, local_rank + 1))
+    if not 0 <= rank < world_size or local_rank < 0:
+        raise UsageError(
+            f"{names[0]}={rank} with {names[2]}={world_size}: ranks count from 0 to {names[2]} - 1.\n"
+            "Give each process its own rank below the world size."
+        )
+    return RankInfo(rank, local_rank, world_size, local_world_size, launcher, env.get(LAUNCHED_VARIABLE) is not None)
+
+
+def tasks_here(tasks_per_node: str, node: int) -> int:
+    """Tasks of a SLURM step on one of its machines: `4(x2),1` means 4, 4 and 1. 0 where it isn't said."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else 0
+
+
+def complete_master_address(env: MutableMapping[str, str], place: RankInfo) -> None:
+    """Set MASTER_ADDR and MASTER_PORT where SLURM or MPI started the ranks and the user gave none.
+
+    SLURM: the first host of the step, or for an mpirun inside a job that of the job. MPI on one machine: this one. The
+    port comes from the job's id (`port_of_job`).
+
+    Raises UsageError where mpirun started ranks on several machines and nothing tells where rank 0 is.
+    """
+    if place.launcher not in ("slurm", "mpi"):
+        return
+    env.setdefault("MASTER_PORT", str(port_of_job(env, place.launcher)))
+    hosts = env.get("SLURM_JOB_NODELIST", "")
+    if place.launcher == "slurm":
+        env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or hosts))
+    elif place.local_world_size == place.world_size:
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+    elif hosts:
+        env.setdefault("MASTER_ADDR", first_host(hosts))
+    elif "MASTER_ADDR" not in env:
+        raise UsageError(
+            f"mpirun started {place.world_size} ranks on several machines, and MASTER_ADDR is not set.\n"
+            "Set it to the host of rank 0, on all ranks: mpirun -x MASTER_ADDR=HOST ... (Open MPI), -genv (MPICH)."
+        )
+
+
+def port_of_job(env: Mapping[str, str], launcher: str) -> int:
+    """A port that all ranks of a job find out alone and that another job most likely does not: 20000 to 31999.
+
+    Below the range that Linux hands out by itself. Neighbouring SLURM jobs, and steps of one job, never share one.
+    """
+    if launcher == "slurm":
+        job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
+        if job.isdigit() and step.isdigit():
+            return 20000 + (int(job) + 4001 * int(step)) % 12000
+    ids = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+    found = next((env[name] for name in ids if env.get(name)), "")
+    return 20000 + zlib.crc32(found.encode()) % 12000
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a SLURM node list: `gpu[003-007,9],cpu1` -> `gpu003`; "" gives the loopback address."""
+    match = re.match(r"(?:[^\[,]|\[[^\]]*\])+", node_list)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group()) if match else "127.0.0.1"
+
+
+def choose_interface(env: MutableMapping[str, str], master_addr: str, several_machines: bool) -> str | None:
+    """Name the network interface that leads to the master, for gloo and nccl, unless the user has.
+
+    Without it gloo takes the address that the host's own name resolves to, which is often loopback, and then two
+    machines wait for each other until the timeout. The same name is a trap on the master itself, whose way to its own
+    name may be loopback: with several machines, it takes the interface of the default route instead.
+
+    Returns the interface, or None where it could not be found out.
+    """
+    interface = interface_towards(master_addr)
+    if interface == "lo" and several_machines and master_addr not in _LOOPBACK:
+        interface = default_interface()
+    if interface is not None:
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface != "lo":  # on one machine nccl finds shared memory and NVLink by itself
+            env.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return interface
+
+
+def default_interface() -> str | None:
+    """The interface of the default route (IPv4, Linux), or None."""
+    try:
+        rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    except OSError:
+        return None
+    defaults = [(int(row[6]), row[0]) for row in rows if row[1] == "00000000"]  # (metric, interface)
+    return min(defaults)[1] if defaults else None
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface that packets to `host` leave by, or None where there is no way to it (IPv4)."""
+    own_address = _source_address(host)
+    if own_address is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(reply[20:24]) == own_address:
+                # The master's own address, asked on the master, is routed over loopback but belongs to a card.
+                return name
+    return None
+
+
+def address_towards(master_addr: str) -> str:
+    """This machine's address as the others know it: the one that leads to the master; on the master, `master_addr`."""
+    own_address = _source_address(master_addr)
+    return master_addr if own_address is None or own_address.startswith("127.") else own_address
+
+
+def _source_address(host: str) -> str | None:
+    """The address that packets to `host` would come from: asks the routing table with an unsent datagram (IPv4)."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def cpu_threads(local_world_size: int) -> int:
+    """Threads for each rank on this machine: an equal share of the cores that this process may use, at least one.
+
+    Where SLURM has given each task cores of its own (--cpus-per-task), those and not a share of them.
+    """
+    cores = len(os.sched_getaffinity(0))
+    own = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
+    return max(1, min(cores, int(own)) if own.isdigit() else cores // local_world_size)

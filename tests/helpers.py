@@ -1,0 +1,209 @@
+"""A small network of the tests' own, and runs on real digits, in this process or in others.
+
+`helpers:plain` has no BatchNorm and no dropout, so that losses agree between any cuts of a batch; `helpers:noisy` has both.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TRAIN, TEST, PREDICT = (str(REPOSITORY / "tools" / name) for name in ("train.py", "test.py", "predict.py"))
+DIST_TRAIN = str(REPOSITORY / "scripts" / "dist_train.sh")
+DEMO = str(REPOSITORY / "configs" / "demo.yaml")
+
+
+def plain(num_classes: int, width: int = 16) -> Any:
+    """Convolutions and ReLU only, for images of 16 px."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * width, num_classes),
+    )
+
+
+def remembering(num_classes: int) -> Any:
+    """`plain`, with a buffer of its own that each forward changes: the mean of the images that were seen."""
+    import torch
+    from torch import nn
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, images: Any) -> Any:
+            if self.training:
+                self.seen += images.detach().mean()
+            return images
+
+    return nn.Sequential(Mean(), plain(num_classes))
+
+
+def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after: int = 0, dropout: float = 0.2) -> Any:
+    """With BatchNorm and dropout: state in buffers, draws in every step. pause_sec: in each forward, to be killed.
+
+    pause_after: how many forwards go by without.
+    """
+    from torch import nn
+
+    class Pause(nn.Module):
+        passed = 0
+
+        def forward(self, images: Any) -> Any:
+            if self.training:
+                time.sleep(pause_sec if self.passed >= pause_after else 0.0)
+                self.passed += 1
+            return images
+
+    return nn.Sequential(
+        Pause(),
+        nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(8 * width, num_classes),
+    )
+
+
+def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) -> list[str]:
+    """Words for train.py: the demo, shrunk to 16 px and 10 steps an epoch. A double underscore in a name is a dot."""
+    settings: dict[str, Any] = {
+        "model.name": f"bed:{model}",
+        "data.root": root,
+        "data.num_workers": 0,
+        "augment.size_px": 16,
+        "eval.crop_px": 16,
+        "optimizer.lr": 0.03,
+        "train.epochs": 2,
+        "train.global_batch_size": 128,
+        "log.every_steps": 1,
+        "log.tensorboard": "false",
+        "log.plots": "false",  # takes longer than all the rest
+        "ema.decay": "null",
+    }
+    settings |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(work_dir)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For processes of tests: one thread each, `bed` to be found, and nothing of a launcher around the tests."""
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in foreign}
+    env |= {"PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    return env | more
+
+
+def train_here(words: list[str]) -> None:
+    """One rank, in this process. Raises what the run raises."""
+    from imagenet_cls.commands.train import train_command
+
+    assert train_command(words) == 0
+
+
+def run(
+    words: list[str], timeout_sec: float = 240, cwd: Path = REPOSITORY, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Any command, in a session of its own, which ends with it.
+
+    Its output goes to files: whoever outlives it and holds a pipe would keep us waiting, whatever the timeout.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with subprocess.Popen(
+            words, env=environment(**more), stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd,
+            start_new_session=True,
+        ) as started:  # fmt: skip
+            try:
+                code = started.wait(timeout_sec)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(started.pid, signal.SIGKILL)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
+
+
+def losses(work_dir: Path) -> list[float]:
+    """The loss of every step, in order; asserts that each step is there exactly once."""
+    records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "train"]
+    assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
+    return [record["loss"] for record in steps]
+
+
+def evaluations(work_dir: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "eval"]
+
+
+def newest(work_dir: Path) -> Path:
+    return max((work_dir / "checkpoints").glob("step-*"))
+
+
+def state_digest(work_dir: Path) -> str:
+    """SHA-256 over everything that a run computed: weights, buffers, EMA, optimizer, and where it stands."""
+    folder = newest(work_dir)
+    digest = hashlib.sha256()
+    for name in [*sorted(path.name for path in folder.glob("*.safetensors")), "optimizer.json"]:
+        digest.update(name.encode() + (folder / name).read_bytes())
+    state = json.loads((folder / "state.json").read_text())
+    digest.update(json.dumps([state["progress"], state["scaler"]], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def ranks_of(work_dir: Path) -> dict[int, int]:
+    """Process ids of the latest start, by rank, as their logs tell."""
+    found = {}
+    for log in (work_dir / "logs").glob("rank*.log"):
+        matches = re.findall(r"rank (\d+) of \d+ on .*, process (\d+)", log.read_text())
+        if matches:
+            found[int(matches[-1][0])] = int(matches[-1][1])
+    return found
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_sec: float = 120) -> None:
+    end = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < end, f"waited {timeout_sec} s for {what}"
+        time.sleep(0.02)
+
+
+def steps_done(work_dir: Path) -> int:
+    """How far a running run has got."""
+    metrics = work_dir / "metrics.jsonl"
+    return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
