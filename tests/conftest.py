@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# Where `bed`, the tests' own network, is found by the name that a config gives it.
+# Where `helpers`, the tests' own network, is found by the name that a config gives it.
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 

@@ -90,7 +90,7 @@ def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after
 def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) -> list[str]:
     """Words for train.py: the demo, shrunk to 16 px and 10 steps an epoch. A double underscore in a name is a dot."""
     settings: dict[str, Any] = {
-        "model.name": f"bed:{model}",
+        "model.name": f"helpers:{model}",
         "data.root": root,
         "data.num_workers": 0,
         "augment.size_px": 16,
@@ -108,7 +108,7 @@ def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) 
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For processes of tests: one thread each, `bed` to be found, and nothing of a launcher around the tests."""
+    """For processes of tests: one thread each, `helpers` to be found, and nothing of a launcher around the tests."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in foreign}
     env |= {"PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}

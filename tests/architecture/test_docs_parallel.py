@@ -11,9 +11,6 @@ from typing import NamedTuple
 
 import pytest
 
-from imagenet_cls.commands.train import load_for_testing, load_for_training, train_parser
-from imagenet_cls.commands.train import test_parser as evaluation_parser
-
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = (ROOT / "docs" / name for name in ("parallel.md", "zh_CN/parallel.md"))
 LESSONS = ("test_lessons.py", "test_lessons_alone.py")

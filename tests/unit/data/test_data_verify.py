@@ -22,10 +22,10 @@ import pytest
 import torch
 from PIL import Image
 
+from imagenet_cls.commands import verify_data as verify_module
 from imagenet_cls.commands.program import main
 from imagenet_cls.commands.verify_data import Verdict, images_below, read_image, verify
 from imagenet_cls.config.schema import AugmentConfig, DataConfig, EvalConfig
-from imagenet_cls.data import verify as verify_module
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.loader import TrainLoader, eval_batches

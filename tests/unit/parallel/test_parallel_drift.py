@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_cls.guards.replicas import ReplicaCheck, model_digest, tensor_hashes, weights_of
 from imagenet_cls.guards import replicas as drift
+from imagenet_cls.guards.replicas import ReplicaCheck, model_digest, tensor_hashes, weights_of
 from imagenet_cls.parallel.environment import RankInfo, name_ranks
 from imagenet_cls.parallel.process_group import Group
 
