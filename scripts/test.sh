@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests:  bash scripts/test.sh [arguments of pytest]
-# All of them take about 15 minutes on two cores. `-m long` runs the long versions instead.
+# All of them take about 15 minutes on two cores. `-m nightly` runs the nightly tests instead.
 # Without arguments as many run at once as there are cores, and then, one by one, those marked `alone`.
 # REPORTS=FOLDER leaves a JUnit file of each of the two parts there.
 set -euo pipefail

@@ -36,11 +36,11 @@ def in_ci() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long versions out unless asked for with `-m`, and skip `gpu` tests where there is no CUDA device."""
-    if "long" not in config.option.markexpr:
-        long_items = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long_items)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    """Deselect nightly tests unless `-m` names them, and skip `gpu` tests where there is no CUDA device."""
+    if "nightly" not in config.option.markexpr:
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch

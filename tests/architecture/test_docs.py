@@ -15,6 +15,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.prepare_imagenet import prepare_main
 from imagenet_cls.commands.print_config import print_config_main
 from imagenet_cls.commands.test import load_for_testing
+from imagenet_cls.commands.test import test_parser as evaluation_parser
 from imagenet_cls.commands.train import load_for_training, train_parser
 from imagenet_cls.config.load import load_config
 
@@ -86,7 +87,7 @@ def test_commands_can_be_carried_out(
     if tool == "train" and not own_config:
         load_for_training(train_parser().parse_intermixed_args(words))
     elif tool == "test" and not own_config:
-        load_for_testing(test_parser().parse_intermixed_args(words))
+        load_for_testing(evaluation_parser().parse_intermixed_args(words))
     elif tool in TOOLS:
         assert {word for word in words if word.startswith("--")} <= help_of(tool, capsys)
         if tool == "print_config" and "CONFIG" not in words:
@@ -117,7 +118,7 @@ def test_a_path_that_is_not_there_is_noticed(text: str) -> None:
 
 TOOLS = {
     "train": lambda: train_parser().parse_args(["--help"]),
-    "test": lambda: test_parser().parse_args(["--help"]),
+    "test": lambda: evaluation_parser().parse_args(["--help"]),
     "predict": lambda: predict_command(["--help"]),
     "print_config": lambda: print_config_main(["--help"]),
     "prepare_imagenet": lambda: prepare_main(["--help"]),

@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
+from imagenet_cls.commands.test import load_for_testing
+from imagenet_cls.commands.test import test_parser as evaluation_parser
+from imagenet_cls.commands.train import load_for_training, train_parser
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = (ROOT / "docs" / name for name in ("parallel.md", "zh_CN/parallel.md"))
 LESSONS = ("test_lessons.py", "test_lessons_alone.py")
@@ -146,7 +150,7 @@ def variables_table(text: str) -> set[str]:
 def test_every_environment_variable_is_explained(page: Path) -> None:
     """All that decide a rank's place and all that the scripts take; and none that nobody reads."""
     told = variables_table(page.read_text())
-    place = (ROOT / "imagenet_cls" / "parallel" / "place.py").read_text()
+    place = (ROOT / "imagenet_cls" / "parallel" / "environment.py").read_text()
     scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*_*.sh"))
     read = {name for name in re.findall(r'"([A-Z]+_[A-Za-z_]+|RANK)"', place) if not name.startswith("IMAGENET_CLS")}
     read |= set(re.findall(r"\$\{([A-Z_]+)[:-]", scripts))

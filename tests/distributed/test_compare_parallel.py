@@ -46,7 +46,7 @@ def test_every_way_ends_where_one_process_does(digits: Path, tmp_path: Path) -> 
     assert len(done.stderr.splitlines()) == len(ROWS) and leftovers(tmp_path) == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_lesson_itself(tmp_path: Path) -> None:
     """BatchNorm: plain DDP differs from the first step on, SyncBN by rounding."""
     done = run([*TOOL, "device=cpu", f"data.root={tmp_path / 'digits'}"], timeout_sec=600)

@@ -42,7 +42,7 @@ def test_fifty_runs_end_without_an_abort(images: Path, tmp_path: Path) -> None:
     assert all(len(losses(tmp_path / str(number))) == STEPS for number in range(RUNS))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["spawn", "pytorch"])
 def test_fifty_launched_runs_end_without_an_abort(images: Path, tmp_path: Path, launcher: str) -> None:
     codes = []

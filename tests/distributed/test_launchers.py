@@ -105,7 +105,7 @@ def test_torch_distributed_launch_under_nohup(one_rank: Path, digits: Path, tmp_
     assert_agrees(one_rank, [tmp_path / "run"], [done])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_torch_distributed_launch_with_use_env(one_rank: Path, digits: Path, tmp_path: Path) -> None:
     options = ["--use_env", "--nnodes", "1", "--node_rank", "0", "--master_addr", "127.0.0.1"]
     command = [*TORCH_LAUNCH, *options, "--master_port", free_port(), TRAIN, *words_for(digits, tmp_path / "run")]
@@ -235,7 +235,7 @@ def test_slurm_train_on_two_machines(one_rank: Path, digits: Path, tmp_path: Pat
 
 def test_srun_inside_a_batch_job(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Two tasks on one machine. In the batch script itself, which has SLURM's variables too, nothing is a rank."""
-    find = "import os; from imagenet_cls.parallel.environment import find_rank_info; assert find_rank_info(os.environ) is None"
+    find = "import os; from imagenet_cls.parallel.environment import find_rank_info as f; assert f(os.environ) is None"
     script, output = tmp_path / "job.sh", tmp_path / "output.txt"
     check = REPOSITORY / "tools" / "check_dist.py"
     script.write_text(

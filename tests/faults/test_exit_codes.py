@@ -69,7 +69,7 @@ CAUSES: dict[int, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     ("code", "launchers"),
     [
-        *(pytest.param(code, LAUNCHERS, marks=pytest.mark.long) for code in CAUSES),
+        *(pytest.param(code, LAUNCHERS, marks=pytest.mark.nightly) for code in CAUSES),
         (3, ["spawn"]),
         (5, ["dist_train.sh"]),
         (6, ["spawn"]),

@@ -189,8 +189,8 @@ def test_no_rank_outlives_a_launcher_that_was_killed(digits: Path, tmp_path: Pat
     ("launcher", "stuck"),
     [
         ("spawn", False),
-        pytest.param("dist_train.sh", False, marks=pytest.mark.long),
-        pytest.param("spawn", True, marks=pytest.mark.long),
+        pytest.param("dist_train.sh", False, marks=pytest.mark.nightly),
+        pytest.param("spawn", True, marks=pytest.mark.nightly),
         ("dist_train.sh", True),
     ],
 )
@@ -238,7 +238,7 @@ def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_p
     [
         ("dist_train.sh", signal.SIGTERM, "rank 1"),
         ("dist_train.sh", signal.SIGUSR2, "the launcher"),
-        pytest.param("spawn", signal.SIGUSR2, "the launcher", marks=pytest.mark.long),
+        pytest.param("spawn", signal.SIGUSR2, "the launcher", marks=pytest.mark.nightly),
         ("spawn", signal.SIGINT, "the launcher"),
     ],
 )

@@ -28,7 +28,7 @@ Undisturbed = Callable[[int], Path]
 
 @pytest.mark.parametrize(
     ("ranks", "kills"),
-    [*KILLS.items(), *(pytest.param(ranks, 50, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for ranks in KILLS)],
+    [*KILLS.items(), *(pytest.param(n, 50, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for n in KILLS)],
 )
 def test_killed_again_and_again(
     forked: ForkedRanks, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path, ranks: int, kills: int

@@ -29,7 +29,7 @@ def call(words: list[str], folder: Path, **env: str) -> str:
     [
         pytest.param(0.1, "--time=5", id="told by hand"),
         # SLURM looks every 30 s, and tells a job that has less than 30 s left by then.
-        pytest.param(0.5, "--time=1 --signal=USR2@30", id="by its time limit", marks=pytest.mark.long),
+        pytest.param(0.5, "--time=1 --signal=USR2@30", id="by its time limit", marks=pytest.mark.nightly),
     ],
 )
 def test_a_batch_job_saves_before_its_time_limit_and_goes_on_by_itself(

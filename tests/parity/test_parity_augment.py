@@ -29,7 +29,7 @@ from imagenet_cls.data.transforms import TrainTransform, train_transform
 from imagenet_cls.seeding import generator, hash_key, seed_generators
 
 SIZE = 32
-IN_SUITE, ISSUE = 1500, pytest.param(10_000, marks=pytest.mark.long)
+IN_SUITE, ISSUE = 1500, pytest.param(10_000, marks=pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ that published recipes are made of. Each trains through in seconds on one thread
 
 The tests train each of them, and it must land in its band (`tests/quick/quick_runs.py`). The same settings in a plain
 loop, made of timm's, torch's and torchvision's own parts and none of ours (`tests/quick/plain_loop.py`), land in the
-same bands: `bash scripts/test.sh -m long tests/quick`. `python tests/quick/quick_runs.py` trains all of them anew and
+same bands: `bash scripts/test.sh -m nightly tests/quick`. `python tests/quick/quick_runs.py` trains all of them and
 prints this page.
 
 Nets as small as these, trained for a hundred steps, end some points apart for no reason but rounding: the plain loop,

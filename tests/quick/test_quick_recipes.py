@@ -73,7 +73,7 @@ def test_a_quick_recipe_trains_to_its_band(name: str, runs: Runs) -> None:
     assert in_band(name, runs[name]), (runs[name], BANDS[name])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_loop_lands_in_the_same_band(name: str, digits: Path) -> None:
     for seed in SEEDS:

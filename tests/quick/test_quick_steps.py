@@ -110,7 +110,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about channels-last gradients of small nets
-@pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(None, marks=pytest.mark.long)], ids=["few", "all"])
+@pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(None, marks=pytest.mark.nightly)], ids=["few", "all"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_weights_behind_each_step(
     name: str, steps: int | None, digits: Path, tmp_path: Path, teacher: tuple[nn.Module, Path], trace: Trace

@@ -141,7 +141,7 @@ def test_posterize_stays_in_the_mix_with_0_bits(image: Tensor, bits_drawn: list[
     assert sum(bits > 0 for bits in bits_drawn) >= 20
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["rand-m9-mstd0.5-inc1", "rand-m2-mstd0.5-p1"])
 def test_100000_draws(image: Tensor, bits_drawn: list[int], name: str) -> None:
     policy = built(name)
