@@ -30,7 +30,7 @@ from imagenet_cls.guards.replicas import ReplicaCheck, tensor_hashes
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group, init_group
 from imagenet_cls.parallel.signals import StopRequest
-from imagenet_cls.parallel.wrap import RunningStatistics
+from imagenet_cls.parallel.wrap import BatchNormStatistics
 from imagenet_cls.seeding import hash_key, seed_generators
 
 CPU = torch.device("cpu")
@@ -95,8 +95,8 @@ def on_one_rank(calls: int) -> Iterator[Row]:
     yield Row("is the norm finite", calls, measured(finite, calls), 1)
     few = max(3, calls // 100)
     yield Row("norm of the gradient", few, measured(lambda: nn.utils.get_total_norm(gradients), few), 1, _NORM)
-    statistics, skipped = RunningStatistics(model, group), torch.tensor(False)
-    yield Row("BatchNorm's statistics settled", calls, measured(lambda: statistics.settle(skipped), calls), 1)
+    statistics, skipped = BatchNormStatistics(model, group), torch.tensor(False)
+    yield Row("BatchNorm's statistics settled", calls, measured(lambda: statistics.sync(skipped), calls), 1)
     meter = Meter(group, 256, 10, overflow_is_normal=False)
     every = LogConfig().every_steps
     loss = torch.tensor(1.0)

@@ -45,8 +45,8 @@ class ForkedRanks:
     def __enter__(self) -> Self:
         paths = ":".join(map(str, (HERE / "faults", HERE / "distributed", HERE, REPOSITORY)))
         self.server = subprocess.Popen(
-            [sys.executable, str(HERE / "forked_ranks.py")], env=environment(PYTHONPATH=paths), cwd=REPOSITORY, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            [sys.executable, str(HERE / "forked_ranks.py")], env=environment(PYTHONPATH=paths), cwd=REPOSITORY,
+            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         return self
 
@@ -106,8 +106,8 @@ def meet(rank: int, world_size: int, store: Path, timeout_sec: float = 30.0):  #
     from imagenet_cls.parallel.environment import RankInfo
     from imagenet_cls.parallel.process_group import init_group
 
-    place = RankInfo(rank, rank, world_size, world_size)
-    return init_group(place, torch.device("cpu"), "auto", "gloo", f"file://{store}", timeout_sec)
+    rank_info = RankInfo(rank, rank, world_size, world_size)
+    return init_group(rank_info, torch.device("cpu"), "auto", "gloo", f"file://{store}", timeout_sec)
 
 
 def part(group) -> None:  # type: ignore[no-untyped-def]

@@ -38,15 +38,15 @@ def load(arguments: argparse.Namespace) -> "Loaded":
     return load_config(None, arguments.words)
 
 
-def check_here(arguments: argparse.Namespace, loaded: "Loaded", place: "RankInfo", groups: list) -> None:
+def check_here(arguments: argparse.Namespace, loaded: "Loaded", rank_info: "RankInfo", groups: list) -> None:
     """One rank's part. The ranks meet over gloo first, which can say what is wrong; see `check_ranks`."""
     from imagenet_cls.commands.check_dist import check_ranks
     from imagenet_cls.parallel.process_group import choose_device, init_group
 
     parallel = loaded.config.parallel
-    device = choose_device(loaded.config.device, place)
+    device = choose_device(loaded.config.device, rank_info)
     wait_sec = min(parallel.timeout_sec, LONGEST_WAIT_SEC)
-    groups.append(init_group(place, device, "auto", "gloo", parallel.init_method, wait_sec))
+    groups.append(init_group(rank_info, device, "auto", "gloo", parallel.init_method, wait_sec))
     check_ranks(groups[0], parallel.backend)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import gather_to_main
-from imagenet_cls.parallel.process_group import Group, check_backend, on_main
+from imagenet_cls.parallel.process_group import Group, check_backend, run_on_main
 
 # What is summed: as much as the gradients of a ResNet-18, in float32.
 _ELEMENTS = 12_000_000
@@ -53,7 +53,7 @@ def check_ranks(group: Group, backend: str, say: Callable[[str], None] = print) 
     reduces over. It is started only where the ranks are in order, since nccl's own words for two ranks on one GPU help
     nobody. Raises UsageError for a transport that isn't there, and ResourceError, on every rank, with what is wrong.
     """
-    check_backend(backend, group.place.launcher)
+    check_backend(backend, group.rank_info.launcher)
     backend = {"auto": "nccl" if group.device.type == "cuda" else "gloo"}.get(backend, backend)
     report = look(group)
     on_main_raise(group, [report], say)
@@ -81,7 +81,7 @@ def on_main_raise(group: Group, own: list[RankReport], say: Callable[[str], None
             more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
             raise ResourceError("\n".join(problems[:2]) + more + "\nPut this right before a run is started.")
 
-    on_main(group, judge)
+    run_on_main(group, judge)
 
 
 def look(group: Group) -> RankReport:
@@ -93,7 +93,7 @@ def look(group: Group) -> RankReport:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "-"
     return RankReport(
         rank=group.rank,
-        local_rank=group.place.local_rank,
+        local_rank=group.rank_info.local_rank,
         world_size=group.world_size,
         host=socket.gethostname(),
         device=device,

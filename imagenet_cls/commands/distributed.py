@@ -65,18 +65,18 @@ def run_command(command: RankCommand, argv: Sequence[str]) -> int:
         run_rank(command, argv)
     arguments = command.parser().parse_intermixed_args(argv)
     launcher, gpus = arguments.launcher, arguments.gpus or 1
-    place = find_rank_info(os.environ, "auto" if launcher == "spawn" else launcher)
-    if place is not None and place.world_size > 1:
+    rank_info = find_rank_info(os.environ, "auto" if launcher == "spawn" else launcher)
+    if rank_info is not None and rank_info.world_size > 1:
         run_rank(command, argv)
     several = f"--gpus {gpus}" if gpus > 1 else "" if arguments.nodes == "1" else f"--nodes {arguments.nodes}"
-    if place is None and (launcher in ("spawn", "pytorch") or (launcher == "auto" and several)):
+    if rank_info is None and (launcher in ("spawn", "pytorch") or (launcher == "auto" and several)):
         return start(command, arguments, argv, "spawn" if launcher == "auto" else launcher)
-    if place is None and several:
+    if rank_info is None and several:
         raise UsageError(f"{several} with --launcher {launcher}: that starts no ranks.\nUse --launcher spawn.")
     loaded = command.load(arguments)
-    prepare_process(loaded, place or RankInfo())
+    prepare_process(loaded, rank_info or RankInfo())
     try:
-        command.run(arguments, loaded, place or RankInfo(), [])
+        command.run(arguments, loaded, rank_info or RankInfo(), [])
     except Stopped as stopped:
         raise requeue(stopped, os.environ) from None
     return 0
@@ -158,12 +158,12 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     rank, launched, code, together = 0, LAUNCHED_VARIABLE in os.environ, 0, False
     try:
         arguments = command.parser().parse_intermixed_args(argv)
-        place = find_rank_info(os.environ, "auto" if arguments.launcher == "spawn" else arguments.launcher)
-        assert place is not None
-        rank = place.rank
+        rank_info = find_rank_info(os.environ, "auto" if arguments.launcher == "spawn" else arguments.launcher)
+        assert rank_info is not None
+        rank = rank_info.rank
         loaded = command.load(arguments)
-        prepare_process(loaded, place)
-        command.run(arguments, loaded, place, groups)
+        prepare_process(loaded, rank_info)
+        command.run(arguments, loaded, rank_info, groups)
         together = True
     except Stopped as stopped:
         # Not an error to be reported by the launching process: every rank stops, and rank 0 says so.
@@ -206,13 +206,13 @@ def lost_peer(error: BaseException, rank: int, groups: "Sequence[Group]") -> Res
     )
 
 
-def prepare_process(loaded: Loaded, place: RankInfo) -> None:
+def prepare_process(loaded: Loaded, rank_info: RankInfo) -> None:
     """Set what torch and its libraries read when they are imported."""
     if loaded.config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if place.world_size > 1:
+    if rank_info.world_size > 1:
         # The number of threads changes the last bits, and only some launchers set it.
-        threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(place.local_world_size)))
+        threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(rank_info.local_world_size)))
         import torch
 
         torch.set_num_threads(max(1, int(threads)))  # a forked rank's torch has been imported already

@@ -60,17 +60,17 @@ def check_output_path(arguments: argparse.Namespace, loaded: Loaded) -> None:
             path.unlink(missing_ok=True)
 
 
-def test_here(arguments: argparse.Namespace, loaded: Loaded, place: RankInfo, groups: "list[Group]") -> None:
+def test_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo, groups: "list[Group]") -> None:
     """One rank's part of an evaluation."""
     from imagenet_cls.engine.inference import evaluate_weights
     from imagenet_cls.engine.run import meet
     from imagenet_cls.guards.memory import explain_resource_errors
-    from imagenet_cls.parallel.process_group import on_main
+    from imagenet_cls.parallel.process_group import run_on_main
 
-    group = meet(loaded, place, groups, training=False)
+    group = meet(loaded, rank_info, groups, training=False)
     words = split_words(arguments, ["a config", "a checkpoint"])[1]
     checkpoint = Path(words[1]) if len(words) > 1 else None
-    on_main(group, lambda: check_output_path(arguments, loaded))
+    run_on_main(group, lambda: check_output_path(arguments, loaded))
     with explain_resource_errors():
         keep_predictions = arguments.out is not None
         origin, results, rows = evaluate_weights(

@@ -116,8 +116,8 @@ def check_work_dir(arguments: argparse.Namespace, loaded: Loaded) -> None:
             folder.check_removable(starts_from(loaded.config, options))
 
 
-def train_here(arguments: argparse.Namespace, loaded: Loaded, place: RankInfo, groups: "list[Group]") -> None:
+def train_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo, groups: "list[Group]") -> None:
     """One rank's part of a training run."""
     from imagenet_cls.engine.run import train_run
 
-    train_run(loaded, run_options(arguments, loaded), place, groups)
+    train_run(loaded, run_options(arguments, loaded), rank_info, groups)

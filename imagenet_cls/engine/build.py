@@ -44,7 +44,7 @@ from imagenet_cls.engine.sam import Sam, build_sam
 from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.guards.agreement import check_same_data
-from imagenet_cls.guards.replicas import model_digest
+from imagenet_cls.guards.replicas import check_same_weights, model_digest
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import head_names
 from imagenet_cls.models.ema import ModelEma, build_ema
@@ -57,7 +57,7 @@ from imagenet_cls.optim.schedule import Schedule, build_schedule
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
 from imagenet_cls.parallel.environment import cpu_threads
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.wrap import RunningStatistics, warm_up_buckets, wrap
+from imagenet_cls.parallel.wrap import BatchNormStatistics, warm_up_buckets, wrap_model
 
 _MOST_WORKERS = 16
 
@@ -105,7 +105,7 @@ class Parts:
     sam: Sam
     scaler: torch.amp.GradScaler
     updater: Updater
-    statistics: RunningStatistics
+    statistics: BatchNormStatistics
     train_loader: TrainLoader | SyntheticLoader
     evaluation: EvaluationParts
 
@@ -140,7 +140,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, group.world_size, len(devices.all))
     check_ema_updates(config.ema, plan)
-    check_shared_memory(images_held(config, data, plan, group), group.place.local_world_size)
+    check_shared_memory(images_held(config, data, plan, group), group.rank_info.local_world_size)
     messages = [note for note in (devices.note, data.note) if note]
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
     messages += [scaling] if scaling else []
@@ -150,7 +150,8 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     if group.is_main and start_weights:
         messages += pretrained_mismatch(config, model, (mean, std), data.classes)
     teacher = chosen_teacher(config, num_classes, data.classes, group, (mean, std))
-    wrapped = spread(wrap(model, group, config.parallel.mode), devices)
+    wrapped = spread(wrap_model(model, group, config.parallel.mode), devices)
+    check_same_weights(model, group)
     ema = build_ema(model, config.ema, train.global_batch_size)
     if train.compile:
         model.compile()  # in place: adds no prefix to any name
@@ -190,7 +191,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
         sam=build_sam(train, model, optimizer),
         scaler=scaler,
         updater=Updater(model, optimizer, train, scaler, head_names(model, num_classes)),
-        statistics=RunningStatistics(model, group),
+        statistics=BatchNormStatistics(model, group),
         train_loader=build_train_loader(config, data.train, plan, group, mean),
         evaluation=EvaluationParts(
             batches=partial(build_val_batches, config, data.val, group, len(devices.all)),
@@ -293,4 +294,4 @@ def images_held(config: Config, data: DataSets, plan: Plan, group: Group) -> lis
 def num_workers_for(config: Config, group: Group) -> int:
     """Data workers of this rank: as the config says, else one for each CPU core that it can call its own."""
     chosen = config.data.num_workers
-    return min(_MOST_WORKERS, cpu_threads(group.place.local_world_size)) if chosen is None else chosen
+    return min(_MOST_WORKERS, cpu_threads(group.rank_info.local_world_size)) if chosen is None else chosen

@@ -34,7 +34,7 @@ from imagenet_cls.models.trust import check_trusted
 from imagenet_cls.models.weights import load_weights, naming_the_key, state_dict_mismatch, without_split_bn
 from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main
 from imagenet_cls.parallel.data_parallel import spread
-from imagenet_cls.parallel.process_group import Group, on_main
+from imagenet_cls.parallel.process_group import Group, run_on_main
 
 _BATCH = 32
 
@@ -124,7 +124,7 @@ def load_on_all_ranks(
         own.append(load_any_weights(config, checkpoint, num_classes, allow_import))
         return replace(own[0], models={}), list(own[0].models)
 
-    told, kinds = on_main(group, read)
+    told, kinds = run_on_main(group, read)
     models = own[0].models if own else {kind: _build(told.config, told.imports, told.num_classes) for kind in kinds}
     for model in models.values():
         model.load_state_dict(broadcast_tensors(model.state_dict() if own else None, group))

@@ -24,7 +24,7 @@ from imagenet_cls.models.build import build_model, model_mean_std, origin_of_wei
 from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weights import load_weights, naming_the_key, read_weights, read_weights_and_origin
-from imagenet_cls.parallel.process_group import Group, on_main
+from imagenet_cls.parallel.process_group import Group, run_on_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -163,7 +163,7 @@ def best_weights(snapshot: Snapshot, kind: str | None) -> dict[str, Tensor]:
 def on_main_first(group: Group, action: Callable[[], T]) -> T:
     """Rank 0 does it (and may fail: a missing file, no network) before the others do, so that one error is shown."""
     done: list[T] = []
-    on_main(group, lambda: done.append(action()))
+    run_on_main(group, lambda: done.append(action()))
     return done[0] if done else action()
 
 

@@ -33,7 +33,7 @@ from imagenet_cls.models.weights import state_dict_mismatch
 from imagenet_cls.optim.build import state_names
 from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group, choose_device, init_group, on_main
+from imagenet_cls.parallel.process_group import Group, choose_device, init_group, run_on_main
 from imagenet_cls.parallel.signals import StopRequest
 from imagenet_cls.report.jsonl import missing_steps
 from imagenet_cls.report.log import open_log
@@ -46,7 +46,7 @@ def raise_problems(problems: list[Problem], loaded: Loaded) -> None:
         raise ConfigError(format_problems(problems, loaded.origins))
 
 
-def meet(loaded: Loaded, place: RankInfo, groups: list[Group], training: bool) -> Group:
+def meet(loaded: Loaded, rank_info: RankInfo, groups: list[Group], training: bool) -> Group:
     """Meet the other ranks, and make stage 2 of the checks on rank 0.
 
     Our launching process has made most of it; of an elastic job it could not know the number of ranks. groups:
@@ -54,21 +54,21 @@ def meet(loaded: Loaded, place: RankInfo, groups: list[Group], training: bool) -
     """
     logging.captureWarnings(True)  # into the log where there will be one; a library's warnings help no user
     parallel = loaded.config.parallel
-    device = choose_device(loaded.config.device, place, None if parallel.mode == "dp" else parallel.device_ids)
-    if parallel.mode == "dp" and device.type == "cuda" and place.world_size == 1:
+    device = choose_device(loaded.config.device, rank_info, None if parallel.mode == "dp" else parallel.device_ids)
+    if parallel.mode == "dp" and device.type == "cuda" and rank_info.world_size == 1:
         device = data_parallel_devices(loaded.config).all[0]
-    group = init_group(place, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
+    group = init_group(rank_info, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
     groups.append(group)
     check_same_code(loaded.config, group)
     check_same_config(loaded.config, group)
-    stage_2 = check_ranks if place.launched else check
-    on_main(group, lambda: raise_problems(stage_2(loaded.config, place.world_size, training), loaded))
+    stage_2 = check_ranks if rank_info.launched else check
+    run_on_main(group, lambda: raise_problems(stage_2(loaded.config, rank_info.world_size, training), loaded))
     return group
 
 
-def train_run(loaded: Loaded, options: RunOptions, place: RankInfo, groups: list[Group]) -> None:
+def train_run(loaded: Loaded, options: RunOptions, rank_info: RankInfo, groups: list[Group]) -> None:
     """Carry out a whole run on this rank. Returns at its end; raises Stopped (saved) or another UserError."""
-    group = meet(loaded, place, groups, training=True)
+    group = meet(loaded, rank_info, groups, training=True)
     with explain_resource_errors(loaded.config, group.world_size):
         if options.dry_run:
             dry_run(loaded.config, options, group)
@@ -103,7 +103,7 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
         parts = build(config, group, start_weights=not goes_on)
         progress, messages = resume(parts, folder, options)
         if options.overwrite:  # only now: a run that can't even begin must not cost the old one
-            on_main(group, folder.clear)
+            run_on_main(group, folder.clear)
         resumed_at = progress.step if messages else None
         evaluated = progress.evaluated_step if messages else None
         tensorboard = config.log.tensorboard
@@ -164,7 +164,7 @@ def open_folder(folder: RunFolder, config: Config, options: RunOptions, group: G
         folder.open(options.resume or again, overwrite)
         return again, bool(list_checkpoints(folder.checkpoints))
 
-    again, has_checkpoints = on_main(group, open_it)
+    again, has_checkpoints = run_on_main(group, open_it)
     if again:  # not rank 0's options: a rank on another machine may write its log elsewhere
         options = replace(options, resume=True, overwrite=False)
     return options, options.resume_from is not None or (options.resume and has_checkpoints)
@@ -207,7 +207,7 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
             "messages": messages,
         }
 
-    known = on_main(group, find)
+    known = run_on_main(group, find)
     if known is None:
         if options.resume and group.is_main:
             parts.messages.append(f"nothing to resume in {folder.path}: starting fresh")
@@ -265,7 +265,7 @@ def banner(parts: Parts, options: RunOptions, progress: Progress) -> list[tuple[
         ("model", f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {parts.num_classes} classes"),
         ("data", f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images"),
         ("device", f"{device}, {precision[parts.evaluation.autocast_dtype]}"),
-        ("ranks", f"{group.world_size} ({group.place.launcher})"),
+        ("ranks", f"{group.world_size} ({group.rank_info.launcher})"),
         ("batch", batch),
         *([("BatchNorm sees", seen)] if is_still(parts.model, config.model) else []),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs} epochs)"),

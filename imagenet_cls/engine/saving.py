@@ -32,7 +32,7 @@ from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.errors import UserError
 from imagenet_cls.guards.nonfinite import check_finite_weights
 from imagenet_cls.optim.build import state_copies
-from imagenet_cls.parallel.process_group import on_main
+from imagenet_cls.parallel.process_group import run_on_main
 from imagenet_cls.report.reporter import Reporter
 
 
@@ -110,7 +110,7 @@ class Saver:
         """Wait for the last save. Raises on every rank what it failed with, whatever `checkpoint.on_error`: a run whose
         end was not saved has not ended well. A collective.
         """
-        on_main(self.parts.group, self.behind.wait)
+        run_on_main(self.parts.group, self.behind.wait)
 
     def __enter__(self) -> Self:
         return self

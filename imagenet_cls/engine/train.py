@@ -79,7 +79,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
                         p.scaler.scale(loss).backward()
                     losses.append(loss.detach().to(device, non_blocking=True))
             grad_norm, skipped = p.updater.update(lr, p.schedule.momentum(step))
-            p.statistics.settle(skipped)
+            p.statistics.sync(skipped)
             if p.ema is not None:
                 update_ema(p.ema, p.model, step)
             progress.step = step + 1

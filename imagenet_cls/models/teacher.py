@@ -25,7 +25,7 @@ from imagenet_cls.models.build import TORCHVISION, build_model, first_line, head
 from imagenet_cls.models.check import model_problems
 from imagenet_cls.models.weights import load_weights, naming_the_key
 from imagenet_cls.parallel.collectives import broadcast_tensors
-from imagenet_cls.parallel.process_group import Group, on_main
+from imagenet_cls.parallel.process_group import Group, run_on_main
 from imagenet_cls.seeding import hash_key, seed_generators
 
 # Mean and standard deviation of each channel, of pixel values scaled to 0..1.
@@ -89,7 +89,7 @@ def build_teacher(
         built.append(Teacher(network, mean_std, own_mean_std))
         _refuse_unfit(built[0], teacher, num_classes, sizes_px)
 
-    on_main(group, with_weights)
+    run_on_main(group, with_weights)
     if not built:
         network = build_model(ModelConfig(name=teacher.name or "", kwargs=teacher.kwargs), num_classes)
         built.append(Teacher(network, mean_std, mean_std))  # its pixels come with rank 0's weights

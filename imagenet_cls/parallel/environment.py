@@ -136,7 +136,7 @@ def tasks_here(tasks_per_node: str, node: int) -> int:
     return counts[node] if node < len(counts) else 0
 
 
-def complete_master_address(env: MutableMapping[str, str], place: RankInfo) -> None:
+def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) -> None:
     """Set MASTER_ADDR and MASTER_PORT where SLURM or MPI started the ranks and the user gave none.
 
     SLURM: the first host of the step, or for an mpirun inside a job that of the job. MPI on one machine: this one. The
@@ -144,19 +144,19 @@ def complete_master_address(env: MutableMapping[str, str], place: RankInfo) -> N
 
     Raises UsageError where mpirun started ranks on several machines and nothing tells where rank 0 is.
     """
-    if place.launcher not in ("slurm", "mpi"):
+    if rank_info.launcher not in ("slurm", "mpi"):
         return
-    env.setdefault("MASTER_PORT", str(port_of_job(env, place.launcher)))
+    env.setdefault("MASTER_PORT", str(port_of_job(env, rank_info.launcher)))
     hosts = env.get("SLURM_JOB_NODELIST", "")
-    if place.launcher == "slurm":
+    if rank_info.launcher == "slurm":
         env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or hosts))
-    elif place.local_world_size == place.world_size:
+    elif rank_info.local_world_size == rank_info.world_size:
         env.setdefault("MASTER_ADDR", "127.0.0.1")
     elif hosts:
         env.setdefault("MASTER_ADDR", first_host(hosts))
     elif "MASTER_ADDR" not in env:
         raise UsageError(
-            f"mpirun started {place.world_size} ranks on several machines, and MASTER_ADDR is not set.\n"
+            f"mpirun started {rank_info.world_size} ranks on several machines, and MASTER_ADDR is not set.\n"
             "Set it to the host of rank 0, on all ranks: mpirun -x MASTER_ADDR=HOST ... (Open MPI), -genv (MPICH)."
         )
 

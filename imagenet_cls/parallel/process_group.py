@@ -43,8 +43,8 @@ T = TypeVar("T")
 # which end a rank in order, shall be first.
 _NCCL_EXTRA = timedelta(seconds=10)
 
-# Rendezvous has several steps, each with the timeout, but mostly one of them waits. Beyond two of them, and this, nothing
-# will come.
+# Rendezvous has several steps, each with the timeout, of which usually one waits. It has failed after two timeouts and
+# this.
 _MEETING_EXTRA_SEC = 10.0
 
 
@@ -55,7 +55,7 @@ class Group:
     meeting_file: where the ranks met in a file, that file.
     """
 
-    place: RankInfo
+    rank_info: RankInfo
     device: torch.device
     control: Any = None
     meeting_file: Path | None = None
@@ -63,18 +63,18 @@ class Group:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.rank_info.rank
 
     @property
     def world_size(self) -> int:
-        return self.place.world_size
+        return self.rank_info.world_size
 
     @property
     def is_main(self) -> bool:
-        return self.place.is_main
+        return self.rank_info.is_main
 
 
-def choose_device(device: str, place: RankInfo, device_ids: Sequence[int] | None = None) -> torch.device:
+def choose_device(device: str, rank_info: RankInfo, device_ids: Sequence[int] | None = None) -> torch.device:
     """The device of this rank: `auto` and `cuda` give each rank of a machine a GPU of its own, see `gpu_index`.
 
     Raises UsageError for a GPU that is not there, or one certain GPU for several ranks.
@@ -86,30 +86,31 @@ def choose_device(device: str, place: RankInfo, device_ids: Sequence[int] | None
         raise UsageError(
             f"device={device}, but torch {torch.__version__} sees no GPU here.\nUse device=cpu or device=auto."
         )
-    return torch.device("cuda", gpu_index(device, place, gpus, device_ids))
+    return torch.device("cuda", gpu_index(device, rank_info, gpus, device_ids))
 
 
-def gpu_index(device: str, place: RankInfo, gpus: int, device_ids: Sequence[int] | None = None) -> int:
+def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[int] | None = None) -> int:
     """Which of the `gpus` that are visible a rank takes: the one with its local rank's number, or that place of
     `device_ids`. Raises UsageError where there is none for it.
     """
-    if place.world_size > 1 and ":" in device:
+    if rank_info.world_size > 1 and ":" in device:
         raise UsageError(
-            f"device={device} with {place.world_size} ranks: each rank needs its own GPU.\nUse device=cuda."
+            f"device={device} with {rank_info.world_size} ranks: each rank needs its own GPU.\nUse device=cuda."
         )
-    if device_ids is not None and place.local_rank >= len(device_ids):
+    if device_ids is not None and rank_info.local_rank >= len(device_ids):
         raise UsageError(
-            f"rank {place.rank} has no GPU: parallel.device_ids names {len(device_ids)}, its local rank is "
-            f"{place.local_rank}.\n"
+            f"rank {rank_info.rank} has no GPU: parallel.device_ids names {len(device_ids)}, its local rank is "
+            f"{rank_info.local_rank}.\n"
             "Start as many ranks on this machine as it names, or name more."
         )
-    index = int(device.partition(":")[2] or (device_ids or range(gpus + place.local_rank + 1))[place.local_rank])
-    if place.launcher in ("slurm", "mpi") and gpus == 1 and place.local_world_size > 1:
+    choices = device_ids or range(gpus + rank_info.local_rank + 1)
+    index = int(device.partition(":")[2] or choices[rank_info.local_rank])
+    if rank_info.launcher in ("slurm", "mpi") and gpus == 1 and rank_info.local_world_size > 1:
         index = 0  # each task was given a GPU of its own and sees no other (--gpus-per-task)
     if index >= gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise UsageError(
-            f"rank {place.rank} (local rank {place.local_rank}) wants GPU {index}, but {gpus} are visible here"
+            f"rank {rank_info.rank} (local rank {rank_info.local_rank}) wants GPU {index}, but {gpus} are visible here"
             + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
             + f".\nStart at most {gpus} ranks on this machine, or use device=cpu."
         )
@@ -141,7 +142,7 @@ def check_backend(backend: str, launcher: str) -> None:
 
 
 def init_group(
-    place: RankInfo, device: torch.device, mode: str, backend: str, init_method: str, timeout_sec: float
+    rank_info: RankInfo, device: torch.device, mode: str, backend: str, init_method: str, timeout_sec: float
 ) -> Group:
     """Meet the other ranks. One rank alone meets nobody, and gets a process group only where `mode` is `ddp`.
 
@@ -151,46 +152,46 @@ def init_group(
     Raises UsageError where MASTER_ADDR or MASTER_PORT is missing or wrong, or `check_backend` refuses, ResourceError
     where the ranks do not meet.
     """
-    if place.world_size > 1 or mode == "ddp":
-        check_backend(backend, place.launcher)
+    if rank_info.world_size > 1 or mode == "ddp":
+        check_backend(backend, rank_info.launcher)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Plain `mpi` would make a group without a store, on which no control group over gloo can be made.
     own_names = {"auto": "nccl" if device.type == "cuda" else "gloo", "mpi": "cpu:mpi,cuda:mpi"}
     backend = own_names.get(backend, backend)
-    if place.world_size == 1:
+    if rank_info.world_size == 1:
         if mode == "ddp" and not dist.is_initialized():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return Group(place, device)
-    complete_master_address(os.environ, place)
-    if place.launched and init_method.startswith("tcp:"):
+        return Group(rank_info, device)
+    complete_master_address(os.environ, rank_info)
+    if rank_info.launched and init_method.startswith("tcp:"):
         init_method = "env://"  # that address is where our launching processes meet; they found one for the ranks
-    meeting = find_rendezvous(os.environ, init_method, place)
+    meeting = find_rendezvous(os.environ, init_method, rank_info)
     try:
-        wait_for_machine(meeting, timeout_sec, place.is_main)
+        wait_for_machine(meeting, timeout_sec, rank_info.is_main)
     except (OSError, UnicodeError) as error:  # the latter for what can't be a host's name
-        raise rendezvous_error(error, meeting, place, timeout_sec) from error
-    several_machines = place.local_world_size < place.world_size
+        raise rendezvous_error(error, meeting, rank_info, timeout_sec) from error
+    several_machines = rank_info.local_world_size < rank_info.world_size
     # With a file, which of several machines has rank 0 is not known.
     master = meeting.host or (socket.gethostname() if several_machines else "127.0.0.1")
     if not (meeting.file and several_machines):
         choose_interface(os.environ, master, several_machines)
     timeout = timedelta(seconds=timeout_sec)
     if meeting.file is not None:
-        check_rendezvous_file(meeting.file, timeout_sec if place.is_main else None)
-    heartbeat = Heartbeat(place.rank, address_towards(master), timeout_sec)
-    members: list[Any] = [None] * place.world_size
+        check_rendezvous_file(meeting.file, timeout_sec if rank_info.is_main else None)
+    heartbeat = Heartbeat(rank_info.rank, address_towards(master), timeout_sec)
+    members: list[Any] = [None] * rank_info.world_size
     # torch waits forever where another program listens and says nothing, and in a file that holds something else.
-    never = rendezvous_error(TimeoutError("whatever is there does not answer"), meeting, place, timeout_sec)
-    watchdog = Timer(2 * timeout_sec + _MEETING_EXTRA_SEC, give_up, (place.launched, never))
+    never = rendezvous_error(TimeoutError("whatever is there does not answer"), meeting, rank_info, timeout_sec)
+    watchdog = Timer(2 * timeout_sec + _MEETING_EXTRA_SEC, give_up, (rank_info.launched, never))
     watchdog.daemon = True
     watchdog.start()
     try:
-        store = open_store(meeting, place, timeout_sec)
-        wait_for_all_ranks(store, place, timeout_sec)
+        store = open_store(meeting, rank_info, timeout_sec)
+        wait_for_all_ranks(store, rank_info, timeout_sec)
         store.set_timeout(timeout)
         dist.init_process_group(
-            backend, store=dist.PrefixStore("group", store), rank=place.rank, world_size=place.world_size,
+            backend, store=dist.PrefixStore("group", store), rank=rank_info.rank, world_size=rank_info.world_size,
             timeout=timeout + (_NCCL_EXTRA if backend == "nccl" else timedelta()),
             device_id=device if backend == "nccl" else None,
         )  # fmt: skip
@@ -199,11 +200,11 @@ def init_group(
         control: Any = dist.new_group(backend="gloo", timeout=timeout)
         dist.all_gather_object(members, heartbeat.me, group=control)
     except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
-        raise rendezvous_error(error, meeting, place, timeout_sec) from error
+        raise rendezvous_error(error, meeting, rank_info, timeout_sec) from error
     finally:
         watchdog.cancel()
-    heartbeat.start(members, partial(give_up, place.launched))
-    return Group(place, device, control, meeting.file, heartbeat)
+    heartbeat.start(members, partial(give_up, rank_info.launched))
+    return Group(rank_info, device, control, meeting.file, heartbeat)
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -214,7 +215,7 @@ def lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE) is not None
 
 
-def on_main(group: Group, action: Callable[[], T]) -> T:
+def run_on_main(group: Group, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 and give every rank its result, or raise on every rank the user error that it raised.
 
     The result travels pickled between our own processes, over the control group. Whatever else goes wrong on rank 0

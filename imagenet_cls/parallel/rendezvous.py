@@ -38,7 +38,7 @@ class Rendezvous:
         return str(self.file or f"{self.host}:{self.port}")
 
 
-def find_rendezvous(env: Mapping[str, str], init_method: str, place: RankInfo) -> Rendezvous:
+def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInfo) -> Rendezvous:
     """Where the ranks meet, by a checked `parallel.init_method` or, with `env://`, by the environment.
 
     Raises UsageError where MASTER_ADDR or MASTER_PORT is missing, or the latter is no port.
@@ -51,7 +51,7 @@ def find_rendezvous(env: Mapping[str, str], init_method: str, place: RankInfo) -
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         raise UsageError(
-            f"rank {place.rank} of {place.world_size} can't find the others: {' and '.join(missing)} not set.\n"
+            f"rank {rank_info.rank} of {rank_info.world_size} can't find the others: {' and '.join(missing)} not set.\n"
             "Set both to the first machine's address and a free port of it, or start with scripts/dist_train.sh."
         )
     port = env["MASTER_PORT"]
@@ -107,7 +107,7 @@ def wait_for_machine(meeting: Rendezvous, timeout_sec: float, is_server: bool) -
         time.sleep(_PAUSE_SEC)
 
 
-def open_store(meeting: Rendezvous, place: RankInfo, timeout_sec: float) -> "Store":
+def open_store(meeting: Rendezvous, rank_info: RankInfo, timeout_sec: float) -> "Store":
     """torch's store at the meeting's place, without a wait for anybody but its server, which rank 0 is unless a
     launching process serves it. Raises what torch raises where the place is taken or silent.
 
@@ -116,13 +116,13 @@ def open_store(meeting: Rendezvous, place: RankInfo, timeout_sec: float) -> "Sto
     import torch.distributed as dist
 
     if meeting.file is not None:
-        return dist.FileStore(str(meeting.file), place.world_size)
+        return dist.FileStore(str(meeting.file), rank_info.world_size)
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
         os.environ.get("MASTER_ADDR"),
         os.environ.get("MASTER_PORT"),
     ) == (meeting.host, str(meeting.port))
     store = dist.TCPStore(
-        meeting.host, meeting.port, is_master=place.is_main and not served,
+        meeting.host, meeting.port, is_master=rank_info.is_main and not served,
         timeout=timedelta(seconds=timeout_sec), wait_for_workers=False, multi_tenant=True,
     )  # fmt: skip
     # A launcher's store outlives the ranks that it starts again, with all that they left in it. Where rank 0 serves, it
@@ -130,19 +130,19 @@ def open_store(meeting: Rendezvous, place: RankInfo, timeout_sec: float) -> "Sto
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store) if served else store
 
 
-def wait_for_all_ranks(store: "Store", place: RankInfo, timeout_sec: float) -> None:
+def wait_for_all_ranks(store: "Store", rank_info: RankInfo, timeout_sec: float) -> None:
     """Wait until every rank is at the store. Raises TimeoutError, on every rank, with the ranks that did not come.
 
     Rank 0 counts and tells the others, so that all say the same; where it is missing itself, each counts. Raises what
     torch raises where the store is gone.
     """
     prefix = "roll call"
-    keys = [f"{prefix}/rank {rank}" for rank in range(place.world_size)]
+    keys = [f"{prefix}/rank {rank}" for rank in range(rank_info.world_size)]
     wait = timedelta(seconds=timeout_sec)
-    store.set(keys[place.rank], "here")
+    store.set(keys[rank_info.rank], "here")
     absent: list[int] = []
     try:
-        if place.is_main:
+        if rank_info.is_main:
             store.wait(keys, wait)
         else:
             store.wait([f"{prefix}/absent"], wait + timedelta(seconds=_VERDICT_SEC))
@@ -151,15 +151,15 @@ def wait_for_all_ranks(store: "Store", place: RankInfo, timeout_sec: float) -> N
         if "timeout" not in str(error).lower():
             raise
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    if place.is_main:
+    if rank_info.is_main:
         store.set(f"{prefix}/absent", json.dumps(absent))
     if absent:
-        if place.is_main:
+        if rank_info.is_main:
             time.sleep(_VERDICT_SEC)  # the store may go with this process
-        raise TimeoutError(f"{name_ranks(absent)} of {place.world_size} did not come")
+        raise TimeoutError(f"{name_ranks(absent)} of {rank_info.world_size} did not come")
 
 
-def rendezvous_error(error: Exception, meeting: Rendezvous, place: RankInfo, timeout_sec: float) -> ResourceError:
+def rendezvous_error(error: Exception, meeting: Rendezvous, rank_info: RankInfo, timeout_sec: float) -> ResourceError:
     """What a rank says that could not meet the others."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
@@ -169,7 +169,8 @@ def rendezvous_error(error: Exception, meeting: Rendezvous, place: RankInfo, tim
     elif isinstance(error, OSError) and error.strerror:
         text = f"no answer from there: {error.strerror}"
     return ResourceError(
-        f"rank {place.rank} of {place.world_size} could not meet the others at {meeting} in {timeout_sec:g} s:\n"
+        f"rank {rank_info.rank} of {rank_info.world_size} could not meet the others at {meeting} in "
+        f"{timeout_sec:g} s:\n"
         f"{text}\n"
         "Check that every rank was started, once, that all name the same address and port, and that the port is free."
     )

@@ -1,8 +1,7 @@
-"""The model as ranks train it together: DistributedDataParallel, its bucket layout, and BatchNorm's running statistics.
+"""DistributedDataParallel around the model, its gradient buckets, and BatchNorm's running statistics on all ranks.
 
-Owns that all ranks come to hold the same bits, at the start and after every step; `parallel.drift` looks whether they
-do. Called by `engine.build`. The wrapped model is for forward and backward only; everything else (evaluation, EMA,
-checkpoints) takes the model itself, so that no name ever carries a `module.`.
+The wrapped model is for forward and backward only. Evaluation, EMA and checkpoints use the model itself, so no name
+carries a `module.` prefix.
 """
 
 import contextlib
@@ -15,20 +14,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_cls.guards.replicas import check_same_weights
 from imagenet_cls.parallel.collectives import all_mean
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import is_synchronized
 
 
-def wrap(model: nn.Module, group: Group, mode: str) -> nn.Module:
-    """The model under DistributedDataParallel where there are several ranks or `mode` is `ddp`, else the model itself.
+def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
+    """The model in DistributedDataParallel if there are several ranks or `mode` is `ddp`, else the model itself.
 
-    Every rank's parameters and buffers become rank 0's, which is the only one that read weights. A collective.
-    broadcast_buffers=False: `RunningStatistics` keeps the buffers equal, by averaging instead of taking rank 0's.
+    Every rank's parameters and buffers become rank 0's, the only rank that reads weights. A collective.
+    broadcast_buffers=False: `BatchNormStatistics` averages the running statistics instead of taking rank 0's.
     Not static_graph: it fails under `no_sync` (accumulation) with an internal assert (pytorch#143580).
-
-    Raises ResourceError where the ranks hold different weights all the same.
     """
     if group.world_size == 1 and mode != "ddp":
         return model
@@ -40,15 +36,13 @@ def wrap(model: nn.Module, group: Group, mode: str) -> nn.Module:
     )
     if group.world_size > 1:
         broadcast_buffers(model)
-        check_same_weights(model, group)
     return wrapped
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's buffers, as bytes: gloo does not take every dtype. A collective.
+    """Broadcast rank 0's buffers, which DDP does not do with broadcast_buffers=False. A collective.
 
-    Without `broadcast_buffers`, DDP hands out the parameters only, and only rank 0 has read the running statistics of
-    weights that the run starts from.
+    As bytes, since gloo does not support every dtype.
     """
     for buffer in model.buffers():
         if buffer.numel():
@@ -57,19 +51,19 @@ def broadcast_buffers(model: nn.Module) -> None:
             buffer.detach().copy_(received)
 
 
-def gradient_sync(wrapped: nn.Module, is_last: bool) -> AbstractContextManager:
-    """Around one micro-batch's forward and backward: gradients are reduced with the last one of a step only."""
-    if isinstance(wrapped, DistributedDataParallel) and not is_last:
+def gradient_sync(wrapped: nn.Module, enabled: bool) -> AbstractContextManager:
+    """Context of one micro-batch's forward and backward: DDP all-reduces gradients only if `enabled`."""
+    if isinstance(wrapped, DistributedDataParallel) and not enabled:
         return wrapped.no_sync()
     return contextlib.nullcontext()
 
 
 def warm_up_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
-    """Make DDP lay out its gradient buckets for good, before the first step and before any state is loaded.
+    """Make DDP rebuild its gradient buckets now, before the first step and before any state is loaded.
 
-    DDP lays them out anew after its first backward, in the order in which gradients came. A resumed run would sum its
-    first step in another order than an undisturbed one and end in other bits (seen on 3 and 4 ranks). So each run,
-    fresh or resumed, makes two throw-away passes first; gradients are cleared and buffers put back.
+    DDP rebuilds its buckets once after the first backward, in the order in which gradients became ready. A resumed run
+    would then sum its first step in another order than an uninterrupted run, with other last bits (seen on 3 and 4
+    ranks). So every run, fresh or resumed, first makes two passes, clears the gradients and restores the buffers.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
@@ -82,14 +76,13 @@ def warm_up_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) ->
             buffer.copy_(value)
 
 
-class RunningStatistics:
-    """BatchNorm's running means and variances, the same on every rank at all times.
+class BatchNormStatistics:
+    """BatchNorm's running means and variances, kept equal on all ranks.
 
-    `settle` runs once after each optimizer step: one flat all-reduce (212 KB for ResNet-50) that averages over the
-    ranks, and, where the step was skipped because its gradient was not finite, the values from before it, so that a
-    NaN in one batch does not live on in the statistics. Only BatchNorm's buffers, and not those of synchronised layers,
-    which are equal as they come: averaging equal numbers over three ranks may change their last bit. Layers that are in
-    evaluation mode when this is made are frozen, and left alone.
+    `sync` runs after each optimizer step: one flat all-reduce (212 KB for ResNet-50) that averages over the ranks. If
+    the step was skipped because its gradient was not finite, it restores the values from before that step. SyncBN
+    layers are equal already and are not averaged: the mean of three equal numbers may differ in its last bit. Layers in
+    evaluation mode when this is constructed are frozen and ignored.
     """
 
     def __init__(self, model: nn.Module, group: Group):
@@ -97,20 +90,20 @@ class RunningStatistics:
         buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
         self.buffers: list[Tensor] = buffers
         self.sizes = [buffer.numel() for buffer in buffers]
-        self.equal_already = all(is_synchronized(norm) for norm in norms)
+        self.are_equal = all(is_synchronized(norm) for norm in norms)
         self.group = group
         self.remember()
 
     def remember(self) -> None:
-        """Take the present values as those of the last good step: at the start, and after state was loaded."""
+        """Store the present values as those of the last good step: at the start, and after loading state."""
         self.last = self._flat() if self.buffers else None
 
     @torch.no_grad()
-    def settle(self, skipped: Tensor) -> None:
-        """skipped: bool scalar on the device, the same on every rank: keep the last good values instead."""
+    def sync(self, skipped: Tensor) -> None:
+        """skipped: bool scalar on the device, equal on all ranks: restore the last good values instead."""
         if self.last is None:
             return
-        flat = self._flat() if self.equal_already else all_mean(self._flat(), self.group)
+        flat = self._flat() if self.are_equal else all_mean(self._flat(), self.group)
         torch.where(skipped, self.last, flat, out=self.last)
         torch.split_with_sizes_copy(self.last, self.sizes, out=self.buffers)
 

@@ -13,7 +13,7 @@ from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.models.adapt import checkpoint_activations
 from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
-from imagenet_cls.parallel.wrap import RunningStatistics, gradient_sync, warm_up_buckets, wrap
+from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, warm_up_buckets, wrap_model
 
 FROZEN = ModelConfig(freeze=["conv1.*", "layer1.*"], freeze_bn=True)
 TRAINED = ModelConfig(freeze=["conv1.*"])
@@ -62,16 +62,16 @@ def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumula
     checkpoint_activations(model)
     set_training(model, cfg)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    wrapped = wrap(model, group, "ddp")
+    wrapped = wrap_model(model, group, "ddp")
     warm_up_buckets(wrapped, lambda: wrapped(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).mean().backward())
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-    statistics = RunningStatistics(model, group)
+    statistics = BatchNormStatistics(model, group)
 
     at_once = IMAGES // world_size // accumulation
     starts = [number * world_size * at_once + rank * at_once for number in range(accumulation)]
     shares = [slice(start, start + at_once) for start in starts]
     losses = torch.tensor(
-        steps(model, wrapped, cfg, shares, lambda: statistics.settle(torch.tensor(False))), dtype=torch.float64
+        steps(model, wrapped, cfg, shares, lambda: statistics.sync(torch.tensor(False))), dtype=torch.float64
     )
     torch.distributed.all_reduce(losses)
     expected = torch.tensor(steps(alone, alone, cfg, [slice(None)], lambda: None), dtype=torch.float64)

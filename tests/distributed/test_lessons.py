@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from imagenet_cls.commands.train import load_for_training, train_here, train_parser
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.wrap import RunningStatistics, wrap
+from imagenet_cls.parallel.wrap import BatchNormStatistics, wrap_model
 
 RANKS = 2
 PAUSE_SEC = 1.0
@@ -83,8 +83,8 @@ def drift(group: Group) -> dict[str, Any]:
     layers = {name: nn.BatchNorm1d(4) for name in ("left alone", "broadcast", "averaged", "by itself")}
     train(DistributedDataParallel(layers["left alone"], broadcast_buffers=False))
     train(DistributedDataParallel(layers["broadcast"]))
-    statistics = RunningStatistics(layers["averaged"], group)
-    train(wrap(layers["averaged"], group, "ddp"), lambda: statistics.settle(torch.tensor(False)))
+    statistics = BatchNormStatistics(layers["averaged"], group)
+    train(wrap_model(layers["averaged"], group, "ddp"), lambda: statistics.sync(torch.tensor(False)))
     train(layers["by itself"])
     return {name: layer.running_mean.tolist() for name, layer in layers.items()}  # type: ignore[union-attr]
 

@@ -66,8 +66,8 @@ def alone() -> Parts:
 
 def on_rank(alone: Parts, config: Config, rank: int, world_size: int) -> Parts:
     """The parts that are another on each rank, made as `build` makes them."""
-    place = RankInfo(rank, rank % GPUS_A_MACHINE, world_size, GPUS_A_MACHINE, "slurm")
-    group = Group(place, torch.device("cpu"))
+    rank_info = RankInfo(rank, rank % GPUS_A_MACHINE, world_size, GPUS_A_MACHINE, "slurm")
+    group = Group(rank_info, torch.device("cpu"))
     assert alone.data.train is not None and alone.data.val is not None
     plan = plan_run(config.train, len(alone.data.train), world_size)
     return replace(

@@ -178,7 +178,7 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
     images = images_of((6, 3, 4, 4), 0).float().sub(1e4).to(gpu)[rank * 2 : rank * 4 + 2]
     results = []
     for device in (CPU, gpu):  # the device that decides which of the two layers is taken
-        layer = synchronize_batch_norm(nn.BatchNorm2d(3), Group(group.place, device)).to(gpu)
+        layer = synchronize_batch_norm(nn.BatchNorm2d(3), Group(group.rank_info, device)).to(gpu)
         share = images.clone().requires_grad_()
         output = layer(share)
         output.square().mul(torch.arange(4.0, device=gpu)).sum().backward()

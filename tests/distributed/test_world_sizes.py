@@ -32,7 +32,7 @@ from imagenet_cls.parallel.collectives import gather_to_main
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
-from imagenet_cls.parallel.wrap import RunningStatistics, broadcast_buffers, wrap
+from imagenet_cls.parallel.wrap import BatchNormStatistics, broadcast_buffers, wrap_model
 from imagenet_cls.report.log import close_log
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -103,7 +103,7 @@ def starting_weights(group: Group) -> None:
     model.register_buffer("nothing", torch.empty(0))
     model[1].running_mean.fill_(group.rank + 1.0)  # type: ignore[union-attr,operator]
     own = {name: value.clone() for name, value in model.state_dict().items()}
-    wrap(model, group, "auto")
+    wrap_model(model, group, "auto")
     assert model[1].running_mean.tolist() == [1.0] * 4  # type: ignore[union-attr,operator]
     assert model.table.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr,operator]
     handed_out = {name: value.clone() for name, value in model.state_dict().items()}
@@ -127,10 +127,10 @@ def starting_weights(group: Group) -> None:
 def synchronised_statistics_stay(group: Group) -> None:
     """They are equal on all ranks as they come; averaging them would change last bits on three ranks."""
     model = synchronize_batch_norm(nn.BatchNorm1d(64), group)
-    statistics = RunningStatistics(model, group)
+    statistics = BatchNormStatistics(model, group)
     model(torch.randn(5, 64, generator=torch.Generator().manual_seed(group.rank)))
     before = [buffer.clone() for buffer in statistics.buffers]
-    statistics.settle(torch.tensor(False))
+    statistics.sync(torch.tensor(False))
     assert all(torch.equal(a, b) for a, b in zip(statistics.buffers, before, strict=True))
     check_same_weights(model, group)
 

@@ -14,9 +14,9 @@ from torch import nn
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.collectives import all_mean, all_sum, broadcast_tensors, gather_to_main
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group, choose_device, gpu_index, init_group, on_main
+from imagenet_cls.parallel.process_group import Group, choose_device, gpu_index, init_group, run_on_main
 from imagenet_cls.parallel.signals import StopRequest
-from imagenet_cls.parallel.wrap import RunningStatistics, gradient_sync, warm_up_buckets, wrap
+from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, warm_up_buckets, wrap_model
 
 CPU = torch.device("cpu")
 ALONE = Group(RankInfo(), CPU)
@@ -29,16 +29,16 @@ def test_collectives_give_back_what_they_got() -> None:
     assert gather_to_main(rows, ALONE) == rows
     tensors = {"a": tensor}
     assert broadcast_tensors(tensors, ALONE) is tensors
-    assert on_main(ALONE, lambda: 7) == 7
+    assert run_on_main(ALONE, lambda: 7) == 7
     with pytest.raises(UsageError):
-        on_main(ALONE, lambda: (_ for _ in ()).throw(UsageError("no")))
+        run_on_main(ALONE, lambda: (_ for _ in ()).throw(UsageError("no")))
 
 
 def test_one_rank_starts_no_group_and_wraps_nothing() -> None:
     group = init_group(RankInfo(), CPU, "auto", "auto", "env://", 5.0)
     assert group.control is None and group.is_main and not torch.distributed.is_initialized()
     model = nn.Linear(2, 2)
-    assert wrap(model, group, "auto") is model and wrap(model, group, "none") is model
+    assert wrap_model(model, group, "auto") is model and wrap_model(model, group, "none") is model
     warm_up_buckets(model, lambda: pytest.fail("there are no buckets"))
     with gradient_sync(model, False):
         pass
@@ -57,12 +57,12 @@ def test_devices_that_are_not_there() -> None:
 
 def test_which_gpu_a_rank_takes() -> None:
     ranks = [RankInfo(4 + local, local, 8, 4) for local in range(4)]
-    assert [gpu_index("cuda", place, 4) for place in ranks] == [0, 1, 2, 3]
-    assert [gpu_index("auto", place, 8, [6, 2, 0, 7]) for place in ranks] == [6, 2, 0, 7]
+    assert [gpu_index("cuda", rank_info, 4) for rank_info in ranks] == [0, 1, 2, 3]
+    assert [gpu_index("auto", rank_info, 8, [6, 2, 0, 7]) for rank_info in ranks] == [6, 2, 0, 7]
     assert gpu_index("cuda:3", RankInfo(), 4) == 3 and gpu_index("auto", RankInfo(), 4, [2]) == 2
-    for place, gpus, ids in ((ranks[3], 3, None), (ranks[3], 8, [0, 1]), (ranks[0], 2, [5, 6, 7, 4])):
-        with pytest.raises(UsageError, match=f"rank {place.rank}"):
-            gpu_index("cuda", place, gpus, ids)
+    for rank_info, gpus, ids in ((ranks[3], 3, None), (ranks[3], 8, [0, 1]), (ranks[0], 2, [5, 6, 7, 4])):
+        with pytest.raises(UsageError, match=f"rank {rank_info.rank}"):
+            gpu_index("cuda", rank_info, gpus, ids)
 
 
 def test_a_step_that_was_skipped_leaves_no_trace_in_running_statistics() -> None:
@@ -70,30 +70,30 @@ def test_a_step_that_was_skipped_leaves_no_trace_in_running_statistics() -> None
     model = nn.Sequential(
         nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2, track_running_stats=False), nn.BatchNorm2d(2)
     )
-    statistics = RunningStatistics(model, ALONE)
+    statistics = BatchNormStatistics(model, ALONE)
     good, bad = torch.randn(4, 3, 2, 2), torch.full((4, 3, 2, 2), float("nan"))
     model(good)
-    statistics.settle(torch.tensor(False))
+    statistics.sync(torch.tensor(False))
     after_good = [buffer.clone() for buffer in statistics.buffers]
     assert len(after_good) == 4 and not torch.equal(after_good[0], torch.zeros(3))
     model(bad)
     assert statistics.buffers[0].isnan().all()
-    statistics.settle(torch.tensor(True))
+    statistics.sync(torch.tensor(True))
     assert all(torch.equal(a, b) for a, b in zip(statistics.buffers, after_good, strict=True))
     model(good)
-    statistics.settle(torch.tensor(False))
+    statistics.sync(torch.tensor(False))
     assert not torch.equal(statistics.buffers[0], after_good[0])
 
 
 def test_loaded_statistics_are_remembered() -> None:
     norm = nn.BatchNorm1d(2)
-    statistics = RunningStatistics(norm, ALONE)
+    statistics = BatchNormStatistics(norm, ALONE)
     norm.running_mean.fill_(5.0)  # type: ignore[union-attr]
     statistics.remember()
     norm.running_mean.fill_(float("nan"))  # type: ignore[union-attr]
-    statistics.settle(torch.tensor(True))
+    statistics.sync(torch.tensor(True))
     assert norm.running_mean.tolist() == [5.0, 5.0]  # type: ignore[union-attr]
-    RunningStatistics(nn.Linear(2, 2), ALONE).settle(torch.tensor(True))  # a model without any
+    BatchNormStatistics(nn.Linear(2, 2), ALONE).sync(torch.tensor(True))  # a model without any
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -73,7 +73,7 @@ def test_the_first_rank_waits_for_its_machine_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "host", "reason"),
+    ("rank_info", "host", "reason"),
     [
         (SECOND, "127.0.0.1", "Connection refused"),
         (FIRST, "nowhere.invalid", "resolution|not known"),
@@ -81,12 +81,12 @@ def test_the_first_rank_waits_for_its_machine_only() -> None:
     ],
 )
 def test_a_machine_that_can_not_be_reached_costs_three_lines(
-    place: RankInfo, host: str, reason: str, capfd: pytest.CaptureFixture[str]
+    rank_info: RankInfo, host: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """torch's own store writes two dozen, which no Python code sees."""
     with pytest.raises(ResourceError, match=reason) as raised:
-        init_group(place, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5)
-    assert f"rank {place.rank} of 2 could not meet the others at {host}:" in str(raised.value)
+        init_group(rank_info, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5)
+    assert f"rank {rank_info.rank} of 2 could not meet the others at {host}:" in str(raised.value)
     assert len(str(raised.value).splitlines()) == 3 and capfd.readouterr().err == ""
 
 
@@ -105,9 +105,9 @@ def test_all_that_came_learn_who_did_not(tmp_path: Path, by_file: bool) -> None:
     told: dict[int, str] = {}
 
     def come(rank: int, timeout_sec: float) -> None:
-        place = RankInfo(rank, rank, 4, 4)
+        rank_info = RankInfo(rank, rank, 4, 4)
         with pytest.raises(TimeoutError) as error:
-            wait_for_all_ranks(open_store(meeting, place, 20.0), place, timeout_sec)
+            wait_for_all_ranks(open_store(meeting, rank_info, 20.0), rank_info, timeout_sec)
         told[rank] = str(error.value)
 
     ranks = [threading.Thread(target=come, args=(0, 1.0)), threading.Thread(target=come, args=(2, 20.0))]
@@ -128,8 +128,8 @@ def test_the_first_rank_itself_may_be_the_one_that_does_not_come(tmp_path: Path)
 def test_nobody_waits_for_a_rank_that_came_late_but_came(tmp_path: Path) -> None:
     meeting = Rendezvous(file=tmp_path / "store")
 
-    def come(place: RankInfo) -> None:
-        wait_for_all_ranks(open_store(meeting, place, 20.0), place, 20.0)
+    def come(rank_info: RankInfo) -> None:
+        wait_for_all_ranks(open_store(meeting, rank_info, 20.0), rank_info, 20.0)
 
     late = threading.Timer(0.3, come, (SECOND,))
     late.start()
@@ -143,7 +143,8 @@ def test_a_program_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -
     """As torch's store would, whatever its timeout."""
     with closing(create_server(("127.0.0.1", 0))) as silent:
         code = (
-            "import torch; from imagenet_cls.parallel import process_group as group; from imagenet_cls.parallel.environment import RankInfo\n"
+            "import torch; from imagenet_cls.parallel import process_group as group\n"
+            "from imagenet_cls.parallel.environment import RankInfo\n"
             "group._MEETING_EXTRA_SEC = 0.0\n"
             "group.init_group(RankInfo(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
             f"'tcp://127.0.0.1:{silent.getsockname()[1]}', 0.5)"

@@ -36,8 +36,8 @@ PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANK
 BY_HAND = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
-def numbers(place: RankInfo | None) -> tuple[int, int, int, int] | None:
-    return place and (place.rank, place.local_rank, place.world_size, place.local_world_size)
+def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
+    return rank_info and (rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_places(env: dict[str, str], launcher: str, expected: Any) -> None:
 
 
 def completed(env: dict[str, str]) -> dict[str, str]:
-    place, env = find_rank_info(env), dict(env)
-    assert place is not None
-    complete_master_address(env, place)
+    rank_info, env = find_rank_info(env), dict(env)
+    assert rank_info is not None
+    complete_master_address(env, rank_info)
     return env
 
 
