@@ -8,12 +8,14 @@ A message is at most three lines and ends in what to do: what happened, where, a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class UserError(Exception):
     """Base of all errors that a user can cause. `str(error)` is what the screen shows.
 
-    reported_by_main: rank 0, or a rank before this one on its machine, raises the same error: this one need not show it.
+    reported_by_main: rank 0, or a rank before this one on its machine, raises the same error, so that this one need not
+    show it.
     """
 
     exit_code = 2
@@ -80,3 +82,28 @@ class Stopped(UserError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int]]:
         return type(self), (str(self), self.exit_code)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text; its type's name where the text is empty."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def shorten(text: str, length: int) -> str:
+    """The text in at most `length` characters, with `...` at the end where it was cut."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def format_value(value: Any) -> str:
+    """A config value as YAML users write it, in at most 100 characters: `'many'`, `null`, `true`, `[0.1, 1.0]`."""
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, list):
+        text = f"[{', '.join(map(format_value, value))}]"
+    elif isinstance(value, dict):
+        text = f"{{{', '.join(f'{key}: {format_value(item)}' for key, item in value.items())}}}"
+    else:
+        text = repr(value)
+    return shorten(text, 100)

@@ -75,8 +75,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     if manifest.bad:
         raise DataError(
             f"{len(manifest.bad)} of {len(names)} images are bad: {listed([image.path for image in manifest.bad])}\n"
-            "replace them; or leave those of the training part out: data.on_bad_image=exclude"
-            + (f" data.manifest={path}" if out else "")
+            f"replace them; or leave those of the training part out: data.exclude={path}"
         )
 
 
@@ -130,7 +129,7 @@ def images_of(data: DataConfig) -> list[bytes]:
             f"data.name {data.name!r} is not made of image files\ngive a folder, or a config with one of "
             f"{', '.join(FILE_SETS)}"
         )
-    opened = open_datasets(replace(data, on_bad_image="error", manifest=None))
+    opened = open_datasets(replace(data, exclude=None))
     base = os.fsencode(os.path.abspath(Path(data.root).expanduser())) + b"/"  # noqa: PTH100 (no links resolved)
     names = set()
     for source in (opened.train, opened.val):

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from imagenet_cls.config import keys
-from imagenet_cls.config.idle import Heights, idle_problems
-from imagenet_cls.config.origin import show
+from imagenet_cls.config.idle import Heights, idle_problems, ineffective_keys
 from imagenet_cls.config.rules import RULES
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, format_value
+
+__all__ = ["RANGES", "Range", "check", "ineffective_keys"]
 
 # Beyond it no range goes: such numbers overflow in float32 or in someone's 64 bits.
 _TOO_LARGE = 2.0**64
@@ -191,7 +192,9 @@ def check(config: Config, skip: Collection[str] = (), heights: Heights | None = 
         if name in KWARG_RANGES and ":" not in config.optimizer.name:
             problems += _check_kwarg(f"optimizer.kwargs.{name}", value, KWARG_RANGES[name])
             if name == "betas" and not (isinstance(value, list) and len(value) == 2):
-                problems.append(Problem("optimizer.kwargs.betas", f"{show(value)} is not a list of two numbers"))
+                problems.append(
+                    Problem("optimizer.kwargs.betas", f"{format_value(value)} is not a list of two numbers")
+                )
     for name, value in config.model.kwargs.items():
         if name in MODEL_KWARG_RANGES and ":" not in config.model.name and value is not None:
             problems += _check_kwarg(f"model.kwargs.{name}", value, MODEL_KWARG_RANGES[name])
@@ -212,20 +215,22 @@ def _check_key(key: str, value: Any) -> Iterator[Problem]:
     if value is None:
         return
     if key in RANGES and value not in RANGES[key]:
-        yield Problem(key, f"{show(value)} is out of range: {RANGES[key].limits_for(value)}")
+        yield Problem(key, f"{format_value(value)} is out of range: {RANGES[key].limits_for(value)}")
     elif key in LISTS:
         count, allowed, ascending = LISTS[key]
         good = len(value) == (count or max(1, len(value))) and all(number in allowed for number in value)
         if not good or (ascending and sorted(value) != value):
             order = ", the smaller one first" if ascending else ""
             limits = allowed.limits_for(max(value, default=0))
-            yield Problem(key, f"{show(value)} is not a list of {count or 'at least 1'} numbers, each {limits}{order}")
+            yield Problem(
+                key, f"{format_value(value)} is not a list of {count or 'at least 1'} numbers, each {limits}{order}"
+            )
     elif key in FORMS and not re.fullmatch(FORMS[key][0], value):
-        yield Problem(key, f"{show(value)} is not {FORMS[key][1]}")
+        yield Problem(key, f"{format_value(value)} is not {FORMS[key][1]}")
     elif key == "imports":
         for name in value:
             if not all(part.isidentifier() for part in name.split(".")):
-                yield Problem(key, f"{show(name)} is not the name of a module, such as my_package.my_models")
+                yield Problem(key, f"{format_value(name)} is not the name of a module, such as my_package.my_models")
     elif isinstance(value, str) and not value.strip() and key.partition(".")[0] != "expect":
         yield Problem(key, "is empty; write what it names")
 
@@ -235,7 +240,7 @@ def _check_kwarg(key: str, value: Any, allowed: Range) -> Iterator[Problem]:
     is_number = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
     if not is_number or not all(number in allowed for number in numbers):
         limits = allowed.limits_for(max(numbers, default=0)) if is_number else allowed
-        yield Problem(key, f"{show(value)} is out of range: {limits}")
+        yield Problem(key, f"{format_value(value)} is out of range: {limits}")
 
 
 def _not_finite(key: str, value: Any) -> Iterator[Problem]:
@@ -244,4 +249,4 @@ def _not_finite(key: str, value: Any) -> Iterator[Problem]:
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _not_finite(f"{key}.{name}" if isinstance(value, dict) else key, inner)
     elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(key, f"{show(value)} is not a finite number; write one, or leave it out")
+        yield Problem(key, f"{format_value(value)} is not a finite number; write one, or leave it out")

@@ -3,16 +3,15 @@
 Owns the table of them. A key that is written where it does nothing is a mistake that no result shows, so it is a
 problem, with one exception: where a later layer took away what it needs (`mix.mixup_alpha=0` over a recipe that sets
 `mix.prob`), that was meant, and the key falls back to its default. So a loaded config holds no such value, and neither
-does its dump. Called by `load` (forgotten), `check` (problems) and `engine.resume` (idle_keys).
+does its dump. Called by `load` (forgotten), `check` (problems) and `engine.resume` (ineffective_keys).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from imagenet_cls.config import keys
-from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import Config, MixConfig
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, format_value
 
 Heights = Mapping[keys.KeyPath, int]
 """Which layer wrote a value, counted from 1 upwards; keys at a default are not among them."""
@@ -46,12 +45,6 @@ _MIXING = ("mix.mixup_alpha", "mix.cutmix_alpha", "mix.cutmix_minmax")
 _NOTHING = "{value} does nothing"
 
 NEEDS = (
-    Need(
-        ("data.manifest",),
-        ("data.on_bad_image",),
-        lambda config: config.data.on_bad_image == "exclude",
-        "is used with data.on_bad_image exclude, which is error; make it null",
-    ),
     Need(
         ("data.repeats_multiple",),
         ("data.repeats",),
@@ -163,9 +156,14 @@ NEEDS = (
 )
 
 
-def idle_keys(config: Config) -> set[str]:
-    """The keys that do nothing in this config, whatever their values."""
-    return {subject for need in NEEDS if not need.is_met(config) for subject in need.subjects}
+def ineffective_keys(config: Config) -> dict[str, str]:
+    """The keys that have no effect in this config, whatever their values, and the keys that decide that."""
+    return {
+        subject: f"has no effect with this {' and '.join(need.switches)}"
+        for need in NEEDS
+        if not need.is_met(config)
+        for subject in need.subjects
+    }
 
 
 def forgotten(config: Config, heights: Heights) -> list[keys.KeyPath]:
@@ -188,7 +186,7 @@ def idle_problems(config: Config, heights: Heights, wrong: Collection[str]) -> I
         if need.words and (value != keys.default_of(path) or seems_to_act) and not {key, *need.switches} & told:
             told.add(key)
             switch = keys.value_of(config, tuple(need.switches[0].split(".")))
-            yield Problem(key, need.words.format(value=show(value), switch=show(switch)))
+            yield Problem(key, need.words.format(value=format_value(value), switch=format_value(switch)))
 
 
 def _unmet(config: Config) -> Iterator[tuple[Need, keys.KeyPath]]:

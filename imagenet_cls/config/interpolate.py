@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys
 from imagenet_cls.config.layers import Entry, Findings
-from imagenet_cls.config.origin import show
+from imagenet_cls.errors import format_value
 from imagenet_cls.lookup import did_you_mean
 
 MAX_CHARACTERS = 10_000
@@ -60,7 +60,9 @@ def interpolate(entries: dict[keys.KeyPath, Entry], findings: Findings) -> dict[
     faults = {path: _fault(path, entries[path], targets) for path in with_dollar}
     for path in with_dollar:
         if _length(path, entries, targets, lengths, ()) > MAX_CHARACTERS:
-            faults[path] = faults[path] or f"{show(entries[path].value)} leads back to itself, or to far too much text"
+            faults[path] = (
+                faults[path] or f"{format_value(entries[path].value)} leads back to itself, or to far too much text"
+            )
     whole = OmegaConf.create(nested({path: entry for path, entry in entries.items() if not faults.get(path)}))
     resolved = {path: entry for path, entry in entries.items() if path not in with_dollar}
     for path in (path for path in entries if path in with_dollar):
@@ -68,9 +70,13 @@ def interpolate(entries: dict[keys.KeyPath, Entry], findings: Findings) -> dict[
         if not message:
             try:
                 value = _select(whole, path)
-                message = "" if not any("${" in text for text in texts(value)) else f"{show(value)} holds a '${{' again"
+                message = (
+                    ""
+                    if not any("${" in text for text in texts(value))
+                    else f"{format_value(value)} holds a '${{' again"
+                )
             except OmegaConfBaseException as error:
-                message = f"{show(entries[path].value)} can't be resolved: {str(error).splitlines()[0]}"
+                message = f"{format_value(entries[path].value)} can't be resolved: {str(error).splitlines()[0]}"
         if message:
             findings.add(entries[path].origin, ".".join(path), message)
         else:
@@ -81,15 +87,15 @@ def interpolate(entries: dict[keys.KeyPath, Entry], findings: Findings) -> dict[
 def _fault(path: keys.KeyPath, entry: Entry, targets: dict[str, keys.KeyPath]) -> str:
     """What is wrong with the interpolations of one value as they are written; "" for nothing."""
     if len(path) == 2 and path[0] in keys.components() and path[1] == "name":
-        return f"{show(entry.value)}: a component's name can't be interpolated, since its defaults hang on it"
+        return f"{format_value(entry.value)}: a component's name can't be interpolated, since its defaults hang on it"
     for text in texts(entry.value):
         rest = _ALLOWED.sub("", text)
         resolver = _RESOLVER.search(rest)
         if resolver:
             name = resolver.group(1).strip()
-            return f"the resolver {name!r} in {show(text)} is refused; only ${{section.key}} is allowed"
+            return f"the resolver {name!r} in {format_value(text)} is refused; only ${{section.key}} is allowed"
         if "${" in rest:
-            return f"{show(text)} is refused; '${{' begins ${{section.key}}, and nothing else is allowed"
+            return f"{format_value(text)} is refused; '${{' begins ${{section.key}}, and nothing else is allowed"
         for name in _ALLOWED.findall(text):
             if name not in targets:
                 inside = any(target.startswith(name + ".") for target in targets)

@@ -11,14 +11,18 @@ import typing
 from functools import cache
 from typing import Any, Literal
 
-from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import Config
+from imagenet_cls.errors import format_value
 from imagenet_cls.lookup import nearest
 
 KeyPath = tuple[str, ...]
 """The parts of a dotted key. Parts of kwargs may themselves contain dots, so this, not the dotted text, is the
 identity.
 """
+
+
+REMOVED: tuple[KeyPath, KeyPath] = (("data", "on_bad_image"), ("data", "manifest"))
+"""Keys of older configs that are still read, in favour of `data.exclude`."""
 
 
 @cache
@@ -57,6 +61,31 @@ def components() -> tuple[str, ...]:
     return tuple(
         path[0] for path in sections() if len(path) == 1 and {(*path, "name"), (*path, "kwargs")} <= set(leaves())
     )
+
+
+_FLAGS = {
+    "per_machine": (
+        "data.root", "data.exclude", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "device",
+        "expect", "imports", "log.tensorboard", "log.plots", "model.checkpoint", "model.pretrained",
+        "distill.teacher.checkpoint", "distill.teacher.pretrained", "parallel.init_method", "parallel.timeout_sec",
+    ),
+    "not_recipe": (
+        "checkpoint", "log", "expect", "device", "imports", "eval.batch_size", "eval.every_epochs", "data.root",
+        "data.exclude", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "train.max_steps",
+        "train.max_nonfinite_steps", "train.deterministic", "train.compile", "train.grad_checkpointing",
+        "train.micro_batch_size", "parallel.mode", "parallel.device_ids", "parallel.output_device",
+        "parallel.backend", "parallel.init_method", "parallel.timeout_sec", "parallel.check_every_steps",
+        "model.pretrained", "model.checkpoint", "distill.teacher.pretrained", "distill.teacher.checkpoint",
+    ),
+}  # fmt: skip
+
+
+@cache
+def keys_with(flag: Literal["per_machine", "not_recipe"]) -> frozenset[str]:
+    """The dotted keys that have a flag. per_machine: machines may differ in them. not_recipe: not compared on resume,
+    since they change how fast, where or how visibly a run goes, but not what it computes."""
+    flagged = _FLAGS[flag]
+    return frozenset(key for key in map(".".join, leaves()) if key in flagged or key.partition(".")[0] in flagged)
 
 
 def default_of(path: KeyPath) -> Any:
@@ -129,11 +158,14 @@ def unknown_key(path: KeyPath) -> tuple[str, KeyPath | None]:
     section, name = path[:-1], path[-1]
     if (*section, *name.split(".")) in leaves():
         nested = ": {".join(name.split(".")) + ": ..." + "}" * name.count(".")
-        return f"unknown key {show('.'.join(path))}; dots are for the command line, in a file write {nested}", None
+        return (
+            f"unknown key {format_value('.'.join(path))}; dots are for the command line, in a file write {nested}",
+            None,
+        )
     names = [field.name for field in dataclasses.fields(sections()[section])]
     found = [(*section, near) for near in nearest(name, names)]
     found = found or [known for known in [*leaves(), *sections()] if known and known[-1] == name][:3]
-    message = f"unknown key {show('.'.join(path))}"
+    message = f"unknown key {format_value('.'.join(path))}"
     if found:
         return f"{message}; did you mean {' or '.join(repr('.'.join(known)) for known in found)}?", found[0]
     if "kwargs" in names:

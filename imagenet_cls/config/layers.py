@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.origin import Origin, format_line, real_path, show, shown_path
+from imagenet_cls.config.origin import Origin, format_line, real_path, shown_path
 from imagenet_cls.config.reader import UnreadableError
 from imagenet_cls.config.schema import COMPONENT_DEFAULTS, KWARGS_OF
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, format_value
 from imagenet_cls.lookup import nearest
 
 BASE = "_base_"
@@ -116,6 +116,8 @@ class _Walker:
                 self._not_a_section(path, reader.value_of(node), origin)
         elif inside_kwargs and isinstance(node, yaml.MappingNode) and node.tag == reader.MAP and node.value:
             self.walk(node, path)
+        elif path in keys.REMOVED:
+            self.layer.entries[path] = Entry(reader.value_of(node, str), origin)
         elif inside_kwargs or hint is not None:
             self.layer.entries[path] = Entry(reader.value_of(node, hint if hint is not None else Any), origin)
         else:
@@ -130,7 +132,7 @@ class _Walker:
             remedy = f"did you mean {key}.name: {value}?"
         else:
             remedy = f"it holds keys: {key}.NAME: value"
-        self.findings.add(origin, key, f"{show(value)} stands where a section is expected; {remedy}")
+        self.findings.add(origin, key, f"{format_value(value)} stands where a section is expected; {remedy}")
 
 
 def tree_layer(node: yaml.MappingNode, origin: Origin, findings: Findings) -> Layer:
@@ -183,7 +185,7 @@ class _FileReader:
             return []
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) and _may_be_a_path(name) for name in names):
-            self._unreadable(origin, f"{BASE}: {show(value)} is not a path or a list of paths")
+            self._unreadable(origin, f"{BASE}: {format_value(value)} is not a path or a list of paths")
             return []
         if len(names) > MAX_BASES or len(chain) > MAX_BASES:
             self._unreadable(origin, f"{BASE}: more than {MAX_BASES} files; let one stand for several")

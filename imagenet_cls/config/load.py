@@ -9,7 +9,7 @@ checkpoints).
 import typing
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from imagenet_cls.config.layers import (
     near_files,
     tree_layer,
 )
-from imagenet_cls.config.origin import Origin, format_problems, nearest_origin, show, shown_path
+from imagenet_cls.config.origin import Origin, format_line, format_problems, nearest_origin, shown_path
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import ConfigError, UsageError
+from imagenet_cls.errors import ConfigError, Problem, UsageError, format_value
 from imagenet_cls.lookup import did_you_mean
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
@@ -47,13 +47,14 @@ class Loaded:
     """A config and where each part of it came from.
 
     origins: by dotted key, of values and of the sections that a layer mentions. name: the file's stem, which names the
-    run folder. path: the file that was read.
+    run folder. path: the file that was read. warnings: removed keys that were read, and keys without effect.
     """
 
     config: Config
     origins: Mapping[str, Origin]
     name: str
     path: Path
+    warnings: list[str] = field(default_factory=list)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
@@ -74,12 +75,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     merged = merge([*layers, command_line_layer(overrides, findings)])
     if findings.unreadable:
         raise ConfigError(findings.lines)
+    warnings = _replace_removed(merged)
     config, origins = _build(merged, findings)
     doubtful = {key for key in map(".".join, keys.leaves()) if findings.in_doubt(key)}
     problems = check(config, doubtful, merged.heights)
     if findings.lines or problems:
         raise ConfigError([*findings.lines, *format_problems(problems, origins)])
-    return Loaded(config=config, origins=origins, name=file.stem, path=file)
+    return Loaded(config=config, origins=origins, name=file.stem, path=file, warnings=warnings)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -99,7 +101,9 @@ def config_from_dict(mapping: Mapping[str, Any]) -> Config:
     except (TypeError, reader.UnreadableError) as error:
         raise ConfigError([f"the stored config can't be read: {error}"]) from None
     assert isinstance(node, yaml.MappingNode)  # a dict was dumped
-    config, _ = _build(merge([tree_layer(node, Origin("the stored config"), findings)]), findings)
+    merged = merge([tree_layer(node, Origin("the stored config"), findings)])
+    _replace_removed(merged)
+    config, _ = _build(merged, findings)
     if findings.lines:
         raise ConfigError(findings.lines)
     return config
@@ -108,6 +112,20 @@ def config_from_dict(mapping: Mapping[str, Any]) -> Config:
 def dump_yaml(config: Config) -> str:
     """The config as YAML, every key with its value. Loading it gives an equal config."""
     return reader.dump(config_to_dict(config))
+
+
+def _replace_removed(merged: Merged) -> list[str]:
+    """Turn data.on_bad_image and data.manifest, which are no more, into data.exclude; return a warning for each."""
+    found = {path: merged.entries.pop(path) for path in keys.REMOVED if path in merged.entries}
+    policy, manifest = (found[path].value if path in found else None for path in keys.REMOVED)
+    exclude = merged.entries[("data", "exclude")]
+    if policy == "exclude" and exclude.origin is DEFAULT:
+        value = "${data.root}/verified_images.json" if manifest is None else manifest
+        merged.entries[("data", "exclude")] = Entry(value, found[keys.REMOVED[0]].origin)
+    return [
+        format_line(entry.origin, Problem(".".join(path), "was replaced by data.exclude, the path of that list"))
+        for path, entry in found.items()
+    ]
 
 
 def _build(merged: Merged, findings: Findings) -> tuple[Config, dict[str, Origin]]:
@@ -191,4 +209,4 @@ def _converted(path: keys.KeyPath, value: Any) -> Any:
     except (OmegaConfBaseException, OverflowError, ValueError):
         pass
     near = did_you_mean(value, typing.get_args(bare)) if isinstance(value, str) and keys.is_text(bare) else ""
-    raise ValueError(f"{show(value)} is not {keys.words_of(hint)}{near}")
+    raise ValueError(f"{format_value(value)} is not {keys.words_of(hint)}{near}")

@@ -8,9 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, shorten
 
 
 @dataclass(frozen=True)
@@ -46,26 +45,6 @@ def shown_path(path: Path) -> str:
     except (ValueError, OSError):
         shown = str(path)
     return shorten(shown, 300)
-
-
-def shorten(text: str, length: int) -> str:
-    """Its beginning, where it has more characters than `length`."""
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def show(value: Any) -> str:
-    """A value in the words of a config, in at most 100 characters: `'many'`, `null`, `true`, `[0.1, 1.0]`."""
-    if value is None:
-        text = "null"
-    elif isinstance(value, bool):
-        text = str(value).lower()
-    elif isinstance(value, list):
-        text = f"[{', '.join(map(show, value))}]"
-    elif isinstance(value, dict):
-        text = f"{{{', '.join(f'{key}: {show(item)}' for key, item in value.items())}}}"
-    else:
-        text = repr(value)
-    return shorten(text, 100)
 
 
 def format_line(origin: Origin | None, problem: Problem) -> str:

@@ -8,9 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 
 from imagenet_cls.config.idle import mixes
-from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, format_value
 
 
 def _weights(config: Config) -> Iterator[Problem]:
@@ -21,8 +20,10 @@ def _weights(config: Config) -> Iterator[Problem]:
 def _validation_part(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.val is not None and data.val_fraction is not None:
-        remedy = f"set data.val to null to hold out a share of data.train, or drop this to use {show(data.val)}"
-        yield Problem("data.val_fraction", f"{data.val_fraction} is given and data.val is {show(data.val)}; {remedy}")
+        remedy = f"set data.val to null to hold out a share of data.train, or drop this to use {format_value(data.val)}"
+        yield Problem(
+            "data.val_fraction", f"{data.val_fraction} is given and data.val is {format_value(data.val)}; {remedy}"
+        )
     brings_own_parts = data.name == "synthetic" or ":" in data.name
     if data.val is None and data.val_fraction is None and not brings_own_parts:
         yield Problem(
@@ -35,15 +36,16 @@ def _list_files(config: Config) -> Iterator[Problem]:
         for key, value in (("train", config.data.train), ("val", config.data.val)):
             if value == key:  # the default, which names a folder
                 yield Problem(
-                    f"data.{key}", f"{show(value)} names a folder; data.name list needs a file, such as {key}.txt"
+                    f"data.{key}",
+                    f"{format_value(value)} names a folder; data.name list needs a file, such as {key}.txt",
                 )
 
 
 def _bad_images(config: Config) -> Iterator[Problem]:
     data = config.data
-    if data.on_bad_image == "exclude" and (data.name == "synthetic" or ":" in data.name):
-        text = f"'exclude' leaves image files out, and data.name {show(data.name)} has none of ours; use error"
-        yield Problem("data.on_bad_image", text)
+    if data.exclude is not None and (data.name == "synthetic" or ":" in data.name):
+        text = f"leaves image files out, and data.name {format_value(data.name)} has none; make it null"
+        yield Problem("data.exclude", text)
 
 
 def _sizes(config: Config) -> Iterator[Problem]:
@@ -81,10 +83,12 @@ def _progressive(config: Config) -> Iterator[Problem]:
     if epochs is None and sizes is None:
         return
     if epochs is None or sizes is None or len(epochs) != len(sizes) or not epochs:
-        yield Problem(f"{key}.sizes_px", f"{show(sizes)} for epochs {show(epochs)}: give one size for each epoch")
+        yield Problem(
+            f"{key}.sizes_px", f"{format_value(sizes)} for epochs {format_value(epochs)}: give one size for each epoch"
+        )
         return
     if sorted(set(epochs)) != epochs or epochs[0] < 0:
-        yield Problem(f"{key}.epochs", f"{show(epochs)} are not different epochs from 0 on, the smallest first")
+        yield Problem(f"{key}.epochs", f"{format_value(epochs)} are not different epochs from 0 on, the smallest first")
     elif epochs[-1] > config.train.epochs:
         yield Problem(f"{key}.epochs", f"{epochs[-1]:g} is more than train.epochs {config.train.epochs}")
     multiple = config.augment.progressive.multiple_px
@@ -114,7 +118,7 @@ def _cutmix_sides(config: Config) -> Iterator[Problem]:
     size_px = min([config.augment.size_px, *(config.augment.progressive.sizes_px or [])])
     if int(size_px * least) >= int(size_px * most):
         text = f"leaves no side to choose in images of {size_px} px; let the two differ by a pixel at least"
-        yield Problem("mix.cutmix_minmax", f"{show(config.mix.cutmix_minmax)} {text}")
+        yield Problem("mix.cutmix_minmax", f"{format_value(config.mix.cutmix_minmax)} {text}")
 
 
 def _splits(config: Config) -> Iterator[Problem]:
@@ -137,7 +141,7 @@ def _distillation(config: Config) -> Iterator[Problem]:
     if kind == "none":
         if teacher.name is not None:
             yield Problem(
-                "distill.kind", f"is none, and distill.teacher.name is {show(teacher.name)}; say soft or hard"
+                "distill.kind", f"is none, and distill.teacher.name is {format_value(teacher.name)}; say soft or hard"
             )
         elif teacher.checkpoint is not None or teacher.pretrained:
             text = "is none, and distill.teacher has weights; say soft or hard and name the teacher, or drop them"
@@ -205,10 +209,10 @@ def _data_parallel(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     ids = parallel.device_ids
     if ids is not None and (not ids or min(ids) < 0 or len(set(ids)) < len(ids)):
-        yield Problem("parallel.device_ids", f"{show(ids)} is not a list of different GPUs, numbered from 0")
+        yield Problem("parallel.device_ids", f"{format_value(ids)} is not a list of different GPUs, numbered from 0")
     if ":" in config.device and (ids is not None or parallel.mode == "dp"):
         yield Problem(
-            "device", f"{show(config.device)} is one GPU; name it in parallel.device_ids, or all of them there"
+            "device", f"{format_value(config.device)} is one GPU; name it in parallel.device_ids, or all of them there"
         )
     if parallel.mode != "dp":
         if parallel.output_device is not None:
@@ -244,7 +248,7 @@ RULES: list[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]]] = [
     (("model.pretrained", "model.checkpoint"), _weights),
     (("data.name", "data.val", "data.val_fraction"), _validation_part),
     (("data.name", "data.train", "data.val"), _list_files),
-    (("data.name", "data.on_bad_image"), _bad_images),
+    (("data.name", "data.exclude"), _bad_images),
     (("eval.resize_px", "eval.crop_px"), _sizes),
     (("train.micro_batch_size", "train.global_batch_size"), _batches),
     (("schedule.warmup_epochs", "schedule.cooldown_epochs", "train.epochs"), _warmup),

@@ -67,12 +67,9 @@ class DataConfig:
     prefetch_batches: int = 2
     # Longest wait for a batch from a worker, in seconds. Then the run ends, and names the worker and its image.
     timeout_sec: float = 300.0
-    # What a training image that can't be read means. `error`: the run ends and names it. `exclude`: those that
-    # tools/verify_data.py has found are left out, at most one in 10,000; any other ends the run. Validation leaves none
-    # out.
-    on_bad_image: Literal["error", "exclude"] = "error"
-    # With `exclude`: the file that tools/verify_data.py wrote. null: verified_images.json in root.
-    manifest: str | None = None
+    # The list of bad images that tools/verify_data.py wrote: those of the training part are left out, at most one in
+    # 10,000. Any other image that can't be read ends the run, and validation leaves none out. null: leave none out.
+    exclude: str | None = None
     # Per channel (red, green, blue), of pixel values scaled to 0..1. null: what the model's weights were trained with
     # where the model says so, else ImageNet's.
     mean: list[float] | None = None

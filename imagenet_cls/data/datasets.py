@@ -1,6 +1,6 @@
 """The config's `data` section, turned into images: one function opens any kind of data set.
 
-Owns the meaning of `data.name`, `root`, `train`, `val`, `val_fraction` and `on_bad_image`. Refuses to guess: a part
+Owns the meaning of `data.name`, `root`, `train`, `val`, `val_fraction` and `exclude`. Refuses to guess: a part
 that is not there is an error that says what is. Called by `engine` (stage 2 of the check, and the opening) and by the
 tools.
 """
@@ -128,12 +128,12 @@ def _open_synthetic(data: DataConfig) -> dict[str, ImageSource | None]:
 
 
 def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, ImageSource | None], str | None]:
-    """The parts of `folder`, `list` and `digits`, and a note about what `data.on_bad_image` leaves out."""
+    """The parts of `folder`, `list` and `digits`, and a note about what `data.exclude` leaves out."""
     root = Path(data.root).expanduser()
-    indexes, note = _index_files(data, root, parts), None
-    remedy = f"replace the file, or leave it out: python tools/verify_data.py {root}, then data.on_bad_image=exclude"
-    if data.on_bad_image == "exclude" and "train" in indexes:
-        manifest = Path(data.manifest).expanduser() if data.manifest is not None else root / FILE_NAME
+    indexes, note, listed = _index_files(data, root, parts), None, root / FILE_NAME
+    remedy = f"replace the file, or leave it out: python tools/verify_data.py {root}, then data.exclude={listed}"
+    if data.exclude is not None and "train" in indexes:
+        manifest = Path(data.exclude).expanduser()
         indexes["train"], note = leave_out(indexes["train"], root, manifest)
         if "val" in indexes:
             refuse_bad(indexes["val"], root, manifest)

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.layout import is_image, listed
-from imagenet_cls.errors import DataError
+from imagenet_cls.errors import DataError, format_value
 
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category")
@@ -62,7 +61,7 @@ def read_rows(file: Path) -> list[Row]:
         words = line.strip().rsplit(maxsplit=1)
         if len(words) == 1:
             raise DataError(
-                f"{file}:{number}: {show(words[0])} is not `path label`\nput the image's class behind its path"
+                f"{file}:{number}: {format_value(words[0])} is not `path label`\nput the image's class behind its path"
             )
         if words:
             rows.append((number, words[0], words[1]))
@@ -105,7 +104,7 @@ def _csv_rows(file: Path, text: str) -> list[Row]:
             or not cells[path_column].strip()
             or not cells[label_column].strip()
         ):
-            row = show(",".join(cells))
+            row = format_value(",".join(cells))
             raise DataError(f"{file}:{reader.line_num}: {row} is not `path,label`\ngive both, separated by a comma")
         rows.append((reader.line_num, cells[path_column].strip(), cells[label_column].strip()))
     return rows
@@ -147,7 +146,7 @@ def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> 
         number, _, label = next(row for row in rows if row[2] in set(unknown))
         what = f"out of range 0 to {len(names) - 1}" if numbers else f"not among the {len(names)} classes"
         raise DataError(
-            f"{file}:{number}: label {show(label)} is {what} ({len(unknown)} such labels: {listed(unknown)})\n"
+            f"{file}:{number}: label {format_value(label)} is {what} ({len(unknown)} such labels: {listed(unknown)})\n"
             "correct the list, or name all classes, one a line, in a classes.txt beside the training list"
         )
     return np.fromiter((position[label] for _, _, label in rows), np.int64, len(rows)), names

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import sizes_px
-from imagenet_cls.errors import ConfigError
+from imagenet_cls.errors import ConfigError, format_value
 from imagenet_cls.guards.memory import out_of_memory
 from imagenet_cls.models.build import first_line
 from imagenet_cls.models.freeze import set_training
@@ -93,5 +92,5 @@ def _why_not(model: nn.Module, cfg: ModelConfig, key: str, size_px: int, error: 
         try:
             _outputs_for(model, made_for_px)
         except (AssertionError, RuntimeError, ValueError):
-            return f"model.kwargs: {cfg.name} with {show(cfg.kwargs)} can't take images: {first_line(error)}"
+            return f"model.kwargs: {cfg.name} with {format_value(cfg.kwargs)} can't take images: {first_line(error)}"
     return f"{key}: {cfg.name} can't take {size_px} px: {first_line(error)}{remedy}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from imagenet_cls.checkpoint.format import config_of
-from imagenet_cls.config.idle import idle_keys
+from imagenet_cls.config.check import ineffective_keys
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.guards.agreement import settings_of, versions
@@ -17,7 +17,7 @@ from imagenet_cls.guards.agreement import settings_of, versions
 # Sections and keys that change how fast, where or how visibly a run goes, but not what it computes.
 _FREE = (
     "checkpoint", "log", "expect", "device", "imports", "eval.batch_size", "eval.every_epochs", "data.root",
-    "data.on_bad_image", "data.manifest",  # what they leave out shows in the digest of the images
+    "data.exclude",  # what they leave out shows in the digest of the images
     "data.num_workers", "data.prefetch_batches", "data.timeout_sec",
     "train.max_steps", "train.max_nonfinite_steps", "train.deterministic",
     "train.compile", "train.grad_checkpointing", "train.micro_batch_size", "parallel.mode", "parallel.device_ids",
@@ -41,7 +41,8 @@ def check_resumable(state: dict[str, Any], parts: Parts, allowed: Sequence[str])
     # Through the schema: a key that is newer than the checkpoint has its default there.
     old = config_of(state, "the checkpoint")
     before, now = settings_of(old), settings_of(parts.config)
-    names = sorted({*before, *now} - idle_keys(old) - idle_keys(parts.config))  # what makes a key act is a key, too
+    ineffective = ineffective_keys(old).keys() | ineffective_keys(parts.config)
+    names = sorted({*before, *now} - ineffective)  # what makes a key act is a key, too
     changed = {key: (before.get(key), now.get(key)) for key in names if before.get(key) != now.get(key)}
     lines = [f"{key}: {was!r} -> {new!r}" for key, (was, new) in changed.items()]
     if "optimizer.name" in changed:

@@ -34,7 +34,7 @@ from imagenet_cls.parallel.process_group import Group, reported_by_main
 
 # What may differ from machine to machine.
 _LOCAL = {
-    "data.root", "data.manifest", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "device", "expect",
+    "data.root", "data.exclude", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "device", "expect",
     "imports", "log.tensorboard", "log.plots",
     "model.checkpoint", "model.pretrained", "distill.teacher.checkpoint", "distill.teacher.pretrained",
     "parallel.init_method", "parallel.timeout_sec",

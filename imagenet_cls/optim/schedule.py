@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 from imagenet_cls.config.check import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
-from imagenet_cls.config.origin import show
 from imagenet_cls.config.schema import ScheduleConfig
-from imagenet_cls.errors import ConfigError, Problem, UserError
+from imagenet_cls.errors import ConfigError, Problem, UserError, format_value
 from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, missing_kwargs_problems
 from imagenet_cls.optim.curves import BUILT_IN, Span, one_cycle_momentum
 
@@ -192,17 +191,17 @@ def _wrong_values(kwargs: dict[str, Any]) -> Iterator[Problem]:
     for name, value in kwargs.items():
         key = f"schedule.kwargs.{name}"
         if name == "anneal" and value not in ANNEALS:
-            yield Problem(key, f"{show(value)} is not one of {', '.join(ANNEALS)}")
+            yield Problem(key, f"{format_value(value)} is not one of {', '.join(ANNEALS)}")
         elif name in TIMES and not (_numbers(value, NOT_NEGATIVE) and sorted(set(value)) == value):
-            yield Problem(key, f"{show(value)} is not a list of different epochs from 0 on, the smallest first")
+            yield Problem(key, f"{format_value(value)} is not a list of different epochs from 0 on, the smallest first")
         elif name == "factors" and not _numbers(value, NOT_NEGATIVE):
-            yield Problem(key, f"{show(value)} is not a list of numbers, each {NOT_NEGATIVE}")
+            yield Problem(key, f"{format_value(value)} is not a list of numbers, each {NOT_NEGATIVE}")
         elif name in NUMBERS and not (name.endswith("_momentum") and value is None):
             whole = name in WHOLE
             if not _numbers([value], NUMBERS[name]) or (whole and not isinstance(value, int)):
                 kind = "a whole number, " if whole else ""
                 limits = NUMBERS[name].limits_for(value) if isinstance(value, int | float) else NUMBERS[name]
-                yield Problem(key, f"{show(value)} is out of range: {kind}{limits}")
+                yield Problem(key, f"{format_value(value)} is out of range: {kind}{limits}")
 
 
 def _numbers(value: Any, allowed: Range) -> bool:
@@ -267,7 +266,7 @@ def unusable_rates(schedule: Schedule, total_steps: int) -> str | None:
 
     Each must be finite, not negative, and at most 10,000 times the run's own rate, or 10,000 where that is below 1.
     """
-    name, kwargs = schedule.settings.name, show(schedule.settings.kwargs)
+    name, kwargs = schedule.settings.name, format_value(schedule.settings.kwargs)
     highest = _HIGHEST_FACTOR * max(schedule.span.base_lr, 1.0)
     spaced = range(0, total_steps, math.ceil(total_steps / _MOST_LOOKED_AT))
     for step in (*spaced, total_steps - 1):

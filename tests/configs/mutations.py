@@ -174,7 +174,7 @@ EXCLUSIVE = {
     "train.precision": ("train.precision=fp16", "device=cpu"),
     "parallel.backend": ("parallel.backend=nccl", "device=cpu"),
     "augment.splits": ("augment.splits=3", "mix.mixup_alpha=0.2"),
-    "data.manifest": ("data.manifest=m.json", "data.on_bad_image=error"),
+    "data.exclude": ("data.exclude=m.json", "data.name=synthetic"),
     "eval.crop_pct": ("eval.crop_pct=0.9", "eval.resize_px=300"),
     "mix.prob": ("mix.prob=0.3", "mix.mixup_alpha=0", "mix.cutmix_alpha=0"),
     "schedule.warmup_start_factor": ("schedule.warmup_start_factor=0.3", "schedule.warmup_epochs=0"),

@@ -54,10 +54,7 @@ SHORT = {key: column for column, key in COLUMNS.items()}
 
 # Keys that don't decide what is computed, by their beginnings.
 NOT_HELD = (
-    *(
-        f"data.{key}"
-        for key in ("name", "root", "train", "val", "num_workers", "prefetch", "timeout", "on_bad", "mani")
-    ),
+    *(f"data.{key}" for key in ("name", "root", "train", "val", "num_workers", "prefetch", "timeout", "exclude")),
     *(f"train.{key}" for key in ("precision", "compile", "channels_last", "grad_checkp", "deterministic", "max_nonf")),
     *(f"parallel.{key}" for key in ("mode", "backend", "device_ids", "output_device", "init", "timeout", "check")),
     *("eval.batch_size", "eval.every_epochs", "checkpoint.", "log.", "expect.", "seed", "device"),

@@ -22,7 +22,7 @@ from imagenet_cls.data.shared_memory import check_shared_memory
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.report.log import close_log
 
-EXCLUDE = {"data__on_bad_image": "exclude"}
+EXCLUDE = {"data__exclude": "${data.root}/" + FILE_NAME}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_bad_image_is_left_out_as_if_it_had_never_been_there(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, error = ended(capsys, words(folder, tmp_path / "error"))
-    assert code == 3 and f"{bad_image(folder)} (image 29): damaged" in error and "data.on_bad_image=exclude" in error
+    assert code == 3 and f"{bad_image(folder)} (image 29): damaged" in error and "data.exclude=" in error
     code, error = ended(capsys, words(folder, tmp_path / "none", **EXCLUDE))
     assert code == 3 and FILE_NAME in error and "tools/verify_data.py" in error
     write_manifest(folder)
@@ -140,10 +140,8 @@ def test_validation_leaves_nothing_out(folder: Path, tmp_path: Path, capsys: pyt
 
 
 def test_data_sets_without_files_have_none_to_leave_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, error = ended(capsys, arguments(tmp_path, tmp_path / "run", data__name="synthetic", **EXCLUDE))
-    assert code == 2 and "data.on_bad_image: 'exclude'" in error
-    code, error = ended(capsys, arguments(tmp_path, tmp_path / "run", data__manifest="m.json"))
-    assert code == 2 and "data.manifest: is used with" in error
+    code, error = ended(capsys, arguments(tmp_path, tmp_path / "run", data__name="synthetic", data__exclude="m.json"))
+    assert code == 2 and "data.exclude: " in error
 
 
 # ------------------------------------------------------------------------------------------------ data workers

@@ -296,7 +296,7 @@ def test_the_tool(odd_root: Path, image_folder: Path, tmp_path: Path, capsys: py
     manifest = tmp_path / "m.json"
     code, out, err = tool(capsys, odd_root, "--out", manifest, "--threads", 1)
     assert code == 3 and "bad: train/bad/empty.JPEG: an empty file" in out and "16 images" in out
-    assert "9 of 16 images are bad" in err[0] and f"data.manifest={manifest}" in err[1]
+    assert "9 of 16 images are bad" in err[0] and f"data.exclude={manifest}" in err[1]
     code, out, err = tool(capsys, image_folder, "--out", manifest)
     assert code == 0 and "49 images" in out and "other than the time before: train, val" in out and not err
     assert "the same as the time before" in tool(capsys, image_folder, "--out", manifest)[1]
@@ -327,7 +327,7 @@ def test_the_images_of_a_config(image_folder: Path, tmp_path: Path, capsys: pyte
     assert {image.path for image in read_manifest(root / FILE_NAME).bad} == {"folder.jpg", "missing.JPEG"}
     assert tool(capsys, config, "data.name=synthetic")[0] == 2
     # and what it says holds for the list
-    data = DataConfig(name="list", root=str(root), train="train.txt", val="val.txt", on_bad_image="exclude")
+    data = DataConfig(name="list", root=str(root), train="train.txt", val="val.txt", exclude=str(root / FILE_NAME))
     with pytest.raises(DataError, match="2 of 14 training images are bad, and at most 1"):
         open_datasets(data)
     (root / "train.txt").write_text("".join(line for line in lines if "folder.jpg" not in line))
@@ -354,7 +354,7 @@ def one_bad(image_folder: Path, tmp_path: Path) -> Path:
 
 
 def excluding(root: Path, **changes: Any) -> DataConfig:
-    return replace(DataConfig(root=str(root), on_bad_image="exclude"), **changes)
+    return replace(DataConfig(root=str(root), exclude=str(root / FILE_NAME)), **changes)
 
 
 def test_a_bad_image_is_left_out_and_the_digest_says_so(one_bad: Path, image_folder: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_bad_image_is_left_out_and_the_digest_says_so(one_bad: Path, image_fol
     assert open_datasets(excluding(one_bad)).train.digest() == opened.train.digest()  # type: ignore[union-attr]
     # seen from elsewhere, by another name for the same place, and with a manifest elsewhere
     (one_bad / FILE_NAME).rename(one_bad.parent / "m.json")
-    other = excluding(one_bad / "train" / "..", train="./train", manifest=str(one_bad.parent / "m.json"))
+    other = excluding(one_bad / "train" / "..", train="./train", exclude=str(one_bad.parent / "m.json"))
     assert open_datasets(other).train.digest() == opened.train.digest()  # type: ignore[union-attr]
     # a validation part that is held out stays as it was
     held_out = {"val": None, "val_fraction": 0.2}
