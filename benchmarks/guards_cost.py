@@ -26,6 +26,7 @@ from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.saving import Behind
 from imagenet_cls.guards.agreement import digest_of_sources, tensors_held
 from imagenet_cls.guards.heartbeat import Heartbeat, Member
+from imagenet_cls.guards.nonfinite import NonFiniteGuard
 from imagenet_cls.guards.replicas import ReplicaCheck, tensor_hashes
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group, init_group
@@ -97,7 +98,7 @@ def on_one_rank(calls: int) -> Iterator[Row]:
     yield Row("norm of the gradient", few, measured(lambda: nn.utils.get_total_norm(gradients), few), 1, _NORM)
     statistics, skipped = BatchNormStatistics(model, group), torch.tensor(False)
     yield Row("BatchNorm's statistics settled", calls, measured(lambda: statistics.sync(skipped), calls), 1)
-    meter = Meter(group, 256, 10, overflow_is_normal=False)
+    meter, nonfinite = Meter(group, 256), NonFiniteGuard(group, 10, 1000)
     every = LogConfig().every_steps
     loss = torch.tensor(1.0)
     yield Row("meter: a step noted", calls, measured(lambda: meter.add(1, 0, 0.1, loss, norm, skipped), calls), 1)
@@ -105,8 +106,8 @@ def on_one_rank(calls: int) -> Iterator[Row]:
     def look() -> None:
         meter.rows, meter.values = [(1, 0, 0.1)] * every, values
         records = meter.flush()
-        meter.note_nonfinite(records)
-        meter.check_finite(records)
+        nonfinite.note(records)
+        nonfinite.check(records, meter.own_losses)
 
     values = meter.values[:every]
     yield Row(f"meter: {every} steps read", calls, measured(look, calls), 1 / every)

@@ -5,7 +5,7 @@ step.
 """
 
 from collections.abc import Iterator
-from functools import partial
+from copy import copy
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -19,7 +19,7 @@ from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.saving import Saver
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.guards.agreement import tensors_held
-from imagenet_cls.guards.nonfinite import samples_of_step
+from imagenet_cls.guards.nonfinite import NonFiniteGuard
 from imagenet_cls.guards.replicas import ReplicaCheck
 from imagenet_cls.models.ema import update_ema
 from imagenet_cls.models.freeze import set_training
@@ -36,14 +36,15 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
     DataError from a worker, or ResourceError from a save.
     """
     cfg, plan, device, seed = p.config, p.plan, p.group.device, p.config.seed
-    meter, drift = meter_for(p), drift_check_for(p, progress.step)
+    meter, drift = Meter(p.group, plan.global_batch), drift_check_for(p, progress.step)
+    nonfinite = nonfinite_guard_for(p)
 
     def report_steps() -> None:
         records = meter.flush()
         reporter.train(records)
-        if note := meter.note_nonfinite(records, plan.total_steps):
+        if note := nonfinite.note(records):
             reporter.event(progress.step, note)
-        meter.check_finite(records)
+        nonfinite.check(records, meter.own_losses)
 
     def save() -> None:
         drift.check(progress.step)  # what the ranks disagree about is not worth saving
@@ -53,7 +54,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
         signal_number = 0
         if evaluation_due(p, progress):
             improved, signal_number = evaluate_all(p, progress, reporter, stop)
-            if improved or signal_number or save_due(p, progress.step, meter.in_doubt):
+            if improved or signal_number or save_due(p, progress.step, nonfinite.last_step_finite):
                 save()
         if signal_number or progress.step >= plan.total_steps:
             return signal_number
@@ -95,21 +96,27 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
             saver.check()
             if save_due(p, progress.step) and not evaluation_due(p, progress):
                 report_steps()
-                if save_due(p, progress.step, meter.in_doubt):
+                if save_due(p, progress.step, nonfinite.last_step_finite):
                     save()
                 meter.restart_clock()
         report_steps()
 
 
-def meter_for(p: Parts) -> Meter:
-    assert p.data.train is not None
-    return Meter(
-        p.group,
-        p.plan.global_batch,
-        p.config.train.max_nonfinite_steps,
-        overflow_is_normal=p.scaler.is_enabled(),
-        samples_of=partial(samples_of_step, p.train_loader.sampler, p.data.train),
-    )
+def nonfinite_guard_for(p: Parts) -> NonFiniteGuard:
+    source, sampler = p.data.train, p.train_loader.sampler
+    assert source is not None
+
+    def samples_of(step: int) -> list[str]:
+        """Names of the images that this rank reads in a step (counted from 1), each once: the order is a pure function
+        of the step.
+        """
+        own = copy(sampler)
+        own.set_epoch(*divmod(step - 1, own.steps_per_epoch))
+        share = own.global_batch_size // own.world_size
+        return list(dict.fromkeys(source.name(index) for _, index, _ in islice(own, share)))
+
+    fp16 = p.scaler.is_enabled()
+    return NonFiniteGuard(p.group, p.config.train.max_nonfinite_steps, p.plan.total_steps, fp16, samples_of)
 
 
 def drift_check_for(p: Parts, start_step: int) -> ReplicaCheck:
@@ -127,16 +134,16 @@ def evaluation_due(p: Parts, progress: Progress) -> bool:
     return (at_end or at_epoch) and progress.evaluated_step < progress.step
 
 
-def save_due(p: Parts, step: int, in_doubt: bool = False) -> bool:
+def save_due(p: Parts, step: int, last_step_finite: bool = True) -> bool:
     """At the end of the run, and as `checkpoint.every_steps` and `checkpoint.every_epochs` say.
 
-    in_doubt: the last step gave NaN. Until the end such a state takes no other checkpoint's place.
+    last_step_finite: false where the last step was NaN. Until the end such a state does not replace a checkpoint.
     """
     every_steps, every_epochs = p.config.checkpoint.every_steps, p.config.checkpoint.every_epochs
     epochs, rest = divmod(step, p.plan.steps_per_epoch)
     by_steps = every_steps is not None and step % every_steps == 0
     by_epochs = every_epochs is not None and rest == 0 and epochs % every_epochs == 0
-    return step >= p.plan.total_steps or ((by_steps or by_epochs) and not in_doubt)
+    return step >= p.plan.total_steps or ((by_steps or by_epochs) and last_step_finite)
 
 
 class _Stopped(Exception):

@@ -1,85 +1,128 @@
-"""The end of a run whose loss or gradient is no longer finite: which ranks it was, and what they were looking at.
+"""Steps whose loss or gradient is NaN or infinite: counted, reported, and too many in a row end the run.
 
-Owns the words of NonFiniteError, and who says them. Refuses to count steps, which `engine.meter` does before it asks
-here. Nothing of this costs a step anything: ranks tell each other what they saw only when the run ends.
+Such a step never changes the weights (`engine.step`). Nothing here costs a step anything: the ranks exchange what they
+saw only when the run ends.
 """
 
 import logging
 import math
-from collections.abc import Sequence
-from copy import copy
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from imagenet_cls.data import EpochSampler, ImageSource
 from imagenet_cls.errors import NonFiniteError
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group, reported_by_main
 
-# Of the samples, on the screen; the logs have all.
+# Samples that the error lists; the log lists all.
 _SHOWN = 3
 
+# fp16: GradScaler starts at 65,536 and halves the scale at each overflow until the gradients fit.
+_LOSS_SCALE_SEARCH_STEPS = 50
 
-def samples_of_step(sampler: EpochSampler, source: ImageSource, step: int) -> list[str]:
-    """Names of the images that this rank saw in a step (from 1 on), repeated ones once: the sampler's order is a pure
-    function of the step, so nobody has to carry names through the loader. sampler: this rank's; left as it is.
+
+class NonFiniteGuard:
+    """Counts the steps without a finite loss and gradient in the records of `Meter.flush`.
+
+    last_step_finite: false where a checkpoint of the last step would hold a state that may already be damaged. With
+    `fp16`, a skipped step with a finite loss is normal: the loss scale was too high.
     """
-    sampler = copy(sampler)
-    sampler.set_epoch(*divmod(step - 1, sampler.steps_per_epoch))
-    share = sampler.global_batch_size // sampler.world_size
-    return list(dict.fromkeys(source.name(index) for _, index, _ in islice(sampler, share)))
+
+    def __init__(
+        self,
+        group: Group,
+        max_steps: int,
+        total_steps: int,
+        fp16: bool = False,
+        samples_of: Callable[[int], Sequence[str]] = lambda step: (),
+    ):
+        """max_steps: `train.max_nonfinite_steps`. total_steps: of the run. samples_of: the names of the images that
+        this rank read in a step (counted from 1); called once, when the run ends with an error.
+        """
+        self.group = group
+        self.max_steps = max_steps
+        self.total_steps = total_steps
+        self.fp16 = fp16
+        self.samples_of = samples_of
+        self.last_step_finite = True
+        self.count = 0
+        self.in_a_row = 0
+
+    def note(self, records: Sequence[dict[str, Any]]) -> str | None:
+        """A line about the non-finite steps among `records`; None where there are none."""
+        steps = [record["step"] for record in records if not self._is_fine(record)]
+        if not steps:
+            return None
+        self.count += len(steps)
+        which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+        ending = "; it was the last step of the run: check the evaluation before you use the weights"
+        return (
+            f"{which}: loss or gradient was NaN or infinite ({self.count} such steps since the start)"
+            f"{ending if steps[-1] == self.total_steps else ''}"
+        )
+
+    def check(self, records: Sequence[dict[str, Any]], own_losses: Tensor | None) -> None:
+        """Raise NonFiniteError, on all ranks alike, after too many non-finite steps in a row.
+
+        records: the same on all ranks, since losses and gradients are reduced. own_losses: (steps,), this rank's loss
+        in each of them, on any device; only read where the run ends.
+        """
+        for row, record in enumerate(records):
+            finite_loss = math.isfinite(record["loss"])
+            self.last_step_finite = self._is_fine(record)
+            self.in_a_row = 0 if finite_loss and "skipped" not in record else self.in_a_row + 1
+            patience = _LOSS_SCALE_SEARCH_STEPS if self.fp16 and finite_loss else 0
+            if self.in_a_row >= self.max_steps + patience:
+                assert own_losses is not None
+                raise self._error(record, own_losses[row].item())
+
+    def _is_fine(self, record: dict[str, Any]) -> bool:
+        return math.isfinite(record["loss"]) and (self.fp16 or "skipped" not in record)
+
+    def _error(self, record: dict[str, Any], own_loss: float) -> NonFiniteError:
+        """A collective. Names the ranks whose own loss was not finite. Where all were finite, only the gradient
+        overflowed, and after the all-reduce it is not known on which rank.
+        """
+        step = record["step"]
+        samples = self.samples_of(step)
+        mine = (math.isfinite(own_loss), len(samples), list(samples[:_SHOWN]))
+        seen: list[Any] = [mine]
+        if self.group.control is not None:
+            seen = [None] * self.group.world_size
+            dist.all_gather_object(seen, mine, group=self.group.control)
+        with_nan = [rank for rank, (is_finite, _, _) in enumerate(seen) if not is_finite]
+        suspects = with_nan or list(range(self.group.world_size))
+        if self.group.rank in suspects:
+            logging.getLogger("imagenet_cls").info("the samples of step %d on this rank: %s", step, ", ".join(samples))
+        lines = [
+            f"loss or gradient was NaN or infinite in {self.in_a_row} steps in a row, the last one step {step} "
+            f"(loss {record['loss']:g}, lr {record['lr']:g}).",
+            "Lower optimizer.lr, warm up longer, or set train.clip_norm.",
+        ]
+        if count := sum(seen[rank][1] for rank in suspects):
+            shown = [name for rank in suspects for name in seen[rank][2]][:_SHOWN]
+            more = f" and {count - len(shown)} more (logs/rank{suspects[0]}.log)" if count > len(shown) else ""
+            what = "the loss" if with_nan else "the gradient (the losses were finite)"
+            where = f"{name_ranks(suspects)} of {self.group.world_size}"
+            lines.insert(1, f"It was {what} on {where}, from {', '.join(shown)}{more}.")
+        error = NonFiniteError("\n".join(lines))
+        reported_by_main(error, self.group)
+        return error
 
 
 def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
-    """Raise NonFiniteError, on every rank alike, where a trained weight is NaN or infinite: no step can mend that, so
-    such a state is not worth saving, and must not take the place of one that is.
+    """Raise NonFiniteError, on all ranks alike, where a trained weight is NaN or infinite.
+
+    No later step can repair that, so such a state must not replace a good checkpoint.
     """
-    # A sum is as finite as what it adds, and takes a tenth of the time of a norm on a CPU.
+    # The sum is finite where all terms are, and takes a tenth of the time of a norm on a CPU.
     sums = [weight.detach().sum(dtype=torch.float32) for weight in model.parameters() if weight.requires_grad]
     if sums and not torch.stack(sums).isfinite().all():
         error = NonFiniteError(
-            f"weights are NaN or infinite after step {step}, by too large an update: this state is not saved.\n"
-            "Lower optimizer.lr, warm up longer, or set train.clip_norm; a checkpoint from before is as it was."
+            f"weights are NaN or infinite after step {step}: the update was too large. This state is not saved.\n"
+            "Lower optimizer.lr, warm up longer, or set train.clip_norm; older checkpoints are unchanged."
         )
         raise reported_by_main(error, group)
-
-
-def nonfinite_error(
-    record: dict[str, Any], steps_in_a_row: int, own_loss: float, samples: Sequence[str], group: Group
-) -> NonFiniteError:
-    """What every rank raises when a run gives up. A collective: the loss is that of all ranks together, so all get
-    here at the same step.
-
-    record: the step that was one too many, as `Meter.flush` made it. own_loss: this rank's in that step. samples: what
-    it saw in it. Ranks whose own loss was not finite are named; where each was finite, it was the gradient that
-    overflowed, on nobody knows which rank.
-    """
-    logger = logging.getLogger("imagenet_cls")
-    mine = (math.isfinite(own_loss), len(samples), list(samples[:_SHOWN]))
-    seen: list[Any] = [mine]
-    if group.control is not None:
-        seen = [None] * group.world_size
-        dist.all_gather_object(seen, mine, group=group.control)
-    culprits = [rank for rank, (is_finite, _, _) in enumerate(seen) if not is_finite]
-    suspects = culprits or list(range(group.world_size))
-    if group.rank in suspects:
-        logger.info("the samples of step %d on this rank: %s", record["step"], ", ".join(samples))
-    lines = [
-        f"loss or gradient was NaN or infinite in {steps_in_a_row} steps in a row, the last one step "
-        f"{record['step']} (loss {record['loss']:g}, lr {record['lr']:g}).",
-        "Such a gradient is never applied, but too large an update makes weights NaN, too. Lower optimizer.lr, warm "
-        "up longer, or set train.clip_norm.",
-    ]
-    count = sum(seen[rank][1] for rank in suspects)
-    if count:
-        told = [name for rank in suspects for name in seen[rank][2]][:_SHOWN]
-        more = f" and {count - len(told)} more (logs/rank{suspects[0]}.log)" if count > len(told) else ""
-        what = "the loss" if culprits else "the gradient, after finite losses,"
-        lines.insert(1, f"It was {what} on {name_ranks(suspects)} of {group.world_size}, from {', '.join(told)}{more}.")
-    error = NonFiniteError("\n".join(lines))
-    reported_by_main(error, group)
-    return error
