@@ -7,7 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.commands.program import main, positive
+from imagenet_cls.commands.arguments import positive
+from imagenet_cls.commands.program import main
 from imagenet_cls.errors import UsageError
 
 

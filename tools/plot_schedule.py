@@ -1,11 +1,11 @@
-"""Draw learning rate, momentum and training resolution over a run, before any training. See --help."""
+"""Plot learning rate, momentum and training resolution of a run, without training. See --help."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.commands.program import main
+from imagenet_cls.commands.plot_schedule import main
 
 if __name__ == "__main__":
-    sys.exit(main("imagenet_cls.commands.plot_schedule:plot_schedule_command"))
+    main()

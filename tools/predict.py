@@ -1,11 +1,11 @@
-"""Name what is on images, with nothing but a checkpoint folder. See --help."""
+"""Classify images with a checkpoint folder. See --help."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.commands.program import main
+from imagenet_cls.commands.predict import main
 
 if __name__ == "__main__":
-    sys.exit(main("imagenet_cls.commands.predict:predict_command"))
+    main()

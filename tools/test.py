@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.commands.program import main
+from imagenet_cls.commands.test import main
 
 if __name__ == "__main__":
-    sys.exit(main("imagenet_cls.commands.test:evaluate_command"))
+    main()

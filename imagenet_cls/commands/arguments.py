@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments that several commands share, and argparse types."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,31 +6,59 @@ from collections.abc import Sequence
 from imagenet_cls.errors import UsageError
 
 
-def add_words(parser: argparse.ArgumentParser) -> None:
-    """What every command with a config takes: the config, changes to it, and how to see a traceback."""
-    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="a config file, and changes to it")
-    parser.add_argument(
-        "--cfg-options", nargs="+", metavar="key=value", help="changes to the config, as mmdetection has them"
-    )
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the config file and its overrides, for `split_overrides`, and --traceback."""
+    parser.add_argument("arguments", nargs="*", metavar="CONFIG key=value", help="a config file, and overrides")
+    parser.add_argument("--cfg-options", nargs="+", metavar="key=value", help="overrides, as mmdetection has them")
+    add_traceback(parser)
+
+
+def add_traceback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
 def add_allow_import(parser: argparse.ArgumentParser) -> None:
-    """What a checkpoint's own config may run: see `models.trust`."""
+    """Add --allow-import: code that the config in a checkpoint may name, see `models.trust`."""
     parser.add_argument(
         "--allow-import", metavar="NAME", action="append", default=[],
-        help="let the checkpoint call this my_module:my_factory, or import this module; may be repeated",
+        help="let the checkpoint use this my_module:my_factory, or import this module; may be repeated",
     )  # fmt: skip
 
 
-def split_words(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that are changes to the config (key=value), and the others: at most as many as `names`."""
-    words = [*arguments.words, *(arguments.cfg_options or [])]
-    changes = [word for word in words if "=" in word]
-    others = [word for word in words if "=" not in word]
+def split_overrides(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides (key=value) and the other arguments, which `names` describes: at most as many as `names`."""
+    every = [*arguments.arguments, *(arguments.cfg_options or [])]
+    overrides = [argument for argument in every if "=" in argument]
+    others = [argument for argument in every if "=" not in argument]
     if len(others) > len(names):
         raise UsageError(
-            f"can't tell what {others[len(names)]!r} is: this takes {' and '.join(names)}, and changes as key=value.\n"
-            "Write key=value without spaces around the equals sign."
+            f"unexpected argument {others[len(names)]!r}: this takes {' and '.join(names)}, and overrides.\n"
+            "Write overrides as key=value, without spaces around the equals sign."
         )
-    return changes, others
+    return overrides, others
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    return _whole_number(text, 1)
+
+
+def not_negative(text: str) -> int:
+    """An argparse type: a whole number of at least 0."""
+    return _whole_number(text, 0)
+
+
+def port_number(text: str) -> int:
+    """An argparse type: a TCP port."""
+    return _whole_number(text, 1, 65535)
+
+
+def _whole_number(text: str, least: int, most: int | None = None) -> int:
+    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
+    return number

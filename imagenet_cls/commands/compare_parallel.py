@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imagenet_cls.commands import program
+from imagenet_cls.commands.arguments import positive
 from imagenet_cls.commands.compare_ways import as_words, choose_settings, plan_ways
 from imagenet_cls.commands.distributed import TOOLS
-from imagenet_cls.commands.program import positive
 from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.interrupts import raise_interrupts
 
@@ -33,6 +34,11 @@ class RunFailed(UserError):
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def main() -> None:
+    """`tools/compare_parallel.py`."""
+    program.main(compare_command)
 
 
 def compare_command(argv: Sequence[str]) -> int:

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imagenet_cls.commands.program import not_negative, open_streams, port_number, positive, show
+from imagenet_cls.commands.arguments import not_negative, port_number, positive
+from imagenet_cls.commands.program import open_streams, print_error
 from imagenet_cls.config.load import Loaded
 from imagenet_cls.config.schema import ParallelConfig
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError
@@ -168,13 +169,13 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> None:
     except Stopped as stopped:
         # Not an error to be reported by the launching process: every rank stops, and rank 0 says so.
         if rank == 0:
-            show(requeue(stopped, os.environ), argv)
+            print_error(requeue(stopped, os.environ), argv)
         code, together = code_after_stop(stopped.exit_code), True
     except UserError as error:
         write_error_file(str(error), error.exit_code)
         if not launched and not error.reported_by_main:
             time.sleep(0.0 if rank == 0 else 1.0)
-            show(error, argv)
+            print_error(error, argv)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imagenet_cls.commands import program
+from imagenet_cls.commands.arguments import positive
 from imagenet_cls.commands.distributed import check_names
-from imagenet_cls.commands.program import positive
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.errors import UsageError
@@ -36,6 +37,11 @@ class Course:
     lr: Sequence[float]
     momentum: Sequence[float] | None
     size_px: Sequence[int]
+
+
+def main() -> None:
+    """`tools/plot_schedule.py`."""
+    program.main(plot_schedule_command)
 
 
 def plot_schedule_command(argv: Sequence[str]) -> None:

@@ -7,14 +7,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from imagenet_cls.commands.arguments import add_allow_import
-from imagenet_cls.commands.program import positive
+from imagenet_cls.commands import program
+from imagenet_cls.commands.arguments import add_allow_import, positive
 from imagenet_cls.commands.test import write_csv
 from imagenet_cls.parallel.environment import RankInfo
 
 
+def main() -> None:
+    """`tools/predict.py`."""
+    program.main(predict_command)
+
+
 def predict_command(argv: Sequence[str]) -> None:
-    """`tools/predict.py`: name what is on images."""
+    """Classify images with a checkpoint folder."""
     parser = argparse.ArgumentParser(
         prog="predict.py", description="Name what is on images, with a checkpoint folder alone."
     )

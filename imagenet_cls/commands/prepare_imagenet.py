@@ -21,6 +21,7 @@ from typing import IO, Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from imagenet_cls.commands import program
 from imagenet_cls.data.ilsvrc import TRAIN_TAR, Source, find_source, safe_members, validation_labels
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.layout import class_folders, is_image
@@ -54,6 +55,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--expect-val", type=int, default=50_000, metavar="N")
     parser.add_argument("--no-count-check", action="store_true", help="do not compare the counts at the end")
     return parser.parse_args(argv)
+
+
+def main() -> None:
+    """`tools/prepare_imagenet.py`."""
+    program.main(prepare_main)
 
 
 def prepare_main(argv: Sequence[str] | None = None) -> int:

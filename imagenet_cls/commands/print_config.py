@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from imagenet_cls.commands import program
 from imagenet_cls.config import reader
 from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, load_config
 from imagenet_cls.config.schema import Config
@@ -56,6 +57,11 @@ def diff_lines(mine: Config, other: Config) -> list[str]:
         for key in every_key
         if left.get(key, ABSENT) != right.get(key, ABSENT) and {left.get(key), right.get(key)} != {None, "{}"}
     ]
+
+
+def main() -> None:
+    """`tools/print_config.py`."""
+    program.main(print_config_main)
 
 
 def print_config_main(argv: Sequence[str]) -> int:

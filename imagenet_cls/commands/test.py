@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from imagenet_cls.commands.arguments import add_allow_import, add_words, split_words
+from imagenet_cls.commands import program
+from imagenet_cls.commands.arguments import add_allow_import, add_config_arguments, split_overrides
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_names, run_command
 from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.errors import UsageError
@@ -19,20 +20,25 @@ if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
 
 
-def evaluate_command(argv: Sequence[str]) -> int:
+def main() -> None:
     """`tools/test.py`."""
+    program.main(evaluate_command)
+
+
+def evaluate_command(argv: Sequence[str]) -> int:
+    """Evaluate weights, on one rank or many. Returns the exit code."""
     check = partial(check_names, training=False)
-    command = RankCommand("test.py", test_parser, load_for_testing, check_output_path, test_here, check)
+    command = RankCommand("test.py", evaluation_parser, load_for_testing, check_output_path, evaluate_here, check)
     return run_command(command, argv)
 
 
-def test_parser() -> argparse.ArgumentParser:
+def evaluation_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="test.py",
         usage="test.py CONFIG [CHECKPOINT] [key=value ...] [options]",
         description="Evaluate a checkpoint or run folder, foreign weights, or (model.pretrained=true) published ones.",
     )
-    add_words(parser)
+    add_config_arguments(parser)
     parser.add_argument("--out", metavar="FILE", help="write a row for each image: .csv, or else a JSON object a line")
     add_allow_import(parser)
     add_rank_options(parser)
@@ -40,7 +46,7 @@ def test_parser() -> argparse.ArgumentParser:
 
 
 def load_for_testing(arguments: argparse.Namespace) -> Loaded:
-    changes, words = split_words(arguments, ["a config", "a checkpoint"])
+    changes, words = split_overrides(arguments, ["a config", "a checkpoint"])
     if not words:
         raise UsageError("which config?\nUsage: test.py CONFIG [CHECKPOINT] [key=value ...]")
     return load_config(words[0], changes)
@@ -60,7 +66,7 @@ def check_output_path(arguments: argparse.Namespace, loaded: Loaded) -> None:
             path.unlink(missing_ok=True)
 
 
-def test_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo, groups: "list[Group]") -> None:
+def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo, groups: "list[Group]") -> None:
     """One rank's part of an evaluation."""
     from imagenet_cls.engine.inference import evaluate_weights
     from imagenet_cls.engine.run import meet
@@ -68,7 +74,7 @@ def test_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo
     from imagenet_cls.parallel.process_group import run_on_main
 
     group = meet(loaded, rank_info, groups, training=False)
-    words = split_words(arguments, ["a config", "a checkpoint"])[1]
+    words = split_overrides(arguments, ["a config", "a checkpoint"])[1]
     checkpoint = Path(words[1]) if len(words) > 1 else None
     run_on_main(group, lambda: check_output_path(arguments, loaded))
     with explain_resource_errors():

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imagenet_cls.commands.arguments import add_words, split_words
+from imagenet_cls.commands import program
+from imagenet_cls.commands.arguments import add_config_arguments, split_overrides
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, run_command
 from imagenet_cls.config.keys import is_kwargs, leaves, sections
 from imagenet_cls.config.load import Loaded, load_config
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
 
 
-def train_command(argv: Sequence[str]) -> int:
+def main() -> None:
     """`tools/train.py`."""
+    program.main(train_command)
+
+
+def train_command(argv: Sequence[str]) -> int:
+    """Train from a config, on one rank or many. Returns the exit code."""
     command = RankCommand("train.py", train_parser, load_for_training, check_work_dir, train_here)
     return run_command(command, argv)
 
@@ -32,7 +38,7 @@ def train_parser() -> argparse.ArgumentParser:
         usage="train.py [CONFIG] [key=value ...] [options]",
         description="Train an image classifier from a config. Without one: the demo, on real handwritten digits.",
     )
-    add_words(parser)
+    add_config_arguments(parser)
     run = parser.add_argument_group("the run folder")
     run.add_argument("--work-dir", metavar="DIR", help="where the run writes (default: work_dirs/<config name>)")
     run.add_argument(
@@ -57,7 +63,7 @@ def train_parser() -> argparse.ArgumentParser:
 
 def load_for_training(arguments: argparse.Namespace) -> Loaded:
     """Stage 1 of checking. Imports no torch."""
-    changes, configs = split_words(arguments, ["one config"])
+    changes, configs = split_overrides(arguments, ["one config"])
     if arguments.syncbn:
         changes.append("parallel.sync_bn=true")
     for key in arguments.allow_change:

@@ -1,7 +1,7 @@
 """Reads the package's source, without running it: who imports whom, and which calls are forbidden.
 
     tools -> commands -> engine -> {data, models, optim, checkpoint, guards, report} -> {config, parallel, seeding}
-          -> {lookup, interrupts} -> errors
+          -> {lookup, interrupts, files} -> errors
 
 A module may import its own part and the parts right of it. Parts in braces don't know each other. `config` never
 reaches torch.
@@ -18,7 +18,7 @@ LEVELS = [
     {"engine"},
     {"data", "models", "optim", "checkpoint", "guards", "report"},
     {"config", "parallel", "seeding"},
-    {"lookup", "interrupts"},
+    {"lookup", "interrupts", "files"},
     {"errors"},
     {PACKAGE},  # imagenet_cls/__init__.py itself, which holds the version
 ]

@@ -14,8 +14,7 @@ from imagenet_cls.commands.plot_schedule import plot_schedule_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.prepare_imagenet import prepare_main
 from imagenet_cls.commands.print_config import print_config_main
-from imagenet_cls.commands.test import load_for_testing
-from imagenet_cls.commands.test import test_parser as evaluation_parser
+from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
 from imagenet_cls.config.load import load_config
 

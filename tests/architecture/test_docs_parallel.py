@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from imagenet_cls.commands.test import load_for_testing
-from imagenet_cls.commands.test import test_parser as evaluation_parser
+from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -150,7 +150,7 @@ def test_options_and_words_that_do_not_exist(refused: Refused, digits: Path, tmp
     words = arguments(digits, tmp_path / "run")
     refused(2, [*words, "--epocs=3"], "unrecognized arguments: --epocs=3")
     refused(2, [*words, "--gpus", "0"], "--gpus", "not a whole number of at least 1")
-    refused(2, [*words, "another.yaml"], "can't tell what 'another.yaml' is")
+    refused(2, [*words, "another.yaml"], "unexpected argument 'another.yaml'")
     refused(2, [*words, "--resume", "--overwrite"], "contradict each other")
     refused(2, [DEMO, f"data.root={digits}"], "no weights to evaluate", command=evaluate_command)
     assert not (tmp_path / "run").exists()
