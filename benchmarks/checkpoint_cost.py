@@ -27,7 +27,7 @@ from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.saving import Behind, take_snapshot
 from imagenet_cls.guards.agreement import tensors_held
 from imagenet_cls.guards.replicas import tensor_hashes
-from imagenet_cls.models.ema import ModelEma
+from imagenet_cls.models.ema import build_ema
 
 IMAGES = 1_281_167
 EPOCHS = {  # seconds
@@ -50,7 +50,7 @@ class Training:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = timm.create_model("resnet50").train()
-        self.ema = ModelEma(self.model, 0.999, EmaConfig())
+        self.ema = build_ema(self.model, EmaConfig(decay=0.999), BATCH)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, fused=True)
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
         self.images, self.targets = torch.randn(BATCH, 3, SIDE_PX, SIDE_PX), torch.arange(BATCH)

@@ -95,7 +95,7 @@ class Parts:
     messages: list[str]
     model: nn.Module
     wrapped: nn.Module
-    ema: ModelEma | None
+    ema: ModelEma
     prepare: TrainPreprocess
     criterion: Criterion
     teacher_digest: str | None

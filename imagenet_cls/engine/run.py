@@ -221,9 +221,9 @@ def resume(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progre
     load_optimizer(parts.model, parts.optimizer, tensors, known["numbers"], changed, needed)
     if known["has_ema"]:
         ema = broadcast_tensors(snapshot.ema if snapshot else None, group)
-        if parts.ema is not None:
+        if parts.ema.module is not None:
             load_weights_of(snapshot, parts.ema.module, ema)
-    elif parts.ema is not None:
+    else:
         parts.ema.set(parts.model)
     if parts.scaler.is_enabled() and known["state"]["scaler"]:
         parts.scaler.load_state_dict(known["state"]["scaler"])

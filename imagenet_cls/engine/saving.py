@@ -151,7 +151,7 @@ def take_snapshot(parts: Parts, progress: Progress, description: dict) -> Snapsh
     optimizer, numbers = optimizer_to_tensors(parts.model, parts.optimizer)
     return Snapshot(
         model=copy_to_host(parts.model.state_dict()),
-        ema=None if parts.ema is None else copy_to_host(parts.ema.module.state_dict()),
+        ema=None if parts.ema.module is None else copy_to_host(parts.ema.module.state_dict()),
         optimizer=optimizer,
         optimizer_numbers=deepcopy(numbers),
         state={
@@ -184,7 +184,7 @@ def describe_run(parts: Parts) -> dict:
 def too_little_room(parts: Parts, folder: RunFolder) -> str | None:
     """A line where the disk has no room for three checkpoints: the last two, and the one that is being written."""
     trained = sum(parameter.nbytes for parameter in parts.model.parameters() if parameter.requires_grad)
-    weights = size_bytes(parts.model.state_dict()) * (1 if parts.ema is None else 2)
+    weights = size_bytes(parts.model.state_dict()) * (1 if parts.ema.module is None else 2)
     needed = 3 * (weights + trained * state_copies(parts.config.optimizer))
     there = sum(file.stat().st_size for path in list_checkpoints(folder.checkpoints) for file in path.glob("*"))
     free = shutil.disk_usage(folder.path).free

@@ -21,7 +21,6 @@ from imagenet_cls.engine.step import autocast
 from imagenet_cls.guards.agreement import tensors_held
 from imagenet_cls.guards.nonfinite import NonFiniteGuard
 from imagenet_cls.guards.replicas import ReplicaCheck
-from imagenet_cls.models.ema import update_ema
 from imagenet_cls.models.freeze import set_training
 from imagenet_cls.parallel.signals import StopRequest
 from imagenet_cls.parallel.wrap import gradient_sync
@@ -81,8 +80,7 @@ def train(p: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: 
                     losses.append(loss.detach().to(device, non_blocking=True))
             grad_norm, skipped = p.updater.update(lr, p.schedule.momentum(step))
             p.statistics.sync(skipped)
-            if p.ema is not None:
-                update_ema(p.ema, p.model, step)
+            p.ema.update(p.model, step)
             progress.step = step + 1
             meter.add(progress.step, epoch, lr, sum(losses[1 : plan.accumulation], losses[0]), grad_norm, skipped)
 
@@ -121,9 +119,8 @@ def nonfinite_guard_for(p: Parts) -> NonFiniteGuard:
 
 def drift_check_for(p: Parts, start_step: int) -> ReplicaCheck:
     """Over everything that a step changes and that must be equal on all ranks."""
-    ema = None if p.ema is None else p.ema.module
     every_steps = p.config.parallel.check_every_steps
-    return ReplicaCheck(p.group, every_steps, start_step, lambda: tensors_held(p.model, ema, p.optimizer))
+    return ReplicaCheck(p.group, every_steps, start_step, lambda: tensors_held(p.model, p.ema.module, p.optimizer))
 
 
 def evaluation_due(p: Parts, progress: Progress) -> bool:
@@ -156,7 +153,7 @@ def evaluate_all(p: Parts, progress: Progress, reporter: Reporter, stop: StopReq
     Returns that, and 0; or False and the signal that the run is to stop for. Then nothing was recorded, and a run that
     goes on evaluates this step from the start.
     """
-    models: dict[str, nn.Module] = {"raw": p.model} | ({} if p.ema is None else {"ema": p.ema.module})
+    models: dict[str, nn.Module] = {"raw": p.model} | ({} if p.ema.module is None else {"ema": p.ema.module})
     e = p.evaluation
     # The shards' sizes differ by one image, so some ranks may have a batch that others have not.
     batches_of_all = -(-(e.num_images // p.group.world_size) // (p.config.eval.batch_size * p.plan.devices))

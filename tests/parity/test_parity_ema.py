@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from imagenet_cls.config.schema import EmaConfig
-from imagenet_cls.models.ema import build_ema, half_life_of, torchvision_decay, update_ema
+from imagenet_cls.models.ema import build_ema, half_life_of, torchvision_decay
 
 STEPS = 100
 
@@ -45,7 +45,7 @@ def test_timm(warmup: bool, every_steps: int) -> None:
     theirs = ModelEmaV3(model, decay=0.98, use_warmup=warmup)
     for step in range(STEPS):
         train_step(model, step)
-        update_ema(ours, model, step)
+        ours.update(model, step)
         if (step + 1) % every_steps == 0:
             theirs.update(model, step=(step + 1) // every_steps)
     assert max(differences(ours.module, theirs.module).values()) < 1e-6
@@ -72,7 +72,7 @@ def test_torchvision(batch: int, every_steps: int, epochs: int) -> None:
     theirs = TorchvisionsAverage(model, theirs_decay)
     for step in range(STEPS):
         train_step(model, step)
-        update_ema(ours, model, step)
+        ours.update(model, step)
         if (step + 1) % every_steps == 0:
             theirs.update_parameters(model)
     assert max(differences(ours.module, theirs.module).values()) < 1e-6

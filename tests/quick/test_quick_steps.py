@@ -137,7 +137,7 @@ def test_the_same_weights_behind_each_step(
         assert difference(weights, numbers(plain.model), beside) < close, step
         plain.model.load_state_dict(weights, strict=False)  # else rounding would grow from step to step
 
-    averages = [ema.module for ema in (trace.parts.ema, plain.ema) if ema is not None]
+    averages = [ema.module for ema in (trace.parts.ema, plain.ema) if ema is not None and ema.module is not None]
     assert len(averages) in (0, 2) and difference(*map(numbers, averages or [plain.model] * 2), beside) < close
     figures = {record["weights"]: record["top1_pct"] for record in found if record["step"] == found[-1]["step"]}
     for kind, model in zip(("raw", "ema"), [trace.parts.model, *averages[:1]], strict=False):

@@ -1,6 +1,4 @@
-"""The average: timm's arithmetic in the config's rhythm, and nothing to remember but weights and step."""
-
-import copy
+"""The average: timm's arithmetic, updated every so many steps; the step and the weights are its whole state."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from imagenet_cls.config.schema import EmaConfig
-from imagenet_cls.models.ema import build_ema, ema_decay, half_life_of, torchvision_decay, update_ema
+from imagenet_cls.models.ema import build_ema, ema_decay, half_life_of, torchvision_decay
 
 
 def small() -> nn.Module:
@@ -17,7 +15,7 @@ def small() -> nn.Module:
 
 
 def train_step(model: nn.Module, step: int) -> None:
-    """A stand-in for training: other weights and other running statistics after each step, the same each time."""
+    """Change weights and running statistics, as a pure function of the step."""
     generator = torch.Generator().manual_seed(step)
     model(torch.randn(4, 3, 8, 8, generator=generator))
     with torch.no_grad():
@@ -25,7 +23,7 @@ def train_step(model: nn.Module, step: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
 
-def bits(module: nn.Module) -> dict[str, torch.Tensor]:
+def copy_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in module.state_dict().items()}
 
 
@@ -33,17 +31,20 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a) and a.keys() == b.keys()
 
 
-def test_none_is_none() -> None:
-    assert build_ema(small(), EmaConfig(decay=None), 64) is None
+def test_ema_without_decay_is_off() -> None:
+    ema = build_ema(small(), EmaConfig(decay=None), 64)
+    ema.update(small(), 0)
+    ema.set(small())
+    assert ema.module is None
 
 
-def test_formula_by_hand() -> None:
+def test_update_equals_the_formula() -> None:
     model = small()
     ema = build_ema(model, EmaConfig(decay=0.9), 64)
     expected: dict[str, torch.Tensor] = {}
     for step in range(6):
         train_step(model, step)
-        update_ema(ema, model, step)
+        ema.update(model, step)
         for key, value in model.state_dict().items():
             if step == 0 or not value.is_floating_point():
                 expected[key] = value.clone()
@@ -55,69 +56,45 @@ def test_formula_by_hand() -> None:
     assert not torch.equal(ema.module[1].running_mean, model[1].running_mean)  # averaged, not copied
 
 
-@pytest.mark.parametrize("warmup", [False, True])
-def test_equals_timms_own_loop(warmup: bool) -> None:
-    model = small()
-    ema = build_ema(model, EmaConfig(decay=0.99, warmup=warmup), 64)
-    reference = ModelEmaV3(model, decay=0.99, use_warmup=warmup)
-    for step in range(8):
-        train_step(model, step)
-        update_ema(ema, model, step)
-        reference.update(model, step=step + 1)  # timm counts the updates made
-    assert_same(bits(ema.module), bits(reference.module))
-
-
-def test_every_steps() -> None:
-    model = small()
-    ema = build_ema(model, EmaConfig(decay=0.5, every_steps=3, warmup=True), 64)
-    reference = ModelEmaV3(model, decay=0.5, use_warmup=True)
-    for step in range(8):
-        before = bits(ema.module)
-        train_step(model, step)
-        update_ema(ema, model, step)
-        if step in (2, 5):
-            reference.update(model, step=step // 3 + 1)
-        else:
-            assert_same(before, bits(ema.module))
-    assert_same(bits(ema.module), bits(reference.module))
-
-
 @pytest.mark.parametrize("every_steps", [1, 3])
-def test_stopped_and_resumed_equals_undisturbed(every_steps: int) -> None:
+def test_update_after_resume_equals_uninterrupted(every_steps: int) -> None:
+    """And timm's own loop over the same steps."""
     config = EmaConfig(decay=0.97, warmup=True, every_steps=every_steps)
     model = small().to(memory_format=torch.channels_last)
-    ema = build_ema(model, config, 64)
+    ema, timms = build_ema(model, config, 64), ModelEmaV3(model, decay=0.97, use_warmup=True)
     for step in range(10):
         if step == 5:
-            saved_model, saved_ema = copy.deepcopy(bits(model)), copy.deepcopy(bits(ema.module))
+            saved_model, saved_ema = copy_of(model), copy_of(ema.module)
         train_step(model, step)
-        update_ema(ema, model, step)
+        ema.update(model, step)
+        if (step + 1) % every_steps == 0:
+            timms.update(model, step=(step + 1) // every_steps)
     other = small().to(memory_format=torch.channels_last)
     other_ema = build_ema(other, config, 64)
     other.load_state_dict(saved_model)
     other_ema.module.load_state_dict(saved_ema)
     for step in range(5, 10):
         train_step(other, step)
-        update_ema(other_ema, other, step)
-    assert_same(bits(model), bits(other))
-    assert_same(bits(ema.module), bits(other_ema.module))
+        other_ema.update(other, step)
+    assert_same(copy_of(model), copy_of(other))
+    assert_same(copy_of(ema.module), copy_of(other_ema.module))
+    assert_same(copy_of(ema.module), copy_of(timms.module))
 
 
-def test_half_life_is_what_is_left_of_a_weight() -> None:
-    """A weight that is at 1 once and at 0 from then on is at 1/2 in the average after so many images."""
+def test_half_life_images_halve_a_weight() -> None:
+    """A weight that is 1 once and 0 from then on is 1/2 in the average after so many images."""
     model = nn.Linear(1, 1, bias=False)
     ema = build_ema(model, EmaConfig(half_life_images=1000, every_steps=5), 20)
     for step, weight in enumerate([1.0] * 5 + [0.0] * 50):
         nn.init.constant_(model.weight, weight)
-        update_ema(ema, model, step)
+        ema.update(model, step)
     assert ema.module.weight.item() == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("batch", "every_steps"), [(256, 1), (1024, 1), (1024, 32)])
-def test_half_life_means_the_same_for_every_batch_and_rhythm(batch: int, every_steps: int) -> None:
+@pytest.mark.parametrize(("batch", "every_steps"), [(256, 1), (1024, 32)])
+def test_half_life_is_independent_of_batch_and_interval(batch: int, every_steps: int) -> None:
     decay = ema_decay(EmaConfig(half_life_images=1e6, every_steps=every_steps), batch)
-    updates = 1e6 / (batch * every_steps)
-    assert decay**updates == pytest.approx(0.5)
+    assert decay ** (1e6 / (batch * every_steps)) == pytest.approx(0.5)
     assert half_life_of(decay, batch * every_steps) == pytest.approx(1e6)
 
 
