@@ -36,10 +36,10 @@ _PATIENCE_SEC = 5.0
 
 def check_names(loaded: Loaded, world_size: int | None, training: bool = True) -> None:
     """Stage 2 of checking; raises ConfigError. world_size: None where it isn't known yet."""
-    from imagenet_cls.engine.check import check
+    from imagenet_cls.engine.check import config_problems
     from imagenet_cls.engine.run import raise_problems
 
-    raise_problems(check(loaded.config, world_size, training), loaded)
+    raise_problems(config_problems(loaded.config, world_size, training), loaded)
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,13 @@ def check_output_path(arguments: argparse.Namespace, loaded: Loaded) -> None:
 def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo, groups: "list[Group]") -> None:
     """One rank's part of an evaluation."""
     from imagenet_cls.engine.inference import evaluate_weights
-    from imagenet_cls.engine.run import meet
+    from imagenet_cls.engine.run import check_agreement, join_group
     from imagenet_cls.guards.memory import explain_resource_errors
     from imagenet_cls.parallel.process_group import run_on_main
 
-    group = meet(loaded, rank_info, groups, training=False)
+    group = join_group(loaded, rank_info)
+    groups.append(group)
+    check_agreement(loaded, group, training=False)
     words = split_overrides(arguments, ["a config", "a checkpoint"])[1]
     checkpoint = Path(words[1]) if len(words) > 1 else None
     run_on_main(group, lambda: check_output_path(arguments, loaded))

@@ -124,6 +124,9 @@ def check_work_dir(arguments: argparse.Namespace, loaded: Loaded) -> None:
 
 def train_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo, groups: "list[Group]") -> None:
     """One rank's part of a training run."""
-    from imagenet_cls.engine.run import train_run
+    from imagenet_cls.engine.run import check_agreement, join_group, train_run
 
-    train_run(loaded, run_options(arguments, loaded), rank_info, groups)
+    group = join_group(loaded, rank_info)
+    groups.append(group)
+    check_agreement(loaded, group, training=True)
+    train_run(loaded, run_options(arguments, loaded), group)

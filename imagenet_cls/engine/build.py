@@ -4,7 +4,7 @@
 good.)
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +31,7 @@ from imagenet_cls.data import (
     synthetic_eval_batches,
     train_transform,
 )
-from imagenet_cls.engine.evaluate import Batch
+from imagenet_cls.engine.evaluate import Batch, EvaluationParts
 from imagenet_cls.engine.model import (
     choose_mean_std,
     chosen_teacher,
@@ -40,7 +40,7 @@ from imagenet_cls.engine.model import (
     pretrained_mismatch,
 )
 from imagenet_cls.engine.plan import Plan, plan_run
-from imagenet_cls.engine.sam import Sam, build_sam
+from imagenet_cls.engine.sam import Sam
 from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.guards.agreement import check_same_data
@@ -60,22 +60,6 @@ from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import BatchNormStatistics, warm_up_buckets, wrap_model
 
 _MOST_WORKERS = 16
-
-
-@dataclass
-class EvaluationParts:
-    """What an evaluation needs besides a model. `batches` makes this rank's shard anew at each call.
-
-    on_devices: a model as this rank runs it, which is the model itself but for DataParallel.
-    """
-
-    batches: Callable[[], Iterable[Batch]]
-    on_devices: Callable[[nn.Module], nn.Module]
-    num_images: int
-    preprocess: Preprocess
-    autocast_dtype: torch.dtype | None
-    mean: list[float]
-    std: list[float]
 
 
 @dataclass
@@ -188,7 +172,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
         optimizer=optimizer,
         lr=lr,
         schedule=build_schedule(config.schedule, lr, plan.steps_per_epoch, train.epochs),
-        sam=build_sam(train, model, optimizer),
+        sam=Sam(model, optimizer, train.sam_rho, train.sam_every_steps),
         scaler=scaler,
         updater=Updater(model, optimizer, train, scaler, head_names(model, num_classes)),
         statistics=BatchNormStatistics(model, group),

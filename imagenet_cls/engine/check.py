@@ -19,7 +19,7 @@ from imagenet_cls.optim.scaling import scaled_lr
 from imagenet_cls.optim.schedule import schedule_problems
 
 
-def check(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
+def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
     """Stage 2: everything that can be known without data or ranks.
 
     world_size: None where it is not known yet. training: false for an evaluation, which any number of ranks can share.
@@ -36,7 +36,7 @@ def check(config: Config, world_size: int | None, training: bool = True) -> list
     problems += optimizer_problems(config.optimizer) + schedule_problems(config.schedule, config.train.epochs, lr)
     problems += momentum_problems(config)
     if world_size is not None:
-        problems += check_ranks(config, world_size, training)
+        problems += rank_problems(config, world_size, training)
     return problems
 
 
@@ -51,7 +51,7 @@ def momentum_problems(config: Config) -> list[Problem]:
     return [Problem(f"schedule.kwargs.{names[0]}", text)]
 
 
-def check_ranks(config: Config, world_size: int, training: bool = True) -> list[Problem]:
+def rank_problems(config: Config, world_size: int, training: bool = True) -> list[Problem]:
     """What is wrong with this many ranks: for the mode, and in training for the batch."""
     mode = config.parallel.mode
     if world_size > 1 and mode in ("none", "dp"):

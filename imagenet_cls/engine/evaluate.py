@@ -1,27 +1,47 @@
 """Evaluation: every image counts exactly once, on any number of ranks.
 
-Unpadded shards, the unwrapped model, sums of counts that are reduced once. Called by `engine.train`, and by
-`engine.inference` for `tools/test.py`.
+Shards are not padded, models run without their DDP wrapper, and sums of counts are reduced once.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from imagenet_cls.data import Preprocess
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.parallel.collectives import all_sum
 from imagenet_cls.parallel.process_group import Group
 
 Batch = tuple[Tensor, Tensor, Tensor]
+"""uint8 images (B, 3, S, S), targets (B,), indices of the images (B,)."""
 Outputs = tuple[dict[str, Tensor], Tensor, Tensor]
+"""fp32 logits (B, classes) of each model, targets (B,), indices (B,)."""
+
+
+@dataclass
+class EvaluationParts:
+    """What an evaluation needs besides the models.
+
+    batches: a new iterator over this rank's shard at each call. on_devices: the module to call for a model, which is
+    DataParallel on several GPUs of one process, else the model itself.
+    """
+
+    batches: Callable[[], Iterable[Batch]]
+    on_devices: Callable[[nn.Module], nn.Module]
+    num_images: int
+    preprocess: Preprocess
+    autocast_dtype: torch.dtype | None
+    mean: list[float]
+    std: list[float]
 
 
 @torch.no_grad()
-def outputs_of(
+def model_outputs(
     models: Mapping[str, nn.Module],
     batches: Iterable[Batch],
     preprocess: Callable[[Tensor], Tensor],
@@ -29,11 +49,10 @@ def outputs_of(
     dtype: torch.dtype | None,
     flip: bool = False,
 ) -> Iterator[Outputs]:
-    """Run models, in evaluation mode, over batches of (uint8 images (B, 3, S, S), targets (B,), indices (B,)).
+    """Run all models in evaluation mode over each batch, so that every image is read and decoded once.
 
-    All models see a batch before the next one is made: reading and decoding are paid for once. flip: `eval.flip_tta`.
-    Yields (logits by model, each fp32 (B, classes) on the device; targets on the device; indices on the host). The
-    models' modes are put back.
+    dtype: of autocast. flip: `eval.flip_tta`. Logits and targets are on `device`, indices on the CPU. The modes of the
+    models are restored.
     """
     were_training = {kind: model.training for kind, model in models.items()}
     for model in models.values():
@@ -42,35 +61,31 @@ def outputs_of(
         for images, targets, indices in batches:
             pixels = preprocess(images)
             with autocast(device, dtype):
-                logits = {kind: logits_of(model, pixels, flip) for kind, model in models.items()}
-            yield (
-                {kind: out.to(device) for kind, out in logits.items()},
-                targets.to(device, non_blocking=True),
-                indices,
-            )
+                logits = {kind: compute_logits(model, pixels, flip).to(device) for kind, model in models.items()}
+            yield logits, targets.to(device, non_blocking=True), indices
     finally:
         for kind, model in models.items():
             model.train(were_training[kind])
 
 
-def logits_of(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
-    """fp32 logits (B, classes) of normalised images (B, 3, H, W).
+def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
+    """fp32 logits (B, classes) of normalized images (B, 3, H, W).
 
-    flip: the mean of the logits of each image and of its mirror image, which counts as one image.
+    flip: the mean of the logits of each image and of its mirror image.
     """
     logits = model(pixels).float()
     return (logits + model(pixels.flip(3)).float()) / 2 if flip else logits
 
 
 def evaluate(outputs: Iterable[Outputs], kinds: Sequence[str], group: Group) -> dict[str, dict[str, Any]]:
-    """Sum up this rank's shard and reduce once. A collective: every rank calls it, also one with an empty shard.
+    """Metrics of each model over the shards of all ranks. A collective: a rank with an empty shard calls it, too.
 
-    kinds: the models' names. Returns for each: top1_pct, top5_pct (top-k with k = number of classes where there are
-    fewer than five), loss (mean cross-entropy without smoothing), images (how many were counted) and seconds (of all
+    kinds: the models' names. Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are
+    fewer than five); loss (mean cross-entropy without smoothing); images (how many were counted); seconds (for all
     models together).
     """
     started = time.perf_counter()
-    # Counts are exact in float64 up to 2**53, and one tensor travels once: a row for each model.
+    # float64 counts exactly up to 2**53. One row for each model, so that one tensor is reduced.
     sums = torch.zeros(len(kinds), 4, dtype=torch.float64, device=group.device)
     for logits_by_kind, targets, _ in outputs:
         for row, kind in zip(sums, kinds, strict=True):

@@ -23,7 +23,7 @@ from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transfor
 from imagenet_cls.data.layout import is_image
 from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_num_classes, rank_devices
 from imagenet_cls.engine.differences import differences
-from imagenet_cls.engine.evaluate import Outputs, evaluate, logits_of, outputs_of
+from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, model_outputs
 from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_and_origin
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError
@@ -93,7 +93,7 @@ def evaluate_weights(
     for model in weights.models.values():
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     models = {kind: parts.on_devices(model) for kind, model in weights.models.items()}
-    outputs = outputs_of(
+    outputs = model_outputs(
         models, parts.batches(), parts.preprocess, group.device, parts.autocast_dtype, flip=config.eval.flip_tta
     )
     rows: list[dict[str, Any]] = []
@@ -270,7 +270,7 @@ class Predictor:
     def logits(self, images: Sequence[Tensor]) -> Tensor:
         """images: uint8 (3, H, W) of any sizes. Returns fp32 logits (B, C) on the CPU."""
         batch = torch.stack([self.transform(image) for image in images])
-        return logits_of(self.model, self.preprocess(batch), self.flip).cpu()
+        return compute_logits(self.model, self.preprocess(batch), self.flip).cpu()
 
     def predict(self, paths: Sequence[Path], count: int = 5, with_logits: bool = False) -> Iterator[dict[str, Any]]:
         """A row for each file, in order: image, top (class, probability), and where asked for logits.

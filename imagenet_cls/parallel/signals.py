@@ -26,6 +26,14 @@ _SECOND_CTRL_C_SEC = 0.5
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
+class StopRequested(Exception):
+    """The ranks agreed to stop the run. signal: the number of the signal that asked for it."""
+
+    def __init__(self, signal: int):
+        super().__init__(signal)
+        self.signal = signal
+
+
 class StopRequest:
     """Listens for the signals of `STOPPING` from `listen` to `close`. One for each run, in each rank's main thread.
 
@@ -73,6 +81,11 @@ class StopRequest:
             elif number in second and now - first_at > _SECOND_CTRL_C_SEC:
                 os._exit(128 + signal.SIGINT)
         os.close(arrivals)
+
+    def check(self) -> None:
+        """Raise StopRequested, on every rank at the same step, once any rank has received a signal."""
+        if number := self.agreed():
+            raise StopRequested(number)
 
     def agreed(self) -> int:
         """The signal that the run has to stop for, or 0; the same answer on every rank at the same step.

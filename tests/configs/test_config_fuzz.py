@@ -158,7 +158,7 @@ NAMES = {
 
 def test_the_right_name_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     """For names and keywords of models, optimizers and the like, which the second stage knows."""
-    from imagenet_cls.engine.check import check
+    from imagenet_cls.engine.check import config_problems
 
     told = []
     for text, others in NAMES.items():
@@ -166,7 +166,9 @@ def test_the_right_name_is_suggested(capsys: pytest.CaptureFixture[str]) -> None
         name, _, behind = rest.partition("]")
         for wrong in slips(name, 1):
             loaded = load_config(REPOSITORY / "configs" / "demo.yaml", [f"{before}{wrong}{behind}", *others])
-            problems = [problem for problem in check(loaded.config, 1) if wrong in problem.key + problem.message]
+            problems = [
+                problem for problem in config_problems(loaded.config, 1) if wrong in problem.key + problem.message
+            ]
             told += [(name, problem.message) for problem in problems]
     assert len(told) > 45 and right_pct(told) >= 95, wrong_ones(told)
 

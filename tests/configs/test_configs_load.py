@@ -9,7 +9,7 @@ from golden import CONFIGS, loaded
 from imagenet_cls.config import recipes
 from imagenet_cls.config.load import dump_yaml, load_config
 from imagenet_cls.config.schema import DistillConfig, EmaConfig, MixConfig
-from imagenet_cls.engine.check import check
+from imagenet_cls.engine.check import config_problems
 
 RUNNABLE = sorted(path for path in CONFIGS.rglob("*.yaml") if "_base_" not in path.relative_to(CONFIGS).parts)
 BASES = sorted((CONFIGS / "_base_").rglob("*.yaml"))
@@ -29,7 +29,7 @@ def head(path: Path) -> str:
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=name)
 def test_a_config_passes_all_checks_and_opens_with_a_comment_that_tells_how_to_run_it(path: Path) -> None:
-    assert check(loaded(path), world_size=8) == []  # and stage 1, or it would not have loaded
+    assert config_problems(loaded(path), world_size=8) == []  # and stage 1, or it would not have loaded
     assert f"configs/{name(path)}" in head(path), "no command at the top"
 
 

@@ -20,10 +20,9 @@ from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.engine.build import Parts, build, build_train_loader, build_val_batches
-from imagenet_cls.engine.check import check_ranks
-from imagenet_cls.engine.options import RunOptions
+from imagenet_cls.engine.check import rank_problems
 from imagenet_cls.engine.plan import plan_run
-from imagenet_cls.engine.run import banner
+from imagenet_cls.engine.summary import startup_table
 from imagenet_cls.optim.schedule import build_schedule
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
@@ -83,17 +82,21 @@ def on_rank(alone: Parts, config: Config, rank: int, world_size: int) -> Parts:
     )
 
 
+def count(accumulation: int) -> str:
+    return f"{accumulation} accumulation step{'s' if accumulation > 1 else ''}"
+
+
 @each_job
 def test_first_middle_and_last_rank_have_the_right_parts(
     alone: Parts, world_size: int, batch: int, limit: int | None, micro: int, accumulation: int, steps: int
 ) -> None:
     config = config_for(batch, limit)
-    assert check_ranks(config, world_size) == []
+    assert rank_problems(config, world_size) == []
     order = torch.randperm(IMAGENET, generator=generator("permutation", 0, 3))
     rates = []
     for rank in (0, world_size // 2, world_size - 1):
         parts = on_rank(alone, config, rank, world_size)
-        rows = dict(banner(parts, RunOptions(Path("run")), Progress()))
+        rows = dict(startup_table(parts, Path("run"), Progress()))
         images, targets, *_ = next(parts.train_loader.epoch(3))
         evaluated = sum(len(indices) for _, _, indices in parts.evaluation.batches())
         plan, sampler = parts.plan, parts.train_loader.sampler
@@ -107,17 +110,17 @@ def test_first_middle_and_last_rank_have_the_right_parts(
         assert evaluated == len(shard_for_eval(TEST_IMAGES, rank, world_size))
         assert evaluated - TEST_IMAGES // world_size in (0, 1)
         rates.append([parts.schedule(step) for step in (0, 4 * steps, 5 * steps, 47 * steps, 90 * steps - 1)])
-        assert rows["ranks"] == f"{world_size} (slurm)"
-        assert rows["batch"] == f"{batch} = {world_size} ranks x {accumulation} in turn x {micro} at once"
-        assert rows["BatchNorm sees"] == f"{micro} images at a time"
-        assert rows["steps"] == f"{90 * steps} ({steps} an epoch, 90 epochs)"
+        assert rows["ranks"] == f"{world_size} (launcher: slurm)"
+        assert rows["batch"] == f"{batch} = {world_size} ranks x {count(accumulation)} x {micro} per device"
+        assert rows["BatchNorm batch"] == f"{micro} images"
+        assert rows["steps"] == f"{90 * steps} ({steps} per epoch, 90 epochs)"
     assert rates[0] == rates[1] == rates[2]
     assert rates[0][2] == pytest.approx(3.2) and rates[0][0] < rates[0][1] < 3.2 > rates[0][3] > rates[0][4]
 
 
 def test_with_sync_bn_the_banner_counts_the_images_of_all_ranks(alone: Parts) -> None:
-    rows = dict(banner(on_rank(alone, config_for(32768, 4, True), 4095, 4096), RunOptions(Path("run")), Progress()))
-    assert rows["BatchNorm sees"] == "16384 images at a time, those of all ranks (SyncBN)"
+    rows = dict(startup_table(on_rank(alone, config_for(32768, 4, True), 4095, 4096), Path("run"), Progress()))
+    assert rows["BatchNorm batch"] == "16384 images over all ranks (SyncBatchNorm)"
 
 
 def tensor_bytes() -> int:
@@ -152,5 +155,5 @@ def test_an_epoch_begins_at_once_and_takes_less_memory_on_more_ranks() -> None:
 
 def test_a_batch_that_thousands_of_ranks_cannot_share_is_refused() -> None:
     config = config_for(32768, None)
-    (problem,) = check_ranks(replace(config, train=replace(config.train, global_batch_size=33000)), 4096)
+    (problem,) = rank_problems(replace(config, train=replace(config.train, global_batch_size=33000)), 4096)
     assert problem.message == "33000 images do not divide among 4096 ranks; nearest that do: 32768 or 36864"

@@ -24,7 +24,7 @@ from imagenet_cls.data.mixing import build_mixing
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.transforms import train_transform
 from imagenet_cls.engine.build import build_train_loader
-from imagenet_cls.engine.evaluate import evaluate, outputs_of
+from imagenet_cls.engine.evaluate import evaluate, model_outputs
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.guards.replicas import check_same_weights
@@ -89,7 +89,7 @@ def counts(group: Group, num_images: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 7))
     batches = eval_batches(source, same, shard, 50, num_workers=0)
-    outputs = outputs_of({"raw": model}, batches, lambda images: images.float() / 255, group.device, None)
+    outputs = model_outputs({"raw": model}, batches, lambda images: images.float() / 255, group.device, None)
     result = evaluate(outputs, ["raw"], group)["raw"]
     return {name: value for name, value in result.items() if name != "seconds"}
 

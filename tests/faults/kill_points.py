@@ -42,10 +42,10 @@ def arm(point: str, passing: int, number: int) -> None:
     POINTS[point](passed)
     train = engine_run.train
 
-    def train_and_count(*parts: Any) -> int:
+    def train_and_count(run: Any) -> None:
         nonlocal begun
         begun = True
-        return train(*parts)
+        train(run)
 
     engine_run.train = train_and_count
 
@@ -107,7 +107,7 @@ def between_epochs(passed: Passed) -> None:
 
 def after_the_last_step(passed: Passed) -> None:
     """Everything is saved; the last words are not said."""
-    before(engine_run, "last_words", passed)
+    before(engine_run, "final_message", passed)
 
 
 def half_a_record(passed: Passed) -> None:

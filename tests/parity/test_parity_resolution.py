@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import functional as reference
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data import open_datasets
-from imagenet_cls.engine.evaluate import evaluate, outputs_of
+from imagenet_cls.engine.evaluate import evaluate, model_outputs
 from imagenet_cls.models.resize import resize_model
 from imagenet_cls.models.weights import load_weights
 from imagenet_cls.parallel.environment import RankInfo
@@ -142,10 +142,10 @@ def test_mirrored_images_are_the_mean_of_two_passes() -> None:
 
     def logits(dtype: torch.dtype | None, mirror: bool, kind: str) -> Tensor:
         shown = [(batch.flip(3) if mirror else batch, targets, indices) for batch, targets, indices in batches]
-        return torch.cat([out[kind] for out, _, _ in outputs_of(models, shown, preprocess, CPU, dtype)])
+        return torch.cat([out[kind] for out, _, _ in model_outputs(models, shown, preprocess, CPU, dtype)])
 
     for dtype in (None, torch.bfloat16):
-        flipped = list(outputs_of(models, batches, preprocess, CPU, dtype, flip=True))
+        flipped = list(model_outputs(models, batches, preprocess, CPU, dtype, flip=True))
         for kind in models:
             expected = (logits(dtype, False, kind) + logits(dtype, True, kind)) / 2
             ours = torch.cat([out[kind] for out, _, _ in flipped])

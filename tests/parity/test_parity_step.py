@@ -21,7 +21,7 @@ from imagenet_cls.config.schema import Config, DistillConfig, ErasingConfig
 from imagenet_cls.data.device import Preprocess, TrainPreprocess
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.data.mixing import build_mixing
-from imagenet_cls.engine.sam import build_sam
+from imagenet_cls.engine.sam import Sam
 from imagenet_cls.engine.step import Updater
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.distillation import build_criterion
@@ -77,13 +77,14 @@ def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
     prepare = TrainPreprocess(preprocess, ErasingConfig(), mixing, SEED, rank=0)
     criterion = build_criterion(build_loss(config.loss, CLASSES), DistillConfig())
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer))
-    sam = build_sam(config.train, model, optimizer)
+    sam = Sam(model, optimizer, config.train.sam_rho)
     updater = Updater(model, optimizer, config.train, torch.amp.GradScaler("cpu", enabled=False))
     for step, images, targets in batches(first_step):
-        for point in sam.points(step, iter([TrainBatch(images, targets)])):
-            for micro, batch in enumerate(point):
-                pixels, mixed_targets = prepare(batch, step // STEPS_PER_EPOCH, step, micro)
-                pixels = pixels.double()
+        pixels, mixed_targets = prepare(TrainBatch(images, targets), step // STEPS_PER_EPOCH, step, 0)
+        pixels = pixels.double()
+        criterion(model(pixels), mixed_targets, pixels).backward()
+        if sam.due(step):
+            with sam.perturbed_weights():
                 criterion(model(pixels), mixed_targets, pixels).backward()
         updater.update(schedule(step), schedule.momentum(step))
     return {name: p.detach() for name, p in model.named_parameters()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_cls.engine.evaluate import Batch, evaluate, outputs_of
+from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
@@ -30,7 +30,7 @@ def test_counts_equal_those_of_a_plain_loop(num_classes: int, batch_size: int) -
     targets = torch.randint(0, num_classes, (37,), generator=source)
     model, other = network(num_classes), network(num_classes, seed=1)
     models, batches = {"other": other, "one": model}, batches_of(images, targets, batch_size)
-    results = evaluate(outputs_of(models, batches, lambda x: x.float() / 255, CPU, None), list(models), ALONE)
+    results = evaluate(model_outputs(models, batches, lambda x: x.float() / 255, CPU, None), list(models), ALONE)
     result = results["one"]
     assert list(results) == ["other", "one"] and results["other"]["loss"] != result["loss"]
 
@@ -52,7 +52,7 @@ def test_the_models_mode_is_put_back_and_its_statistics_are_left_alone() -> None
         model = network(3).train(training)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         batches = batches_of(images, targets, 2)
-        outputs = list(outputs_of({"raw": model}, batches, lambda x: x.float(), CPU, torch.bfloat16))
+        outputs = list(model_outputs({"raw": model}, batches, lambda x: x.float(), CPU, torch.bfloat16))
         assert model.training is training
         assert all(out["raw"].dtype is torch.float32 and not out["raw"].requires_grad for out, _, _ in outputs)
         assert [indices.tolist() for _, _, indices in outputs] == [[0, 1], [2, 3]]
