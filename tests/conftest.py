@@ -15,7 +15,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from forked_ranks import ForkedRanks  # noqa: E402
+from forked_ranks import RankServer  # noqa: E402
 
 # Before any import of torch, and inherited by the processes that tests start: the number of threads decides the bits of
 # a sum, and the test machine has two cores, which tests that run side by side share: there each has one, whatever the
@@ -83,10 +83,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forked() -> Iterator[ForkedRanks]:
-    """Where ranks come from that no launcher starts: see `forked_ranks.py`."""
-    with ForkedRanks() as forked:
-        yield forked
+def rank_server() -> Iterator[RankServer]:
+    """Runs functions or `train.py` on ranks without a launcher: see `forked_ranks.py`."""
+    with RankServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

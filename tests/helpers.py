@@ -1,6 +1,6 @@
-"""A small network of the tests' own, and runs on real digits, in this process or in others.
+"""Small networks for tests, and runs on real digits, in this process or in others.
 
-`helpers:plain` has no BatchNorm and no dropout, so that losses agree between any cuts of a batch; `helpers:noisy` has both.
+`helpers:plain` has neither BatchNorm nor dropout, so losses do not depend on how a batch is split; `noisy` has both.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A data set of the tests' own, `recording_dataset:open_set`, that notes which training images are read, by any process."""
+"""A data set for tests, `recording_dataset:open_set`, that records which training images any process reads."""
 
 import os
 from collections import Counter

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import timm
 import torch
-from forked_ranks import ForkedRanks, meet, part
+from forked_ranks import RankServer, join_group, leave_group
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
@@ -53,7 +53,7 @@ def steps(
 
 
 def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumulation: int) -> None:
-    group = meet(rank, world_size, folder / "store")
+    group = join_group(rank, world_size, folder / "store")
     alone = network()
     freeze(alone, cfg, 5)
     model = copy.deepcopy(alone)
@@ -81,7 +81,7 @@ def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumula
     if cfg is FROZEN:  # to the bit, on three ranks too
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
         assert not statistics.buffers
-    part(group)
+    leave_group(group)
 
 
 def frozen(rank: int, world_size: int, folder: Path) -> None:
@@ -93,9 +93,9 @@ def synchronised(rank: int, world_size: int, folder: Path) -> None:
     compare(rank, world_size, folder, TRAINED, accumulation=1)
 
 
-def test_frozen_parts_stand_still_and_the_rest_trains_as_alone(forked: ForkedRanks, tmp_path: Path) -> None:
-    forked.call(frozen, 3, tmp_path)
+def test_frozen_parts_stand_still_and_the_rest_trains_as_alone(rank_server: RankServer, tmp_path: Path) -> None:
+    rank_server.call(frozen, 3, tmp_path)
 
 
-def test_synchronised_batch_norm_is_computed_anew(forked: ForkedRanks, tmp_path: Path) -> None:
-    forked.call(synchronised, 2, tmp_path)
+def test_synchronised_batch_norm_is_computed_anew(rank_server: RankServer, tmp_path: Path) -> None:
+    rank_server.call(synchronised, 2, tmp_path)

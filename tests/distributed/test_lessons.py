@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import ForkedRanks, meet, part
+from forked_ranks import RankServer, join_group, leave_group
 from helpers import DEMO
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ def whole_run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     arguments = train_parser().parse_intermixed_args(words)
     groups: list[Group] = []
     train_here(arguments, load_for_training(arguments), RankInfo(rank, rank, world_size, world_size), groups)
-    part(groups[0])
+    leave_group(groups[0])
     found["drawn"] = MADE[-1].drawn[-2:]
     found["left"] = sorted(path.name for path in (folder / f"run{rank}").iterdir())
     for path in (folder / f"run{rank}").glob("checkpoints/step-*/model.safetensors"):
@@ -144,19 +144,19 @@ def waiting(rank: int) -> dict[str, Any]:
 
 
 def all_lessons(rank: int, world_size: int, folder: Path) -> None:
-    group = meet(rank, world_size, folder / "store")
+    group = join_group(rank, world_size, folder / "store")
     found = {"gradients": gradients(rank), "names": names(rank), "drift": drift(group)}
     found["waiting"] = waiting(rank)
-    part(group)
+    leave_group(group)
     found["run"] = whole_run(rank, world_size, folder)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def seen(forked: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+def seen(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     """A lesson's findings, one for each rank."""
     folder = tmp_path_factory.mktemp("lessons")
-    forked.call(all_lessons, RANKS, folder)
+    rank_server.call(all_lessons, RANKS, folder)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return lambda lesson: [found[lesson] for found in ranks]
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_ranks import ForkedRanks, meet
+from forked_ranks import RankServer, join_group
 
 pytestmark = pytest.mark.alone
 
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.alone
 def wait_for_data_for_ever(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is stopped; rank 0 waits for something that is no collective."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
-    meet(rank, world_size, folder / "store", timeout_sec=3.0)
+    join_group(rank, world_size, folder / "store", timeout_sec=3.0)
     time.sleep(0.5)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 
 
-def test_a_rank_that_waits_for_its_data_ends_with_code_5_and_a_name(forked: ForkedRanks, tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_its_data_ends_with_code_5_and_a_name(rank_server: RankServer, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(AssertionError) as failed:
-        forked.call(wait_for_data_for_ever, 2, tmp_path)
+        rank_server.call(wait_for_data_for_ever, 2, tmp_path)
     errors = failed.value.args[0].partition("\nassert ")[0]  # what pytest adds
     assert time.monotonic() - began < 45
     named = f"lost contact with host {socket.gethostname()} (127.0.0.1; rank 1): nothing heard for "

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_ranks import ForkedRanks
+from forked_ranks import RankServer
 from helpers import DIST_TRAIN, REPOSITORY, TRAIN, arguments, evaluations, losses, newest, run, train_here
 from safetensors.torch import load_file
 
@@ -51,23 +51,25 @@ def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_pa
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_too(forked: ForkedRanks, digits: Path, tmp_path: Path, ranks: int) -> None:
+def test_more_ranks_too(rank_server: RankServer, digits: Path, tmp_path: Path, ranks: int) -> None:
     """Three is the odd one: nothing halves evenly, and sums are taken in another order."""
     common = {"train.global_batch_size": 48, "train.max_steps": 6, "optimizer.lr": 0.01}
     train_here(arguments(digits, tmp_path / "one", **common))
     output = tmp_path / "output.txt"
-    assert forked.run(arguments(digits, tmp_path / "many", **common), output, ranks) == [0] * ranks, output.read_text()
+    assert rank_server.run(arguments(digits, tmp_path / "many", **common), output, ranks) == [0] * ranks, (
+        output.read_text()
+    )
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert [e["images"] for e in evaluations(tmp_path / "many")] == [359]
 
 
-def test_a_buffer_of_a_models_own_is_each_ranks(forked: ForkedRanks, digits: Path, tmp_path: Path) -> None:
+def test_a_buffer_of_a_models_own_is_each_ranks(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
     """Ranks see other images, so they remember other means: no drift. The checkpoint has those of rank 0."""
     common = {"model.name": "helpers:remembering", "ema.decay": 0.5, "parallel.check_every_steps": 1}
     output = tmp_path / "output.txt"
     for words in (["train.max_steps=3"], ["train.max_steps=6", "--resume"]):
         words = [*arguments(digits, tmp_path / "run", **common), *words]
-        assert forked.run(words, output, 2) == [0, 0], output.read_text()
+        assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
     means = [load_file(newest(tmp_path / "run") / f"{name}.safetensors")["0.seen"].item() for name in ("model", "ema")]
     assert means[0] != 0 and means[0] != means[1]
 
@@ -81,7 +83,7 @@ def test_a_buffer_of_a_models_own_is_each_ranks(forked: ForkedRanks, digits: Pat
     ],
 )
 def test_ranks_that_differ_end_before_they_train(
-    forked: ForkedRanks, digits: Path, tmp_path: Path, changes: dict[str, object], code: int, words: str
+    rank_server: RankServer, digits: Path, tmp_path: Path, changes: dict[str, object], code: int, words: str
 ) -> None:
     """As on two machines that were not set up alike. One rank says so."""
     common: dict[str, object] = {}
@@ -92,7 +94,7 @@ def test_ranks_that_differ_end_before_they_train(
         changes = common | {"data.root": tmp_path / "other"}
     of_0, of_1 = (arguments(digits, tmp_path / "run", **own) for own in (common, changes))
     output = tmp_path / "output.txt"
-    assert forked.run(of_0, output, 2, words_of_rank_1=of_1) == [code, code], output.read_text()
+    assert rank_server.run(of_0, output, 2, arguments_of_rank_1=of_1) == [code, code], output.read_text()
     said = output.read_text()
     assert said.count(words) == 1 and len(said.strip().splitlines()) <= 3, said
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -19,7 +19,7 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from forked_ranks import ForkedRanks, part
+from forked_ranks import RankServer, leave_group
 from helpers import DEMO, REPOSITORY, TRAIN, environment, free_port, is_alive, noisy, ranks_of, run
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -151,16 +151,16 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
             ends[name] = [error.exit_code, str(error)]
             assert error.reported_by_main == (rank > 0), "only rank 0 speaks"
         close_log()
-        part(groups[0])
+        leave_group(groups[0])
         assert groups[0].heartbeat is not None
         groups[0].heartbeat.close()
     (folder / f"ends{rank}.json").write_text(json.dumps(ends))
 
 
 @pytest.fixture(scope="module")
-def left(forked: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def left(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("apart")
-    forked.call(every_case, RANKS, folder)
+    rank_server.call(every_case, RANKS, folder)
     return folder
 
 

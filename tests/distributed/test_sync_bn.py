@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm.layers
 import torch
-from forked_ranks import ForkedRanks, meet, part
+from forked_ranks import RankServer, join_group, leave_group
 from helpers import arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -104,18 +104,18 @@ def low_precision(group: Group) -> None:
 
 def compare_all(rank: int, world_size: int, folder: Path) -> None:
     """On each of two ranks."""
-    group = meet(rank, world_size, folder / "store")
+    group = join_group(rank, world_size, folder / "store")
     for make, shape, first in CASES.values():
         compare(make, shape, first, group, torch.contiguous_format)
         if len(shape) == 4:
             compare(make, shape, first, group, torch.channels_last)
     fused_layers(group)
     low_precision(group)
-    part(group)
+    leave_group(group)
 
 
-def test_two_ranks_equal_one_process_on_the_joined_batch(forked: ForkedRanks, tmp_path: Path) -> None:
-    forked.call(compare_all, 2, tmp_path)
+def test_two_ranks_equal_one_process_on_the_joined_batch(rank_server: RankServer, tmp_path: Path) -> None:
+    rank_server.call(compare_all, 2, tmp_path)
 
 
 def test_one_rank_keeps_plain_layers() -> None:
@@ -149,13 +149,13 @@ def test_every_batch_norm_of_a_library_model_is_synchronised(name: str) -> None:
     assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
 
 
-def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(forked: ForkedRanks, digits: Path, tmp_path: Path) -> None:
+def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
     """From the command line. Each rank alone would normalise with 12 images, which is another run, as seen below."""
     common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
     train_here(arguments(digits, tmp_path / "one", "noisy", **common))
     train_here(arguments(digits, tmp_path / "halves", "noisy", **common, train__micro_batch_size=12))
     words, output = [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn"], tmp_path / "output.txt"
-    assert forked.run(words, output, 2) == [0, 0], output.read_text()
+    assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
     assert "24 images at a time, those of all ranks (SyncBN)" in output.read_text()
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4) and len(two) == 8
@@ -173,7 +173,7 @@ def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(forked: ForkedRanks, di
 
 def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
     """Two gloo ranks on one GPU: torch's layer and ours give the same. Nothing has touched it before the fork."""
-    group = meet(rank, world_size, folder / "store")
+    group = join_group(rank, world_size, folder / "store")
     gpu = torch.device("cuda", 0)
     images = images_of((6, 3, 4, 4), 0).float().sub(1e4).to(gpu)[rank * 2 : rank * 4 + 2]
     results = []
@@ -186,9 +186,9 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
     (ours, found), (torchs, expected) = results
     assert (ours, torchs) == (SyncBatchNorm, nn.SyncBatchNorm)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    part(group)
+    leave_group(group)
 
 
 @pytest.mark.gpu
-def test_torchs_layer_and_ours_agree_on_a_gpu(forked: ForkedRanks, tmp_path: Path) -> None:
-    forked.call(ours_on_a_gpu, 2, tmp_path)
+def test_torchs_layer_and_ours_agree_on_a_gpu(rank_server: RankServer, tmp_path: Path) -> None:
+    rank_server.call(ours_on_a_gpu, 2, tmp_path)

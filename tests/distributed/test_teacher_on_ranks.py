@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import ForkedRanks, meet, part
+from forked_ranks import RankServer, join_group, leave_group
 from helpers import noisy
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def refuse_to_read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
 
 
 def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
-    group = meet(rank, world_size, folder / "store")
+    group = join_group(rank, world_size, folder / "store")
     reader = read if rank == 0 else refuse_to_read
     config = TeacherConfig("helpers:noisy", checkpoint=str(folder / "teacher.pth"))
     teacher = build_teacher(config, 5, group, reader, MEAN_STD, [16], seed=0)
@@ -48,11 +48,11 @@ def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
         with pytest.raises(UserError) as caught:
             build_teacher(config, num_classes, group, reader, MEAN_STD, [16], seed=0)
         assert caught.value.reported_by_main == (rank != 0)
-    part(group)
+    leave_group(group)
 
 
-def test_only_rank_0_reads_and_all_have_the_same(forked: ForkedRanks, tmp_path: Path) -> None:
+def test_only_rank_0_reads_and_all_have_the_same(rank_server: RankServer, tmp_path: Path) -> None:
     network = noisy(5)
     network(torch.randn(4, 3, 16, 16) * 3 + 1)  # statistics that no other network begins with
     torch.save(network.state_dict(), tmp_path / "teacher.pth")
-    forked.call(same_teacher_on_all_ranks, 2, tmp_path)
+    rank_server.call(same_teacher_on_all_ranks, 2, tmp_path)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import ForkedRanks, meet, part
+from forked_ranks import RankServer, join_group, leave_group
 from helpers import arguments, losses, train_here
 from torch import nn
 
@@ -139,7 +139,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
     """The proofs of this file for one world size after the other, by the first ranks of four."""
     for size in WORLD_SIZES:
         if rank < size:
-            group = meet(rank, size, folder / f"store{size}")
+            group = join_group(rank, size, folder / f"store{size}")
             found = {
                 "read": {batch: steps_read(group, batch, micro) for batch, micro in BATCHES.items()},
                 "counted": {number: counts(group, number) for number in TEST_IMAGES},
@@ -149,14 +149,14 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
             if size > 1:
                 starting_weights(group)
                 synchronised_statistics_stay(group)
-                part(group)
+                leave_group(group)
 
 
 @pytest.fixture(scope="module")
-def found(forked: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What rank 0 of each world size saw; the ranks' own assertions have passed then."""
     folder = tmp_path_factory.mktemp("ranks")
-    forked.call(everything, max(WORLD_SIZES), folder)
+    rank_server.call(everything, max(WORLD_SIZES), folder)
     return {size: json.loads((folder / f"{size}.json").read_text()) for size in WORLD_SIZES}
 
 
@@ -222,7 +222,7 @@ def test_gpus_of_one_process_and_micro_batches_see_the_groups_of_ranks() -> None
 
 
 def test_with_batch_norm_two_ranks_repeat_one_that_takes_two_micro_batches(
-    digits: Path, tmp_path: Path, forked: ForkedRanks
+    digits: Path, tmp_path: Path, rank_server: RankServer
 ) -> None:
     """The losses: BatchNorm normalises the same groups. (Its running statistics move once a step on ranks, and twice in
     turn; training never reads them.)"""
@@ -237,7 +237,7 @@ def test_with_batch_norm_two_ranks_repeat_one_that_takes_two_micro_batches(
         train_here(words(work_dir=tmp_path / folder, train__micro_batch_size=micro_batch))
         close_log()
     two = words(work_dir=tmp_path / "two", parallel__init_method=f"file://{tmp_path / 'store'}")
-    assert forked.run(two, tmp_path / "said", ranks=2) == [0, 0], (tmp_path / "said").read_text()
+    assert rank_server.run(two, tmp_path / "said", ranks=2) == [0, 0], (tmp_path / "said").read_text()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "turns"), rel=1e-5)
     assert losses(tmp_path / "other") != pytest.approx(losses(tmp_path / "turns"), rel=1e-3), "it is about something"
 
@@ -256,18 +256,18 @@ def numbered_batch() -> tuple[Preprocess, TrainBatch]:
 def mix_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
     """The same images in every micro-batch, so that only what is drawn differs."""
     preprocess, batch = numbered_batch()
-    group = meet(rank, world_size, folder / "store")
+    group = join_group(rank, world_size, folder / "store")
     prepare = TrainPreprocess(preprocess, ErasingConfig(), build_mixing(MIX, 7), SEED, group.rank)
     for step in STEPS:
         for micro_batch in MICRO_BATCHES:
             mixture = prepare(batch, epoch=0, step=step, micro_batch=micro_batch)
             torch.save(mixture, folder / f"{step}-{micro_batch}-{rank}.pt")
-    part(group)
+    leave_group(group)
 
 
-def test_every_micro_batch_of_every_rank_is_mixed_by_a_key_of_its_own(forked: ForkedRanks, tmp_path: Path) -> None:
+def test_every_micro_batch_of_every_rank_is_mixed_by_a_key_of_its_own(rank_server: RankServer, tmp_path: Path) -> None:
     """(seed, step, micro-batch, rank): draws apart from each other, and each the one of its key."""
-    forked.call(mix_on_each_rank, RANKS, tmp_path)
+    rank_server.call(mix_on_each_rank, RANKS, tmp_path)
     (preprocess, batch), mixing, seen = numbered_batch(), build_mixing(MIX, 7), []
     assert mixing is not None
     for key in product(STEPS, MICRO_BATCHES, range(RANKS)):

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from forked_ranks import ForkedRanks
+from forked_ranks import RankServer
 from same_run import link_images, words_for
 
 
@@ -17,7 +17,7 @@ def few_images(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.fixture(scope="session")
 def undisturbed(
-    forked: ForkedRanks, few_images: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+    rank_server: RankServer, few_images: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Path]:
     """The folder of the run that nobody touched, by number of ranks."""
 
@@ -25,7 +25,9 @@ def undisturbed(
     def folder_of(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp("undisturbed") / f"ranks{ranks}"
         output = folder.with_suffix(".txt")
-        assert forked.run(words_for(few_images(ranks), folder, ranks), output, ranks) == [0] * ranks, output.read_text()
+        assert rank_server.run(words_for(few_images(ranks), folder, ranks), output, ranks) == [0] * ranks, (
+            output.read_text()
+        )
         return folder
 
     return folder_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import ForkedRanks
+from forked_ranks import RankServer
 from helpers import noisy, state_digest
 from same_run import ACCUMULATION, STEPS, checkpoints, records, words_for
 from torch import nn
@@ -50,11 +50,17 @@ def told(output: Path) -> str:
 
 @pytest.mark.parametrize(("limited", "at", "left"), [("12 999", 15, [5, 10]), (f"{STEPS - 2} 999", STEPS, [30, 35])])
 def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
-    forked: ForkedRanks, few_images: Folder, undisturbed: Folder, tmp_path: Path, limited: str, at: int, left: list[int]
+    rank_server: RankServer,
+    few_images: Folder,
+    undisturbed: Folder,
+    tmp_path: Path,
+    limited: str,
+    at: int,
+    left: list[int],
 ) -> None:
     """In the middle, and at the end, which is waited for by all."""
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    codes = forked.run(words(few_images, folder, "stop"), output, RANKS, LIMITED_STEPS=limited)
+    codes = rank_server.run(words(few_images, folder, "stop"), output, RANKS, LIMITED_STEPS=limited)
     assert codes[0] == 5 and codes[1] != 0, codes
     if at == STEPS:
         assert codes == [5, 5]
@@ -63,21 +69,21 @@ def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
     steps = [record["step"] for record in records(folder) if record["kind"] == "train"]
     assert at <= len(steps) <= at + 5
     assert checkpoints(folder)[-2:] == left
-    assert forked.run([*words(few_images, folder, "stop"), "--resume"], output, RANKS) == [0] * RANKS
+    assert rank_server.run([*words(few_images, folder, "stop"), "--resume"], output, RANKS) == [0] * RANKS
     assert f"at step {left[-1]}" in told(output)
     assert state_digest(folder) == state_digest(undisturbed(RANKS))
     assert records(folder) == records(undisturbed(RANKS))
 
 
 def test_training_goes_on_where_it_is_told_to(
-    forked: ForkedRanks, few_images: Folder, undisturbed: Folder, tmp_path: Path
+    rank_server: RankServer, few_images: Folder, undisturbed: Folder, tmp_path: Path
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     goes_on = words(few_images, folder, "continue")
-    assert forked.run(goes_on, output, RANKS, LIMITED_STEPS="12 17") == [0] * RANKS, told(output)
+    assert rank_server.run(goes_on, output, RANKS, LIMITED_STEPS="12 17") == [0] * RANKS, told(output)
     assert told(output).count("training goes on (checkpoint.on_error)") == 1  # the save of step 15
     assert state_digest(folder) == state_digest(undisturbed(RANKS))
     assert records(folder) == records(undisturbed(RANKS))
     assert checkpoints(folder) == checkpoints(undisturbed(RANKS))
     last = [*words(few_images, tmp_path / "last", "continue")]
-    assert forked.run(last, output, RANKS, LIMITED_STEPS=f"{STEPS - 2} 999") == [5] * RANKS
+    assert rank_server.run(last, output, RANKS, LIMITED_STEPS=f"{STEPS - 2} 999") == [5] * RANKS

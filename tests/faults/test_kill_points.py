@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_ranks import ForkedRanks, KillPoint
+from forked_ranks import KillPoint, RankServer
 from same_run import ACCUMULATION, SAVED_EVERY, STEPS, assert_same_run, checkpoints, resumed_at, words_for
 
 IN_STEP_17 = 17 * ACCUMULATION
@@ -45,7 +45,7 @@ Undisturbed = Callable[[int], Path]
     [*((point, 1, 0) for point in POINTS), *((point, 2, victim) for point, victim in ON_TWO_RANKS)],
 )
 def test_a_run_that_was_killed_ends_in_the_same_bits(
-    forked: ForkedRanks, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path,
+    rank_server: RankServer, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path,
     point: str, ranks: int, victim: int,
 ) -> None:  # fmt: skip
     folder, output = tmp_path / "run", tmp_path / "output.txt"
@@ -53,21 +53,21 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(
     words = words_for(few_images(ranks), folder, ranks, data__num_workers=workers)
     passing, begun = POINTS[point]
 
-    codes = forked.run(words, output, ranks, [KillPoint(point, passing, victim)])
+    codes = rank_server.run(words, output, ranks, [KillPoint(point, passing, victim)])
     assert codes[victim] == -signal.SIGKILL, f"{point} was not passed {passing} times; see {output}"
     assert "done" not in output.read_text().splitlines()
     left = [path.name for path in (folder / "checkpoints").iterdir()]
     assert len([name for name in left if name.startswith(".tmp-")]) <= 1, left
 
     output.unlink()
-    assert forked.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
+    assert rank_server.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
     step = resumed_at(output)
     assert step == begun if point in IN_ITS_PLACE else begun - SAVED_EVERY <= step <= begun
     assert_same_run(folder, undisturbed(ranks))
 
 
 def test_a_stop_at_the_end_of_an_epoch_and_kills_while_its_step_is_saved_again(
-    forked: ForkedRanks, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path
+    rank_server: RankServer, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """The stop saves step 20 before it is evaluated. The run that goes on evaluates it and saves it once more, and is
     killed there: what it told of the evaluation is told once in the end.
@@ -75,18 +75,18 @@ def test_a_stop_at_the_end_of_an_epoch_and_kills_while_its_step_is_saved_again(
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     words = words_for(few_images(1), folder)
     asked = KillPoint("after_optimizer_step", 20, 0, signal.SIGTERM)
-    assert forked.run(words, output, 1, [asked]) == [128 + signal.SIGTERM], output.read_text()
+    assert rank_server.run(words, output, 1, [asked]) == [128 + signal.SIGTERM], output.read_text()
     assert checkpoints(folder)[-1] == 20
     for point in ("checkpoint_opened", "checkpoint_after_fsync", "checkpoint_after_rename"):
-        assert forked.run([*words, "--resume"], output, 1, [KillPoint(point, 1, 0)]) == [-signal.SIGKILL]
+        assert rank_server.run([*words, "--resume"], output, 1, [KillPoint(point, 1, 0)]) == [-signal.SIGKILL]
     output.unlink()
-    assert forked.run([*words, "--resume"], output, 1) == [0], output.read_text()
+    assert rank_server.run([*words, "--resume"], output, 1) == [0], output.read_text()
     assert resumed_at(output) == 20
     assert_same_run(folder, undisturbed(1))
 
 
 def test_an_optimizer_that_keeps_its_step_count_in_its_groups(
-    forked: ForkedRanks, few_images: Undisturbed, tmp_path: Path
+    rank_server: RankServer, few_images: Undisturbed, tmp_path: Path
 ) -> None:
     """timm's LAMB, which is not fused either."""
     words = {
@@ -94,7 +94,7 @@ def test_an_optimizer_that_keeps_its_step_count_in_its_groups(
         for name in ("whole", "killed")
     }
     output = tmp_path / "output.txt"
-    assert forked.run(words["whole"], output, 2) == [0, 0], output.read_text()
-    assert forked.run(words["killed"], output, 2, [KillPoint("after_optimizer_step", 15, 1)])[1] == -signal.SIGKILL
-    assert forked.run([*words["killed"], "--resume"], output, 2) == [0, 0], output.read_text()
+    assert rank_server.run(words["whole"], output, 2) == [0, 0], output.read_text()
+    assert rank_server.run(words["killed"], output, 2, [KillPoint("after_optimizer_step", 15, 1)])[1] == -signal.SIGKILL
+    assert rank_server.run([*words["killed"], "--resume"], output, 2) == [0, 0], output.read_text()
     assert_same_run(tmp_path / "killed", tmp_path / "whole")

@@ -6,7 +6,7 @@ On the same number, with other data workers: tests/engine/test_resume_in_epoch.p
 from pathlib import Path
 
 import pytest
-from forked_ranks import ForkedRanks
+from forked_ranks import RankServer
 from helpers import losses
 from recording_dataset import read_until_now
 from same_run import words_for
@@ -17,7 +17,7 @@ IMAGES, BATCH, STEPS, CUT = 80, 8, 20, 14
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4)])
 def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(
-    forked: ForkedRanks, tmp_path: Path, before: int, after: int
+    rank_server: RankServer, tmp_path: Path, before: int, after: int
 ) -> None:
     notes, output = tmp_path / "notes", tmp_path / "output.txt"
 
@@ -27,7 +27,7 @@ def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(
             mix__mixup_alpha=0.0, train__epochs=2, train__global_batch_size=BATCH, train__max_steps=step,
         )  # fmt: skip
         output.unlink(missing_ok=True)
-        assert forked.run([*words, *more], output, ranks) == [0] * ranks, output.read_text()
+        assert rank_server.run([*words, *more], output, ranks) == [0] * ranks, output.read_text()
 
     train_to(STEPS, tmp_path / "whole", before)
     assert read_until_now(notes) == dict.fromkeys(range(IMAGES), 2), "each once an epoch"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_ranks import ForkedRanks, KillPoint
+from forked_ranks import KillPoint, RankServer
 from same_run import ACCUMULATION, STEPS, assert_same_run, resumed_at, words_for
 
 # Passed in each step, that often.
@@ -31,7 +31,7 @@ Undisturbed = Callable[[int], Path]
     [*KILLS.items(), *(pytest.param(n, 50, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for n in KILLS)],
 )
 def test_killed_again_and_again(
-    forked: ForkedRanks, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path, ranks: int, kills: int
+    rank_server: RankServer, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path, ranks: int, kills: int
 ) -> None:
     """A run of 40 steps survives three of them; fifty go to as many such runs as they need."""
     seed = os.environ.get("KILL_SEED") or str(random.randrange(2**32))
@@ -48,11 +48,11 @@ def test_killed_again_and_again(
             passing = POINTS[point] * (steps - 1) + draw.randint(1, POINTS[point])
             print(f"rank {victim} dies {point} of step {first_step + steps}")
             output = folder.with_suffix(f".{time}.txt")
-            codes = forked.run([*words, "--resume"], output, ranks, [KillPoint(point, passing, victim)])
+            codes = rank_server.run([*words, "--resume"], output, ranks, [KillPoint(point, passing, victim)])
             assert codes[victim] == -signal.SIGKILL, output.read_text()
             first_step = newest_saved(folder)
         output = folder.with_suffix(".last.txt")
-        assert forked.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
+        assert rank_server.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
         assert resumed_at(output) == first_step
         assert_same_run(folder, undisturbed(ranks))
 

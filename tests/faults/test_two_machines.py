@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked_ranks import ForkedRanks
+from forked_ranks import RankServer
 from helpers import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
 
 pytestmark = pytest.mark.alone
@@ -121,14 +121,14 @@ def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]
 
 
 def test_a_cut_cable_ends_both_by_name_and_the_run_goes_on(
-    forked: ForkedRanks, machines: list[Machine], digits: Path, tmp_path: Path
+    rank_server: RankServer, machines: list[Machine], digits: Path, tmp_path: Path
 ) -> None:
     """What goes on goes on even while the cable is out for less than the timeout, and ends in the bits of two ranks on
     one machine that nobody disturbed.
     """
     folders = [tmp_path / "a", tmp_path / "b"]
     undisturbed, output = tmp_path / "undisturbed", tmp_path / "output.txt"
-    assert forked.run(words_for(digits, undisturbed), output, 2) == [0, 0], output.read_text()
+    assert rank_server.run(words_for(digits, undisturbed), output, 2) == [0, 0], output.read_text()
     with started(machines, digits, folders) as processes:
         wait_for_step(folders[0], 6, processes)
         machines[0].plug("down")
