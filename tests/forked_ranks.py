@@ -23,8 +23,9 @@ from typing import Any, Self
 from helpers import REPOSITORY, environment, free_port
 
 HERE = Path(__file__).parent
-# How long ranks may run after another rank was killed, and how long any order may take before it counts as a hang.
-GRACE_SEC, TIMEOUT_SEC = 0.5, 300.0
+# How long ranks may run after another rank was killed or a function raised, after `train.py` failed on another rank,
+# and in all. The latter two only end what hangs.
+KILLED_SEC, FAILED_SEC, TIMEOUT_SEC = 0.5, 120.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,8 @@ def train(order: dict[str, Any], rank: int, env: dict[str, str]) -> int:
     return main(train_command, order["arguments"][rank])
 
 
-def wait_for_ranks(pids: list[int]) -> list[int]:
-    """Returns the exit codes. Ranks still running `GRACE_SEC` after one was killed are killed, too."""
+def wait_for_ranks(pids: list[int], failed_sec: float) -> list[int]:
+    """Returns the exit codes. Ranks that still run `failed_sec` after one failed are killed."""
     codes: dict[int, int] = {}
     end = time.monotonic() + TIMEOUT_SEC
     while len(codes) < len(pids):
@@ -168,8 +169,8 @@ def wait_for_ranks(pids: list[int]) -> list[int]:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-                if codes[pid] < 0:
-                    end = min(end, time.monotonic() + GRACE_SEC)
+                if codes[pid] != 0:
+                    end = min(end, time.monotonic() + (KILLED_SEC if codes[pid] < 0 else failed_sec))
         if time.monotonic() > end:
             for pid in set(pids) - set(codes):
                 os.kill(pid, signal.SIGKILL)
@@ -206,7 +207,8 @@ def main() -> None:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
             env = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **address}
         pids = [fork_rank(order, rank, env) for rank in range(order["ranks"])]
-        print(json.dumps(wait_for_ranks(pids)), flush=True)
+        failed_sec = FAILED_SEC if "arguments" in order else KILLED_SEC
+        print(json.dumps(wait_for_ranks(pids, failed_sec)), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(
 
     def train_to(step: int, folder: Path, ranks: int, *more: str) -> None:
         words = words_for(
-            notes, folder, ranks, "plain", data__name="recording_dataset:open_set", data__kwargs=f"{{images: {IMAGES}}}",
+            notes, folder, ranks, "plain",
+            data__name="recording_dataset:open_set", data__kwargs=f"{{images: {IMAGES}}}",
             mix__mixup_alpha=0.0, train__epochs=2, train__global_batch_size=BATCH, train__max_steps=step,
         )  # fmt: skip
         output.unlink(missing_ok=True)
