@@ -1,8 +1,11 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and what to do where the file system refuses."""
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from imagenet_cls.errors import ResourceError
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -32,3 +35,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def explain_write_errors(path: Path, remedy: str) -> Iterator[None]:
+    """Turn an OSError (disk full, no permission, share gone) into a ResourceError that names `path` and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(f"can't write {path}: {error.strerror or error}\n{remedy}") from error

@@ -73,14 +73,14 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
     if path.suffix.lower() != ".png":
         raise UsageError(f"--out {path}: the drawing is a PNG file.\nName it *.png.")
     check_names(loaded, None)
-    from imagenet_cls.report.plots import plot_course
+    from imagenet_cls.report.plots import plot_panels
 
     images, counted = training_images(loaded.config.data, arguments.images)
     course = foresee(loaded.config, images)
     epochs = [step / course.plan.steps_per_epoch for step in course.steps]
     panels = {"learning rate": course.lr, "momentum": course.momentum, "resolution (px)": course.size_px}
     try:
-        plot_course(path, loaded.name, epochs, {label: values for label, values in panels.items() if values})
+        plot_panels(path, loaded.name, epochs, {label: values for label, values in panels.items() if values})
     except OSError as error:
         raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
     for line in summary(course, images):

@@ -83,9 +83,9 @@ def dry_run(config: Config, group: Group) -> None:
     parts = build(config, group)
     try:
         with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
-            reporter.banner(startup_table(parts, None, Progress()))
+            reporter.table(startup_table(parts, None, Progress()))
             for message in [*parts.messages, try_one_batch(parts)]:
-                reporter.say(message)
+                reporter.message(message)
     finally:
         parts.train_loader.close()
 
@@ -128,17 +128,17 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
                     folder.begin(jobs)
                     folder.describe(dump_yaml(config), versions())
                     messages += filter(None, [too_little_room(parts, folder)])
-                reporter.banner(startup_table(parts, options.work_dir, progress))
-                reporter.config_text(dump_yaml(config))
+                reporter.table(startup_table(parts, options.work_dir, progress))
+                reporter.config(dump_yaml(config))
                 for message in parts.messages:
-                    reporter.say(message)
+                    reporter.message(message)
                 for message in messages:
                     reporter.event(progress.step, message)
                 Run(parts, progress, reporter, saver, stop).to_the_end(folder)
                 saver.finish()
                 if config.log.plots:
                     reporter.plot()
-                reporter.say(final_message(parts, progress, options.work_dir))
+                reporter.message(final_message(parts, progress, options.work_dir))
     except Exception:
         logging.getLogger("imagenet_cls").exception("the run ended early")
         raise
@@ -313,7 +313,8 @@ class Run:
         )
         epoch, improved = (progress.step - 1) // plan.steps_per_epoch, False
         for kind, result in evaluate(outputs, list(models), parts.group).items():
-            self.reporter.evaluation({"kind": "eval", "step": progress.step, "epoch": epoch, "weights": kind, **result})
+            position = {"step": progress.step, "epoch": epoch}
+            self.reporter.eval_result({"kind": "eval", **position, "weights": kind, **result})
             progress.latest[kind] = {name: value for name, value in result.items() if name != "seconds"}
             # Weights that give NaN have a top-1, too: of the class that NaN sorts to.
             if isfinite(result["loss"]) and result["top1_pct"] > progress.best.get(kind, {}).get("top1_pct", -1.0):
@@ -331,13 +332,13 @@ class Run:
         batch_size = self.parts.config.eval.batch_size * self.parts.plan.devices
         batches_on_all_ranks = -(-(evaluation.num_images // world_size) // batch_size)
         done = 0
-        self.reporter.evaluating(done, evaluation.num_images)
+        self.reporter.eval_progress(done, evaluation.num_images)
         for number, batch in enumerate(evaluation.batches()):
             if number < batches_on_all_ranks:
                 self.stop.check()
             yield batch
             done = min(done + len(batch[1]) * world_size, evaluation.num_images)
-            self.reporter.evaluating(done, evaluation.num_images)
+            self.reporter.eval_progress(done, evaluation.num_images)
 
     def _samples_of(self, step: int) -> list[str]:
         """Names of the images that this rank reads in a step (counted from 1), each once."""

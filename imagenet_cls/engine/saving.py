@@ -131,7 +131,7 @@ class Saver:
             if not self.goes_on:
                 raise
             reason = str(error).splitlines()[0]
-            self.reporter.event(self.progress.step, f"{reason}; training goes on (checkpoint.on_error)")
+            self.reporter.event(self.progress.step, f"{reason}; training continues (checkpoint.on_error)")
 
     def _write(self, snapshot: Snapshot, best: set[int]) -> None:
         """In the thread. Records first, so that no checkpoint is newer than they are."""

@@ -1,8 +1,4 @@
-"""What a run tells people: metrics.jsonl, TensorBoard, plots, the console and the log files.
-
-Owns every output of a run except its checkpoints. `engine` hands records to a `Reporter` and never asks which rank it
-is on.
-"""
+"""What a run reports: metrics.jsonl, TensorBoard, plots, the console and the log files."""
 
 from imagenet_cls.report.jsonl import MetricsFile, Record, read_metrics, truncate_after
 from imagenet_cls.report.log import close_log, open_log

@@ -1,11 +1,8 @@
-"""The screen: a progress bar on a terminal, plain lines in a pipe or a file.
+"""A run's lines on stdout: a progress bar on a terminal, plain lines in a pipe or a file.
 
-Owns the form of every line on stdout. Refuses errors, which go to stderr from one place in `cli`. Nothing here may end
-a run: once stdout is gone (`| head`, a closed connection, a full disk behind `> log`), the console falls silent and
-training goes on. Called by `reporter`.
-
-The bar is drawn when a record arrives and by no thread, so that no lock is held when DataLoader forks its workers, and
-the cursor is never hidden, so that even SIGKILL leaves a sane terminal.
+An error of the output (`| head`, a closed connection, a full disk) silences the console; the run does not end. The bar
+is drawn when a record arrives and not by a thread, so that no lock is held when DataLoader forks its workers, and the
+cursor is never hidden, so that even SIGKILL leaves a usable terminal.
 """
 
 import contextlib
@@ -26,7 +23,7 @@ _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
 
 
 class Console:
-    """One run's screen. stream: None for stdout. start_step: updates done before this process began."""
+    """stream: None for stdout. start_step: updates done before this process began."""
 
     def __init__(self, stream: TextIO | None = None, start_step: int = 0):
         self._stream = stream if stream is not None else sys.stdout
@@ -35,79 +32,73 @@ class Console:
         self._train_task: TaskID | None = None
         self._eval_task: TaskID | None = None
         self._eval_drawn_at = 0.0
-        # The remaining time is measured from here: the banner at first, which still has the start of the workers in it,
-        # then the first record.
-        self._clock = (start_step, time.monotonic())
-        self._clock_is_settled = False
+        # Step and time that the pace is measured from: the start-up table, then the first train record, since the time
+        # between them includes the start of the workers.
+        self._pace_from = (start_step, time.monotonic())
+        self._trained = False
 
-    def banner(self, rows: Sequence[tuple[str, str]]) -> None:
-        """What is about to run: one line for each (name, value), the values aligned."""
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print one line for each (name, value), the values aligned."""
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
-            self.say(f"{name:<{width}}  {value}")
-        self._clock = (self._clock[0], time.monotonic())
+            self.message(f"{name:<{width}}  {value}")
+        self._pace_from = (self._pace_from[0], time.monotonic())
 
-    def say(self, message: str) -> None:
-        """Print a message as it stands, above the bar where there is one."""
-        if self._bar is not None:
-            with self._printing():
-                self._bar.console.print(message, soft_wrap=True)
-            return
-        # An ASCII-only stdout must not end a run over the accent in a class name.
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        with self._printing():
-            print(message.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+    def message(self, text: str) -> None:
+        """Print a message as it is, above the bar if there is one."""
+        with self._silenced_by_errors():
+            if self._bar is not None:
+                self._bar.console.print(text, soft_wrap=True)
+            else:  # an ASCII-only stdout gets escapes
+                encoding = getattr(self._stream, "encoding", None) or "utf-8"
+                print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
 
     def train(self, record: Record, total_steps: int, total_epochs: int) -> None:
-        """Report the last step of a logging interval. record: kind "train", as `jsonl` describes it."""
+        """Show the last step of a logging interval. record: of kind "train", see `jsonl`."""
         step = record["step"]
-        where = f"epoch {record['epoch'] + 1}/{total_epochs}"
+        epoch = f"epoch {record['epoch'] + 1}/{total_epochs}"
         numbers = [f"loss {record['loss']:.4f}", f"lr {_format_lr(record['lr'])}"]
         if "images_per_sec" in record:
             numbers += [f"{record['images_per_sec']:.0f} img/s", f"data {record['data_wait_pct']:.0f} %"]
         eta = f"eta {self._eta(step, total_steps)}"
         if not self._is_terminal:
-            self.say("  ".join([where, f"step {step}/{total_steps}", *numbers, eta]))
+            self.message("  ".join([epoch, f"step {step}/{total_steps}", *numbers, eta]))
             return
-        with self._printing():
+        with self._silenced_by_errors():
             bar = self._open_bar()
             if self._train_task is None:
-                self._train_task = bar.add_task(where, total=total_steps, numbers="")
+                self._train_task = bar.add_task(epoch, total=total_steps, numbers="")
+            text = " ".join([f"{step}/{total_steps}", eta, *numbers])  # fits 80 columns; the rest is cut off
             bar.update(
-                self._train_task,
-                description=where,
-                completed=step,
-                total=total_steps,
-                numbers=" ".join([f"{step}/{total_steps}", eta, *numbers]),  # fits 80 columns; what doesn't is cut
-                refresh=True,
+                self._train_task, description=epoch, completed=step, total=total_steps, numbers=text, refresh=True
             )
 
-    def evaluating(self, images_done: int, images_total: int) -> None:
-        """Report how far an evaluation is. May be called for every batch: it draws ten times a second at most.
+    def eval_progress(self, images_done: int, images_total: int) -> None:
+        """Show how far an evaluation is. Cheap enough for every batch: the bar is drawn at most ten times a second.
 
-        Without a terminal, a line every ten seconds, so that a long evaluation is not mistaken for a hang.
+        Without a terminal it is a line every ten seconds, so that a long evaluation does not look like a hang.
         """
         now = time.monotonic()
         if images_done == 0:
             self._eval_drawn_at = now
         since = now - self._eval_drawn_at
+        numbers = f"{images_done}/{images_total} images"
         if not self._is_terminal:
             if since >= _EVAL_LINE_SEC:
                 self._eval_drawn_at = now
-                self.say(f"evaluating  {images_done}/{images_total} images")
+                self.message(f"evaluating  {numbers}")
         elif since >= _EVAL_REDRAW_SEC or images_done in (0, images_total):
             self._eval_drawn_at = now
-            numbers = f"{images_done}/{images_total} images"
-            with self._printing():
+            with self._silenced_by_errors():
                 bar = self._open_bar()
                 if self._eval_task is None:
                     self._eval_task = bar.add_task("evaluating", total=images_total, numbers="")
                 bar.update(self._eval_task, completed=images_done, total=images_total, numbers=numbers, refresh=True)
 
-    def evaluation(self, record: Record, total_epochs: int = 0) -> None:
-        """Report a result, on a line that stays. record: kind "eval"; total_epochs: 0 outside training."""
+    def eval_result(self, record: Record, total_epochs: int = 0) -> None:
+        """Print a result. record: of kind "eval". total_epochs: 0 outside training."""
         if self._bar is not None and self._eval_task is not None:
-            with self._printing():
+            with self._silenced_by_errors():
                 self._bar.remove_task(self._eval_task)
             self._eval_task = None
         parts = [f"epoch {record['epoch'] + 1}/{total_epochs}"] if total_epochs else []
@@ -117,21 +108,19 @@ class Console:
             f"loss {record['loss']:.4f}",
             f"{record['images']} images in {record['seconds']:.1f} s",
         ]
-        self.say("  ".join(parts))
+        self.message("  ".join(parts))
 
     def close(self) -> None:
-        """Leave the bar as it is and the cursor below it. May be called again, and from an exception's cleanup."""
+        """Leave the bar as it is and the cursor below it. May be called again."""
         bar, self._bar = self._bar, None
         self._train_task = self._eval_task = None
         if bar is not None:
-            with self._printing():
+            with self._silenced_by_errors():
                 bar.stop()
 
     def _open_bar(self) -> "Progress":
-        """The bar, started at first use: a run that fails before has none to clean up."""
         if self._bar is None:
-            # Here and not above: a run whose output is a file needs no rich.
-            from rich.console import Console as RichConsole
+            from rich.console import Console as RichConsole  # here: not needed where the output is a file
             from rich.progress import BarColumn, Progress, TextColumn
 
             console = RichConsole(file=self._stream, force_terminal=True, markup=False, emoji=False, highlight=False)
@@ -151,21 +140,21 @@ class Console:
     def _eta(self, step: int, total_steps: int) -> str:
         """Time to the last step at the pace so far, evaluations and checkpoints included; "-" if unknown."""
         now = time.monotonic()
-        steps_done, elapsed_sec = step - self._clock[0], now - self._clock[1]
-        if not self._clock_is_settled:
-            self._clock, self._clock_is_settled = (step, now), True
+        steps_done, elapsed_sec = step - self._pace_from[0], now - self._pace_from[1]
+        if not self._trained:
+            self._pace_from, self._trained = (step, now), True
         if steps_done <= 0:
             return "-"
         return str(timedelta(seconds=round(elapsed_sec / steps_done * max(total_steps - step, 0))))
 
     @contextlib.contextmanager
-    def _printing(self) -> Iterator[None]:
-        """Around every output: one that fails silences the console for good, instead of ending the run."""
+    def _silenced_by_errors(self) -> Iterator[None]:
+        """Around every output: after one that fails nothing more is printed."""
         try:
             yield
         except OSError:
-            nowhere = open(os.devnull, "w")  # noqa: SIM115, PTH123 - stays open as long as the process
-            if self._stream is sys.stdout:  # or Python would try, and fail, to flush what is left in it at exit
+            nowhere = open(os.devnull, "w")  # noqa: SIM115, PTH123 - open as long as the process
+            if self._stream is sys.stdout:  # else Python would fail to flush what is left in it at exit
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
             self._stream, self._is_terminal, self._bar = nowhere, False, None
 

@@ -1,10 +1,4 @@
-"""Log files: `logs/rank<r>.log` in the run folder takes every message and warning that is not meant for the screen.
-
-Owns where Python's `logging` and `warnings`, and what ends a thread, go in this process, which is global by their
-nature; `close_log` puts back what can be. Refuses the screen: libraries (torch, timm, huggingface_hub) attach their own
-handlers to stderr, and those are moved into the file. Called by `engine` on every rank, once the libraries are
-imported; tracebacks of a run go to the same file.
-"""
+"""Log files: `logs/rank<r>.log` in the run folder takes all logging and warnings of this process, off the screen."""
 
 import contextlib
 import logging
@@ -13,9 +7,9 @@ import sys
 import threading
 from pathlib import Path
 
-from imagenet_cls.report.jsonl import writing
+from imagenet_cls.files import explain_write_errors
+from imagenet_cls.report.jsonl import WRITE_REMEDY
 
-LOGGER_NAME = "imagenet_cls"
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -23,29 +17,28 @@ class RankLog(logging.FileHandler):
     """The handler of this process. A line that can't be written is dropped: checkpoints report a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing, where the base class would print a traceback on the screen for every line."""
+        """Do nothing; the base class would print a traceback for every line."""
 
 
 def open_log(folder: Path, rank: int) -> logging.Logger:
-    """Send all logging and warnings of this process to `folder/logs/rank<rank>.log`, and to nowhere else.
+    """Send all logging and warnings of this process to `folder/logs/rank<rank>.log`, and nowhere else.
 
-    Appends, so that a resumed run keeps its history; a second call moves the log to the new file. Messages of libraries
-    from INFO on are kept. With TORCH_LOGS set, torch's own loggers stay on the screen, as the user asked. Returns the
-    project's logger. Raises ResourceError where the file can't be opened.
+    Appends to the file. A second call moves the log to the new file. Messages of libraries are kept from INFO on. With
+    TORCH_LOGS set, torch's own loggers stay on the screen. Returns the project's logger. Raises ResourceError.
     """
     close_log()
     path = folder / "logs" / f"rank{rank}.log"
-    with writing(path):
+    with explain_write_errors(path, WRITE_REMEDY):
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = RankLog(path, mode="a", encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    _take_from_screen(root)
+    _remove_screen_handlers(root)
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_error
-    return logging.getLogger(LOGGER_NAME)
+    return logging.getLogger("imagenet_cls")
 
 
 def close_log() -> None:
@@ -61,22 +54,21 @@ def close_log() -> None:
 
 
 def _log_thread_error(ended: threading.ExceptHookArgs) -> None:
-    """What ended a thread, such as TensorBoard's on a full disk: whoever waits for the thread learns it by itself."""
+    """Log an exception that ended a thread, such as TensorBoard's on a full disk; its owner notices by itself."""
     if ended.exc_type is not SystemExit and ended.exc_value is not None:
         name = ended.thread.name if ended.thread is not None else "a thread"
-        logging.getLogger(LOGGER_NAME).error("%s ended early", name, exc_info=ended.exc_value)
+        logging.getLogger("imagenet_cls").error("%s ended early", name, exc_info=ended.exc_value)
 
 
-def _take_from_screen(root: logging.Logger) -> None:
-    """Remove the handlers that print, and let their loggers pass messages up to the file instead."""
+def _remove_screen_handlers(root: logging.Logger) -> None:
+    """Remove the handlers that print (torch, timm and huggingface_hub have some); their loggers propagate instead."""
     screens = [stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) if stream is not None]
-    named = [logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-    for logger in [root, *named]:
+    loggers = [logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    for logger in [root, *loggers]:
         if "TORCH_LOGS" in os.environ and logger.name.partition(".")[0] == "torch":
             continue
         for handler in logger.handlers[:]:
-            # By its stream, since files are StreamHandlers as well, and so is torch's trace handler, which writes
-            # nowhere.
+            # By its stream: files are StreamHandlers as well, and so is torch's trace handler, which writes nowhere.
             if getattr(handler, "stream", None) in screens:
                 logger.removeHandler(handler)
                 logger.propagate = True

@@ -1,8 +1,7 @@
-"""Pictures: the curves of a run, past or to come, as PNG files, and a batch of images with their labels.
+"""PNG files: the curves of a run or of a schedule, and a batch of images with their labels.
 
-Owns how they look. Draws with matplotlib's objects and its Agg canvas, never with pyplot, whose figures and back end
-are global and may want a display. Imports matplotlib inside the functions, since it takes half a second. Called by
-`reporter` at the end of a run, by `tensorboard`, and by `schedule_plot`.
+Draws on matplotlib's Agg canvas without pyplot, whose figures and backend are global. Imports matplotlib inside the
+functions, since that takes half a second.
 """
 
 import math
@@ -12,107 +11,101 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from imagenet_cls.report.jsonl import Record, writing
+from imagenet_cls.files import explain_write_errors
+from imagenet_cls.report.jsonl import WRITE_REMEDY, Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_MOST_WINDOWS = 200  # of the running mean: fewer hide what happened, more show the noise of single batches
+_MOST_WINDOWS = 200  # of the running mean: fewer hide changes, more show the noise of single batches
 
 
 def plot_run(metrics: Sequence[Record], folder: Path) -> list[Path]:
-    """Draw `loss.png`, `lr.png` and `top1.png` into `folder` and return the paths of those that there are records for.
+    """Draw `loss.png`, `lr.png` and `top1.png` into `folder`; return the paths of those that have records.
 
-    metrics: records as `jsonl` describes them, of one run, in order. Values that are not finite leave gaps. Existing
-    files are replaced. Raises ResourceError where the file system refuses.
+    metrics: the records of one run, in order, see `jsonl`. Values that are not finite leave gaps. Existing files are
+    replaced. Raises ResourceError where the file system fails.
     """
     train = [record for record in metrics if record["kind"] == "train"]
     evaluations = {
         weights: [record for record in metrics if record["kind"] == "eval" and record["weights"] == weights]
         for weights in ("raw", "ema")
     }
-    paths = []
+    drawings: dict[str, tuple[str, Any]] = {}
     if train:
-        paths.append(_plot(folder / "loss.png", "loss", lambda axes: _draw_loss(axes, train, evaluations)))
-        paths.append(
-            _plot(
-                folder / "lr.png", "learning rate", lambda axes: axes.plot(_column(train, "step"), _column(train, "lr"))
-            )
-        )
+        drawings["loss.png"] = ("loss", lambda axes: _draw_loss(axes, train, evaluations))
+        drawings["lr.png"] = ("learning rate", lambda axes: axes.plot(_column(train, "step"), _column(train, "lr")))
     if any(evaluations.values()):
-        paths.append(
-            _plot(folder / "top1.png", "top-1 on validation images (%)", lambda axes: _draw_top1(axes, evaluations))
+        drawings["top1.png"] = (
+            "top-1 on validation images (%)",
+            lambda axes: _draw_evaluations(axes, evaluations, "top1_pct", "{} weights"),
         )
-    return paths
+    for name, (label, draw) in drawings.items():
+        figure = _figure((8, 4.5), dpi=120)
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_xlabel("step (optimizer updates)")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        with explain_write_errors(folder / name, WRITE_REMEDY):
+            _save(figure, folder / name)
+    return [folder / name for name in drawings]
 
 
-def plot_course(path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]) -> None:
-    """Draw what a run will go through: a panel for each quantity, one above the other, over the epochs.
+def plot_panels(path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]) -> None:
+    """Draw quantities over the epochs, each in a panel, one below the other.
 
-    panels: values at `epochs`, by the label of their axis; at least one. An existing file is replaced. Raises OSError
-    where the file system refuses.
+    panels: values at `epochs`, by the label of their axis; at least one. An existing file is replaced. Raises OSError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1 + 2.2 * len(panels)), dpi=120, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes_of_panels = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (label, values) in zip(axes_of_panels, panels.items(), strict=True):
+    figure = _figure((8, 1 + 2.2 * len(panels)), dpi=120)
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, values) in zip(all_axes, panels.items(), strict=True):
         axes.plot(epochs, values)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        if min(values) == max(values):  # else matplotlib zooms in on nothing
+        if min(values) == max(values):  # else matplotlib magnifies rounding errors
             axes.set_ylim(0, 1.25 * max(values) or 1.0)
-    axes_of_panels[0].set_title(title, parse_math=False)
-    axes_of_panels[-1].set_xlabel("epoch")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.print_png(str(path))
+    all_axes[0].set_title(title, parse_math=False)
+    all_axes[-1].set_xlabel("epoch")
+    _save(figure, path)
 
 
 def draw_batch(images: np.ndarray, labels: Sequence[str], columns: int = 8) -> np.ndarray:
     """One picture of a batch, row by row, with the label above each image.
 
-    images: uint8 (B, 3, H, W), B >= 1. labels: B texts; what is longer than an image is wide is cut with an ellipsis.
-    Returns uint8 (height, width, 3).
+    images: uint8 (B, 3, H, W), B >= 1. labels: B texts; long ones are cut with an ellipsis. Returns uint8
+    (height, width, 3).
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     assert len(images) == len(labels) > 0
     columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)
-    figure = Figure(figsize=(1.6 * columns, 1.8 * rows), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for number, axes in enumerate(grid.flat):
+    figure = _figure((1.6 * columns, 1.8 * rows), dpi=100)
+    for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
         axes.set_axis_off()
         if number < len(images):
             axes.imshow(images[number].transpose(1, 2, 0), interpolation="nearest")
             label = labels[number] if len(labels[number]) <= 22 else labels[number][:21] + "…"
             axes.set_title(label, fontsize=8, parse_math=False)
+    canvas: Any = figure.canvas
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def _plot(path: Path, label: str, draw: Any) -> Path:
-    """Save one figure with steps on its x axis. draw: called with the axes."""
+def _figure(size_inches: tuple[float, float], dpi: int) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    draw(axes)
-    axes.set_xlabel("step (optimizer updates)")
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        canvas.print_png(str(path))
-    return path
+    figure = Figure(figsize=size_inches, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
 
 
 def _draw_loss(axes: "Axes", train: list[Record], evaluations: dict[str, list[Record]]) -> None:
@@ -121,22 +114,18 @@ def _draw_loss(axes: "Axes", train: list[Record], evaluations: dict[str, list[Re
     window = math.ceil(len(train) / _MOST_WINDOWS)
     if window > 1:
         axes.plot(steps, losses, alpha=0.25, linewidth=0.8, color="C0")
-        mean_steps, mean_losses = steps[window - 1 :], np.convolve(losses, np.full(window, 1 / window), mode="valid")
-        axes.plot(mean_steps, mean_losses, color="C0", label=f"training, mean of {window} steps")
+        mean_losses = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+        axes.plot(steps[window - 1 :], mean_losses, color="C0", label=f"training, mean of {window} steps")
     else:
         axes.plot(steps, losses, color="C0", label="training")
-    for weights, records in evaluations.items():
-        if records:
-            axes.plot(
-                _column(records, "step"), _column(records, "loss"), marker="o", label=f"validation, {weights} weights"
-            )
+    _draw_evaluations(axes, evaluations, "loss", "validation, {} weights")
 
 
-def _draw_top1(axes: "Axes", evaluations: dict[str, list[Record]]) -> None:
-    """Top-1 of each evaluation, raw and EMA weights side by side."""
+def _draw_evaluations(axes: "Axes", evaluations: dict[str, list[Record]], key: str, label: str) -> None:
+    """One field of the evaluations, raw and EMA weights side by side."""
     for weights, records in evaluations.items():
         if records:
-            axes.plot(_column(records, "step"), _column(records, "top1_pct"), marker="o", label=f"{weights} weights")
+            axes.plot(_column(records, "step"), _column(records, key), marker="o", label=label.format(weights))
 
 
 def _column(records: list[Record], key: str) -> np.ndarray:

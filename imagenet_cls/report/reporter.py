@@ -1,19 +1,16 @@
-"""One object that takes everything a run has to tell, and passes it to `metrics.jsonl`, TensorBoard and the console.
-
-Owns which output gets what, and that only one rank speaks: on the others a `Reporter` does nothing, so that the loop
-has no `if rank == 0`. Refuses to compute: the numbers arrive on the host, finished. Called by `engine`.
-"""
+"""Passes everything that a run reports to `metrics.jsonl`, TensorBoard and the console."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from imagenet_cls.errors import ResourceError
+from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.console import Console
-from imagenet_cls.report.jsonl import MetricsFile, Record, read_metrics, truncate_after
+from imagenet_cls.report.jsonl import WRITE_REMEDY, MetricsFile, Record, read_metrics, truncate_after
 from imagenet_cls.report.plots import plot_run
 from imagenet_cls.report.tensorboard import TensorBoard
 
@@ -24,14 +21,14 @@ _MOST_IMAGES = 32
 
 
 class Reporter:
-    """The outside of a run. As a context manager it closes itself, whatever happened.
+    """All outputs of a run but its checkpoints. A context manager that closes itself.
 
-    folder: the run folder; None for the console only (a dry run, an evaluation). resume_step: the step of the
-    checkpoint that the run goes on from, None for a new run; records of later steps are dropped, since they are about
-    to be made again. tensorboard: whether to write event files. is_main: False makes every method a no-op. total_steps,
-    total_epochs: of the whole run, for the progress; 0 outside training. evaluated_step: as
-    `truncate_after` has it. Methods raise ResourceError where the file system refuses; with goes_on, only `sync` and
-    `close` do, and the others say it once: metrics.jsonl catches up when there is room again, TensorBoard's files end.
+    folder: the run folder; None for the console only. resume_step: the step of the checkpoint that the run resumes
+    from, None for a new run; records of later steps are dropped. tensorboard: whether to write event files. is_main:
+    False makes every method a no-op. total_steps, total_epochs: of the whole run; 0 outside training. evaluated_step:
+    see `truncate_after`. Methods raise ResourceError where the file system fails. With continue_on_error, only `sync`
+    and `close` do, and the others print it once: metrics.jsonl catches up when there is room again, TensorBoard's files
+    end.
     """
 
     def __init__(
@@ -43,68 +40,68 @@ class Reporter:
         total_steps: int,
         total_epochs: int,
         evaluated_step: int | None = None,
-        goes_on: bool = False,
+        continue_on_error: bool = False,
     ):
         self._folder = folder if is_main else None
         self._total_steps, self._total_epochs = total_steps, total_epochs
-        self._goes_on, self._is_late = goes_on, False
+        self._continue_on_error, self._write_failed = continue_on_error, False
         self._console = Console(start_step=resume_step or 0) if is_main else None
         self._metrics: MetricsFile | None = None
         self._tensorboard: TensorBoard | None = None
         if self._folder is not None:
-            truncate_after(self._folder / "metrics.jsonl", resume_step or 0, evaluated_step)
-            self._metrics = MetricsFile(self._folder / "metrics.jsonl")
+            path = self._folder / "metrics.jsonl"
+            truncate_after(path, resume_step or 0, evaluated_step)
+            self._metrics = MetricsFile(path)
             if tensorboard:
-                self._tensorboard = self._open_tensorboard(
-                    self._folder / "tensorboard", self._metrics.path, resume_step
-                )
+                with self._tensorboard_errors():
+                    self._tensorboard = self._open_tensorboard(path, resume_step)
 
-    def banner(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print what is about to run: (name, value) for device, ranks, batch, steps, parameters, seed, ..."""
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print the start-up table: (name, value) for device, ranks, batch, steps, parameters, seed, ..."""
         if self._console:
-            self._console.banner(rows)
+            self._console.table(rows)
 
-    def say(self, message: str) -> None:
+    def message(self, text: str) -> None:
         """Print a message."""
         if self._console:
-            self._console.say(message)
+            self._console.message(text)
 
     def event(self, step: int, message: str) -> None:
-        """Print something that happened to the run (a resume, skipped steps), and keep it among the records."""
+        """Print and record an event of the run, such as a resume or skipped steps."""
         self._record([{"kind": "event", "step": step, "message": message}])
-        self.say(message)
+        self.message(message)
 
-    def config_text(self, config: str) -> None:
+    def config(self, config: str) -> None:
         """Show the resolved config, as YAML, in TensorBoard."""
-        self._show(lambda board: board.config_text(config))
+        self._to_tensorboard(lambda board: board.config(config))
 
     def first_batch(self, images: "Tensor", targets: "Tensor", classes: Sequence[str]) -> None:
-        """Show the first augmented images, at most 32 of them, under their class names in TensorBoard.
+        """Show the first augmented images, at most 32, under their class names in TensorBoard.
 
         images: uint8 (B, 3, H, W), on any device. targets: int64 (B,). classes: the name of each target.
         """
         if self._tensorboard:
             labels = [classes[target] for target in targets[:_MOST_IMAGES].tolist()]
             pixels = images[:_MOST_IMAGES].cpu().numpy()
-            self._show(lambda board: board.first_batch(pixels, labels))
+            self._to_tensorboard(lambda board: board.first_batch(pixels, labels))
 
     def train(self, records: Sequence[Record]) -> None:
-        """Report all steps since the last call, a record each, in order; the last also has the speed. Empty: no-op."""
+        """Report the steps since the last call, a record each, in order; the last also has the speed. May be empty."""
         if records:
             self._record(records)
             if self._console:
                 self._console.train(records[-1], self._total_steps, self._total_epochs)
 
-    def evaluating(self, images_done: int, images_total: int) -> None:
-        """Report the progress of an evaluation. Cheap enough to call for every batch; the first call says 0 done."""
+    def eval_progress(self, images_done: int, images_total: int) -> None:
+        """Show the progress of an evaluation. Cheap enough for every batch; images_done is 0 in the first call."""
         if self._console:
-            self._console.evaluating(images_done, images_total)
+            self._console.eval_progress(images_done, images_total)
 
-    def evaluation(self, record: Record) -> None:
+    def eval_result(self, record: Record) -> None:
         """Report the result of an evaluation: a record of kind "eval"."""
         self._record([record])
         if self._console:
-            self._console.evaluation(record, self._total_epochs)
+            self._console.eval_result(record, self._total_epochs)
 
     def plot(self) -> None:
         """Draw `plots/*.png` from all records of the run, those before a resume included."""
@@ -113,16 +110,18 @@ class Reporter:
                 self._metrics.flush()
                 plot_run(read_metrics(self._metrics.path), self._folder / "plots")
             except ResourceError as error:
-                self._go_on_after(error)
+                self._handle(error)
 
     def sync(self) -> None:
-        """Put every record on the disk. Called before each checkpoint, so that none is newer than its records; by the
-        thread that writes it, which must not print.
+        """Write every record to the disk, before a checkpoint, so that none is newer than its records.
+
+        Called by the thread that writes checkpoints, which must not print.
         """
         if self._metrics:
             self._metrics.sync()
         if self._tensorboard:
-            with suppress(ResourceError) if self._goes_on else nullcontext():  # the next record finds and says it
+            # With continue_on_error the next record reports the error.
+            with suppress(OSError) if self._continue_on_error else self._tensorboard_errors():
                 self._tensorboard.flush()
 
     def close(self) -> None:
@@ -134,7 +133,8 @@ class Reporter:
                 self._metrics.close()
         finally:
             if self._tensorboard:
-                self._tensorboard.close()
+                with self._tensorboard_errors():
+                    self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -142,18 +142,16 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with suppress(ResourceError) if error is not None else nullcontext():  # the first error is raised
             self.close()
-        except ResourceError:
-            if error is None:  # what is on its way up came first
-                raise
 
-    def _open_tensorboard(self, folder: Path, metrics: Path, resume_step: int | None) -> TensorBoard:
-        """Event files that show the same history as metrics.jsonl.
+    def _open_tensorboard(self, metrics: Path, resume_step: int | None) -> TensorBoard:
+        """Event files with the same history as metrics.jsonl.
 
-        An evaluation of the resumed step may have been dropped. TensorBoard can only forget whole steps: it forgets
-        that one, and is told again what was kept of it.
+        An evaluation of the resumed step may have been dropped. TensorBoard can only purge whole steps: that one is
+        purged, and what was kept of it is written again.
         """
+        folder = metrics.with_name("tensorboard")
         if not resume_step:
             return TensorBoard(folder, None)
         board = TensorBoard(folder, resume_step - 1)
@@ -163,30 +161,35 @@ class Reporter:
         return board
 
     def _record(self, records: Sequence[Record]) -> None:
-        """Keep records in every file. They reach the operating system here: a killed process loses none."""
+        """Write records to every file. A killed process loses none of them."""
         if self._metrics:
             for record in records:
                 self._metrics.write(record)
             try:
                 self._metrics.flush()
-                self._is_late = False
+                self._write_failed = False
             except ResourceError as error:
-                if not self._is_late:
-                    self._go_on_after(error)
-                self._is_late = True
+                if not self._write_failed:
+                    self._handle(error)
+                self._write_failed = True
         for record in records:
-            self._show(partial(TensorBoard.write, record=record))
+            self._to_tensorboard(partial(TensorBoard.write, record=record))
 
-    def _show(self, what: Callable[[TensorBoard], None]) -> None:
+    def _to_tensorboard(self, write: Callable[[TensorBoard], None]) -> None:
         if self._tensorboard:
             try:
-                what(self._tensorboard)
+                with self._tensorboard_errors():
+                    write(self._tensorboard)
             except ResourceError as error:
                 self._tensorboard = None  # its thread has ended
-                self._go_on_after(error)
+                self._handle(error)
 
-    def _go_on_after(self, error: ResourceError) -> None:
-        """Say what the file system refused, where the run is to go on without it; else raise it."""
-        if not self._goes_on:
+    def _tensorboard_errors(self) -> AbstractContextManager[None]:
+        assert self._folder is not None
+        return explain_write_errors(self._folder / "tensorboard", WRITE_REMEDY)
+
+    def _handle(self, error: ResourceError) -> None:
+        """Print a write error if the run continues without the output; else raise it."""
+        if not self._continue_on_error:
             raise error
-        self.say(f"{str(error).splitlines()[0]}; training goes on (checkpoint.on_error)")
+        self.message(f"{str(error).splitlines()[0]}; training continues (checkpoint.on_error)")

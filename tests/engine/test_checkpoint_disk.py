@@ -159,7 +159,7 @@ def test_continue_trains_on_and_saves_the_next_time(
     train_here(words_for(digits, folder, checkpoint__on_error="continue", log__tensorboard=fault == "full"))
     out, err = capfd.readouterr()
     assert err == ""
-    told = [line for line in out.splitlines() if "training goes on (checkpoint.on_error)" in line]
+    told = [line for line in out.splitlines() if "training continues (checkpoint.on_error)" in line]
     assert len(told) == 2 and all(re.search(said, line) for line in told), out  # the saves of steps 6 and 8
     assert_all_whole(folder, 10, 11)
     assert len(losses(folder)) == STEPS  # of the steps in between, too

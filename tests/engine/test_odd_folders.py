@@ -157,9 +157,9 @@ def test_records_that_lack_are_told(digits: Path, part: Path, gone: str, capsys:
         metrics.unlink()
     train_here(words(digits, part, "--resume", "train.max_steps=18"))
     told = capsys.readouterr().out
-    expected = {"all": "lacks 17 of the steps up to 17, the first of them 1:", "some": "lacks 3 of the steps up to 17, "
-                "the first of them 4:", "none": ""}[gone]  # fmt: skip
-    assert expected in told and ("lacks" in told) == (gone != "none"), told
+    expected = {"all": "17 of the steps up to 17 are missing, the first is 1:", "some": "3 of the steps up to 17 are "
+                "missing, the first is 4:", "none": ""}[gone]  # fmt: skip
+    assert expected in told and ("are missing" in told) == (gone != "none"), told
 
 
 def test_a_beginning_from_elsewhere_is_no_gap(
@@ -169,7 +169,7 @@ def test_a_beginning_from_elsewhere_is_no_gap(
         more = ["--resume", "--resume-from", str(newest(part)), f"train.max_steps={last}"]
         train_here(words(digits, tmp_path / "run", *more))
     told = capsys.readouterr().out
-    assert "lacks" not in told
+    assert "are missing" not in told
     assert told.count(f"--resume-from {newest(part)} is not used: this folder has checkpoints of its own") == 1
 
 

@@ -81,7 +81,7 @@ def test_training_goes_on_where_it_is_told_to(
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     goes_on = words(few_images, folder, "continue")
     assert rank_server.run(goes_on, output, RANKS, LIMITED_STEPS="12 17") == [0] * RANKS, told(output)
-    assert told(output).count("training goes on (checkpoint.on_error)") == 1  # the save of step 15
+    assert told(output).count("training continues (checkpoint.on_error)") == 1  # the save of step 15
     assert state_digest(folder) == state_digest(undisturbed(RANKS))
     assert records(folder) == records(undisturbed(RANKS))
     assert checkpoints(folder) == checkpoints(undisturbed(RANKS))
