@@ -111,7 +111,7 @@ def on_one_rank(calls: int) -> Iterator[Row]:
 
     values = meter.values[:every]
     yield Row(f"meter: {every} steps read", calls, measured(look, calls), 1 / every)
-    batches = meter.waiting_for(iter(lambda: 0, 1))
+    batches = meter.time_waiting(iter(lambda: 0, 1))
     yield Row("meter: wait for a batch timed", calls, measured(lambda: next(batches), calls), 1)
     behind = Behind()
     yield Row("has a save failed", calls, measured(behind.check, calls), 1)

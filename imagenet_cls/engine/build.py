@@ -1,10 +1,5 @@
-"""Config -> parts: each part is handed its own section.
+"""Config -> parts: builds everything that a run computes with."""
 
-`build` makes the parts that `engine.train` runs. (`engine.check` asks the parts beforehand whether their sections are
-good.)
-"""
-
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,29 +9,22 @@ from torch import nn
 from imagenet_cls.config.schema import Config, EmaConfig
 from imagenet_cls.data import (
     DataSets,
-    EpochSampler,
-    ImageSource,
     Preprocess,
     SyntheticLoader,
-    SyntheticSource,
     TrainLoader,
     TrainPreprocess,
     build_mixing,
     check_shared_memory,
-    eval_batches,
-    eval_transform,
     open_datasets,
     samples_per_epoch,
-    shard_for_eval,
-    synthetic_eval_batches,
-    train_transform,
 )
-from imagenet_cls.engine.evaluate import Batch, EvaluationParts
+from imagenet_cls.engine.evaluate import EvaluationParts
+from imagenet_cls.engine.loaders import build_train_loader, build_val_batches, prefetched_images
 from imagenet_cls.engine.model import (
+    build_distillation_teacher,
+    build_training_model,
     choose_mean_std,
-    chosen_teacher,
-    on_main_first,
-    prepared_model,
+    main_first,
     pretrained_mismatch,
 )
 from imagenet_cls.engine.plan import Plan, plan_run
@@ -55,19 +43,17 @@ from imagenet_cls.optim.losses import build_loss
 from imagenet_cls.optim.scaling import scaled_lr
 from imagenet_cls.optim.schedule import Schedule, build_schedule
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
-from imagenet_cls.parallel.environment import cpu_threads
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import BatchNormStatistics, warm_up_buckets, wrap_model
-
-_MOST_WORKERS = 16
 
 
 @dataclass
 class Parts:
-    """Everything that the loop touches. `model` is the model itself, `wrapped` what forward and backward go through.
+    """Everything that the loop uses.
 
-    devices: this rank's; several with DataParallel only. lr: the highest rate, scaled for the batch. teacher_digest: of
-    the weights that a distillation learns from, where there is one.
+    model: not wrapped. wrapped: the module to call in training (DDP, DataParallel or the model itself). devices: of
+    this rank; several with DataParallel only. lr: the peak learning rate, scaled for the batch. messages: for the log
+    at the start. teacher_digest: of the teacher's weights, where there is a teacher.
     """
 
     config: Config
@@ -95,28 +81,28 @@ class Parts:
 
 
 def data_parallel_devices(config: Config) -> Devices:
-    """The devices of a DataParallel run, whose first one holds the parameters. Raises UsageError for absent GPUs."""
+    """The devices of a DataParallel run; the first holds the parameters. Raises UsageError for missing GPUs."""
     parallel = config.parallel
     return choose_devices(config.device, parallel.device_ids, parallel.output_device, torch.cuda.device_count())
 
 
 def rank_devices(config: Config, group: Group) -> Devices:
-    """What this rank computes on."""
+    """The devices of this rank."""
     return data_parallel_devices(config) if config.parallel.mode == "dp" else Devices((group.device,), group.device)
 
 
 def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
-    """All parts of a training run, in their state at step 0. A collective: every rank calls it.
+    """All parts of a training run in their state at step 0. A collective: every rank calls it.
 
-    start_weights: whether the model gets the weights that the config has it start from. A run that goes on has its own,
-    and asks for no file and no network. Raises DataError, ConfigError, CheckpointError, UsageError or ResourceError.
+    start_weights: whether to load the weights that the config names; false for a run that resumes. Raises DataError,
+    ConfigError, CheckpointError, UsageError or ResourceError.
     """
     device, train = group.device, config.train
-    for name in config.imports:  # `check` ran in the launching process, or on rank 0 only
+    for name in config.imports:  # stage 2 of the checks imported them in the launching process or on rank 0 only
         import_from_here(name)
     set_deterministic(train.deterministic, device)
     dtype = choose_precision(train.precision, device)
-    data = on_main_first(group, lambda: open_datasets(config.data))
+    data = main_first(group, lambda: open_datasets(config.data))
     assert data.train is not None and data.val is not None
     check_same_data(data, group)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
@@ -124,27 +110,29 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, group.world_size, len(devices.all))
     check_ema_updates(config.ema, plan)
-    check_shared_memory(images_held(config, data, plan, group), group.rank_info.local_world_size)
-    messages = [note for note in (devices.note, data.note) if note]
+    check_shared_memory(prefetched_images(config, data, plan, group), group.rank_info.local_world_size)
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
-    messages += [scaling] if scaling else []
+    messages = [note for note in (devices.note, data.note, scaling) if note]
 
-    model = prepared_model(config, num_classes, group, messages, start_weights, batch_norm_sees(config, plan))
+    model, model_messages = build_training_model(
+        config, num_classes, group, start_weights, batch_norm_images(config, plan)
+    )
+    messages += model_messages
     mean, std = choose_mean_std(config, model)
     if group.is_main and start_weights:
         messages += pretrained_mismatch(config, model, (mean, std), data.classes)
-    teacher = chosen_teacher(config, num_classes, data.classes, group, (mean, std))
+    teacher = build_distillation_teacher(config, num_classes, data.classes, group, (mean, std))
     wrapped = spread(wrap_model(model, group, config.parallel.mode), devices)
     check_same_weights(model, group)
     ema = build_ema(model, config.ema, train.global_batch_size)
     if train.compile:
-        model.compile()  # in place: adds no prefix to any name
+        model.compile()  # in place, so no name gets a prefix
     criterion = build_criterion(build_loss(config.loss, num_classes, config.augment.splits), config.distill, teacher)
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     preprocess = Preprocess(mean, std, device, train.channels_last)
 
-    def throw_away_pass() -> None:
+    def forward_backward() -> None:
         size_px, splits = config.augment.size_px, config.augment.splits
         images = preprocess(torch.zeros(plan.loader_batch * splits, 3, size_px, size_px, dtype=torch.uint8))
         targets = torch.zeros(plan.loader_batch, dtype=torch.int64, device=device)
@@ -152,7 +140,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
             loss = criterion(wrapped(images), targets, images)
         loss.backward()
 
-    warm_up_buckets(wrapped, throw_away_pass)
+    warm_up_buckets(wrapped, forward_backward)
     return Parts(
         config=config,
         group=group,
@@ -189,93 +177,24 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     )
 
 
-def batch_norm_sees(config: Config, plan: Plan) -> int:
-    """Images that a BatchNorm layer normalises together in training."""
-    at_once = plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
-    return at_once * (plan.world_size if config.parallel.sync_bn else 1)
+def batch_norm_images(config: Config, plan: Plan) -> int:
+    """Images over which a BatchNorm layer computes its statistics in training."""
+    images = plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
+    return images * (plan.world_size if config.parallel.sync_bn else 1)
 
 
 def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:
-    """Raise ConfigError for an average that no step of all epochs would update. (A run may be cut by max_steps.)"""
+    """Raise ConfigError for an EMA that no step of all epochs would update (`max_steps` may end a run earlier)."""
     steps = plan.epochs * plan.steps_per_epoch
     if (ema.decay is not None or ema.half_life_images is not None) and ema.every_steps > steps:
-        text = f"{ema.every_steps} is more than the {steps} steps of all epochs, so no average would be made"
+        text = f"{ema.every_steps} is more than the {steps} steps of the run, so the EMA would never be updated"
         raise ConfigError([f"ema.every_steps: {text}; give at most that"])
 
 
 def choose_num_classes(asked: int | None, in_data: int) -> int:
-    """The head's outputs. Raises ConfigError where the data has more classes than the config asks for."""
+    """Outputs of the head. Raises ConfigError where the data has more classes than `model.num_classes`."""
     if asked is not None and asked < in_data:
         raise ConfigError(
             [f"model.num_classes: {asked}, but the data set has {in_data} classes; give at least {in_data}, or null"]
         )
     return asked if asked is not None else in_data
-
-
-def build_train_loader(
-    config: Config, source: ImageSource, plan: Plan, group: Group, mean: Sequence[float]
-) -> TrainLoader | SyntheticLoader:
-    """This rank's micro-batches. mean: the colour (in 0..1) that policies fill what is moved out of sight with."""
-    data = config.data
-    sampler = EpochSampler(
-        len(source),
-        plan.global_batch,
-        group.rank,
-        group.world_size,
-        config.seed,
-        data.repeats,
-        data.repeats_multiple,
-        accumulation=plan.accumulation,
-        devices=plan.devices,
-    )
-    if isinstance(source, SyntheticSource):
-        return SyntheticLoader(source, sampler, plan.loader_batch, config.augment, config.seed, group.device)
-    return TrainLoader(
-        source,
-        train_transform(config.augment, mean),
-        sampler,
-        plan.loader_batch,
-        config.seed,
-        num_workers_for(config, group),
-        prefetch_batches=config.data.prefetch_batches,
-        pin_memory=group.device.type == "cuda",
-        timeout_sec=config.data.timeout_sec,
-    )
-
-
-def build_val_batches(config: Config, source: ImageSource, group: Group, num_devices: int) -> Iterable[Batch]:
-    """This rank's shard of an evaluation, unpadded, in batches for all of its devices together."""
-    shard = shard_for_eval(len(source), group.rank, group.world_size)
-    batch_size = config.eval.batch_size * num_devices
-    if isinstance(source, SyntheticSource):
-        return synthetic_eval_batches(source, shard, batch_size, config.eval.crop_px, config.seed, group.device)
-    return eval_batches(
-        source,
-        eval_transform(config.eval),
-        shard,
-        batch_size,
-        num_workers_for(config, group),
-        prefetch_batches=config.data.prefetch_batches,
-        pin_memory=group.device.type == "cuda",
-        timeout_sec=config.data.timeout_sec,
-    )
-
-
-def images_held(config: Config, data: DataSets, plan: Plan, group: Group) -> list[tuple[int, int]]:
-    """What this rank's data workers hold ready at most, in training and in evaluation: images, and their side in px."""
-    assert data.train is not None and data.val is not None
-    if isinstance(data.train, SyntheticSource):
-        return []
-    ready = num_workers_for(config, group) * config.data.prefetch_batches
-    of_epoch = plan.steps_per_epoch * plan.accumulation
-    val_batch, val_share = config.eval.batch_size * plan.devices, -(-len(data.val) // group.world_size)
-    return [
-        (min(ready, of_epoch) * plan.loader_batch * config.augment.splits, config.augment.size_px),
-        (min(ready * val_batch, val_share), config.eval.crop_px),
-    ]
-
-
-def num_workers_for(config: Config, group: Group) -> int:
-    """Data workers of this rank: as the config says, else one for each CPU core that it can call its own."""
-    chosen = config.data.num_workers
-    return min(_MOST_WORKERS, cpu_threads(group.rank_info.local_world_size)) if chosen is None else chosen

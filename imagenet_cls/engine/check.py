@@ -1,8 +1,6 @@
-"""Stage 2 of the checks: everything that can be known without data, and with the number of ranks.
+"""Stage 2 of the checks: names, signatures and the arithmetic of batches, before any data is read.
 
-Names and signatures of models, optimizers and policies, and the arithmetic of batches. Each part checks its own
-section; this module asks them all, and reports all problems at once. Called by the launching process before any rank is
-started, and by `engine.run` on rank 0.
+Stage 1 (keys, types, ranges) is `config.check`, which needs no torch.
 """
 
 from imagenet_cls.config.schema import Config
@@ -20,9 +18,9 @@ from imagenet_cls.optim.schedule import schedule_problems
 
 
 def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
-    """Stage 2: everything that can be known without data or ranks.
+    """All problems of a config at once.
 
-    world_size: None where it is not known yet. training: false for an evaluation, which any number of ranks can share.
+    world_size: None where it is not known yet. training: false for an evaluation, which runs on any number of ranks.
     """
     for name in config.imports:
         try:
@@ -41,18 +39,18 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
 
 
 def momentum_problems(config: Config) -> list[Problem]:
-    """A schedule of the momentum needs an optimizer that has one: the optimizer itself is asked."""
+    """A schedule of the momentum needs an optimizer with momentum."""
     names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
     if config.schedule.name != "one_cycle" or not names or optimizer_problems(config.optimizer):
         return []
     if own_momentum(config.optimizer) is not None:
         return []
-    text = f"{config.optimizer.name!r} has no momentum to move; leave it out, or choose another optimizer"
+    text = f"{config.optimizer.name!r} has no momentum to schedule; leave it out, or choose another optimizer"
     return [Problem(f"schedule.kwargs.{names[0]}", text)]
 
 
 def rank_problems(config: Config, world_size: int, training: bool = True) -> list[Problem]:
-    """What is wrong with this many ranks: for the mode, and in training for the batch."""
+    """Problems of the parallel mode, and in training of the batch, with this number of ranks."""
     mode = config.parallel.mode
     if world_size > 1 and mode in ("none", "dp"):
         purpose = {"none": "is for one device", "dp": "runs all GPUs from one process"}[mode]
@@ -64,10 +62,7 @@ def rank_problems(config: Config, world_size: int, training: bool = True) -> lis
     problem = batch_problem(train, devices, "GPUs" if mode == "dp" else "ranks")
     if problem is not None:
         return [problem]
-    at_once = (
-        train.global_batch_size
-        // world_size
-        // accumulation_for(train.global_batch_size, devices, train.micro_batch_size)
-    )
+    accumulation = accumulation_for(train.global_batch_size, devices, train.micro_batch_size)
+    loader_batch = train.global_batch_size // world_size // accumulation
     repeats = repeats_problem(config.data.repeats_multiple, world_size)
-    return mixing_problems(config.mix, at_once, train.global_batch_size) + ([] if repeats is None else [repeats])
+    return mixing_problems(config.mix, loader_batch, train.global_batch_size) + ([] if repeats is None else [repeats])

@@ -21,9 +21,10 @@ from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
 from imagenet_cls.data.layout import is_image
-from imagenet_cls.engine.build import EvaluationParts, build_val_batches, choose_num_classes, rank_devices
+from imagenet_cls.engine.build import choose_num_classes, rank_devices
 from imagenet_cls.engine.differences import differences
-from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, model_outputs
+from imagenet_cls.engine.evaluate import EvaluationParts, Outputs, compute_logits, evaluate, model_outputs
+from imagenet_cls.engine.loaders import build_val_batches
 from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_and_origin
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError

@@ -1,7 +1,4 @@
-"""What a run measures of itself: losses of every step, speed, and the share of time spent waiting for data.
-
-Losses stay on the device until `flush`, which reads all of them at once.
-"""
+"""Losses of every step, speed, and the share of time spent waiting for data."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +14,7 @@ T = TypeVar("T")
 
 
 class Meter:
-    """Collects rows of steps and turns them into records for `report`."""
+    """Collects steps and turns them into records for metrics.jsonl. Losses stay on the device until `flush`."""
 
     def __init__(self, group: Group, global_batch: int):
         self.group = group
@@ -28,13 +25,13 @@ class Meter:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave what came before (an evaluation, a checkpoint) out of the speed."""
+        """Exclude what came before (an evaluation, a checkpoint) from the speed."""
         self.started = time.perf_counter()
         self.waited = 0.0
         self.timed_steps = 0
 
-    def waiting_for(self, batches: Iterator[T]) -> Iterator[T]:
-        """Pass batches through and add up the time that the loop waits for them."""
+    def time_waiting(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches and add up the time that the loop waits for them."""
         while True:
             before = time.perf_counter()
             try:

@@ -1,14 +1,10 @@
-"""The model of a run: its weights, and what the config changes about it.
-
-Owns the order of these steps; what is refused about a model is in `fit`. Called by `engine.build`, and in part by
-`engine.inference`.
-"""
+"""The model of a run: its weights, what the config changes about it, and the teacher."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +13,7 @@ from imagenet_cls.checkpoint.format import Snapshot
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
 from imagenet_cls.data import sizes_px
-from imagenet_cls.engine.fit import check_model_outputs, check_model_parameters
+from imagenet_cls.engine.model_checks import check_model_outputs, check_model_parameters
 from imagenet_cls.errors import CheckpointError, ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
 from imagenet_cls.models.build import build_model, model_mean_std, origin_of_weights
@@ -31,41 +27,54 @@ from imagenet_cls.seeding import hash_key, seed_generators
 T = TypeVar("T")
 
 
-def prepared_model(
-    config: Config, num_classes: int, group: Group, messages: list[str], start_weights: bool, images_at_once: int
-) -> nn.Module:
-    """The model on this rank's device, ready to be wrapped. A collective: every rank calls it.
+def build_training_model(
+    config: Config, num_classes: int, group: Group, start_weights: bool, batch_norm_images: int
+) -> tuple[nn.Module, list[str]]:
+    """The model on this rank's device, not yet wrapped, and messages about its weights. A collective.
 
-    messages: receives a sentence about the weights that it starts from, and one about what is frozen. start_weights:
-    whether it gets those that the config names, published or in a file; false for a run that goes on, whose weights are
-    another's to tell. images_at_once: that BatchNorm will see.
+    start_weights: whether to load the weights that the config names; false for a run that resumes. batch_norm_images:
+    see `check_model_outputs`.
     """
-    # Rank 0 reads weights from disk or network, and DDP hands them out when it wraps: the others need neither.
+    # Only rank 0 reads weights from disk or network; the others get them by broadcast when DDP wraps the model.
     reads = group.is_main and start_weights
-    own = config.model if reads else replace(config.model, pretrained=False, checkpoint=None)
-    said = messages if start_weights else []
-    model = on_main_first(group, lambda: build_weights(own, num_classes, config.seed, said))
+    model_config = config.model if reads else replace(config.model, pretrained=False, checkpoint=None)
+    model, messages = main_first(group, lambda: build_start_model(model_config, num_classes, config.seed))
+    if not start_weights:
+        messages = []
     model = split_batch_norm(model, config.model, config.augment.splits)
     if frozen := freeze(model, config.model, num_classes):
         messages.append(frozen)
     model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
-    check_model_outputs(model, config, num_classes, images_at_once)
+    check_model_outputs(model, config, num_classes, batch_norm_images)
     if config.distill.kind != "none":
         enable_distillation_token(model)
     if config.parallel.sync_bn:
         model = synchronize_batch_norm(model, group)
     if config.train.grad_checkpointing:
         checkpoint_activations(model)
-    set_training(model, config.model)  # the modes tell what else is built which BatchNorm layers stand still
-    return model
+    set_training(model, config.model)  # the modes show which BatchNorm layers are frozen
+    return model, messages
 
 
-def chosen_teacher(
+def build_start_model(model: ModelConfig, num_classes: int, seed: int) -> tuple[nn.Module, list[str]]:
+    """The model on the CPU with its start weights (random, published or from a file), and messages about them."""
+    seed_generators(hash_key("init", seed))
+    built = build_model(model, num_classes)
+    check_model_parameters(built, model.name)
+    if model.checkpoint is None:
+        return built, [origin_of_weights(model, built, num_classes)]
+    with naming_the_key("model.checkpoint"):
+        weights, origin, damage = weights_and_origin(Path(model.checkpoint))
+        return built, [*damage, f"starts from the weights of {origin}: {load_weights(built, weights, num_classes)}"]
+
+
+def build_distillation_teacher(
     config: Config, num_classes: int, classes: Sequence[str], group: Group, mean_std: MeanStd
 ) -> Teacher | None:
-    """The teacher that the config names, if any. mean_std: what its images are normalised with. A collective.
+    """The teacher that the config names, if any. A collective.
 
-    classes: of the data. Raises ConfigError for a teacher of ours that was trained on others, or in another order.
+    classes: of the data. mean_std: the normalization of the images that the teacher gets. Raises ConfigError for a
+    checkpoint that was trained on other classes, or on the same in another order.
     """
     if config.distill.kind == "none":
         return None
@@ -74,45 +83,26 @@ def chosen_teacher(
         if not path.is_dir():
             return read_weights(path), None
         snapshot, kind, _ = load_best(path)
-        known = snapshot.state["classes"]
-        if len(known) == len(classes) and list(known) != list(classes):
-            first = next(i for i, (one, other) in enumerate(zip(known, classes, strict=True)) if one != other)
-            text = f"its class {first} is {known[first]!r}, that of the data {classes[first]!r}"
-            raise ConfigError([f"distill.teacher.checkpoint: {path}: {text}; take a teacher of the same classes"])
-        pixels = snapshot.state["preprocessing"]
-        return best_weights(snapshot, kind), (pixels["mean"], pixels["std"])
+        if difference := _first_difference(snapshot.state["classes"], classes):
+            index, known, name = difference
+            text = f"its class {index} is {known!r}, that of the data {name!r}"
+            raise ConfigError([f"distill.teacher.checkpoint: {path}: {text}; use a teacher of the same classes"])
+        preprocessing = snapshot.state["preprocessing"]
+        return best_weights(snapshot, kind), (preprocessing["mean"], preprocessing["std"])
 
-    sizes, form = sizes_px(config.augment), memory_format(config.train)
-    return build_teacher(config.distill.teacher, num_classes, group, read, mean_std, sizes, config.seed, form)
+    sizes, layout = sizes_px(config.augment), memory_format(config.train)
+    return build_teacher(config.distill.teacher, num_classes, group, read, mean_std, sizes, config.seed, layout)
 
 
 def memory_format(train: TrainConfig) -> torch.memory_format:
     return torch.channels_last if train.channels_last else torch.preserve_format
 
 
-def build_weights(model: ModelConfig, num_classes: int, seed: int, messages: list[str]) -> nn.Module:
-    """The model on the CPU, with the weights that it starts from: drawn by key, published, or from a file.
-
-    messages: receives where they come from, and what of them could not be taken over.
-    """
-    seed_generators(hash_key("init", seed))
-    built = build_model(model, num_classes)
-    check_model_parameters(built, model.name)
-    if model.checkpoint is None:
-        messages.append(origin_of_weights(model, built, num_classes))
-        return built
-    with naming_the_key("model.checkpoint"):
-        weights, origin, damage = weights_and_origin(Path(model.checkpoint))
-        messages += [*damage, f"starts from the weights of {origin}: {load_weights(built, weights, num_classes)}"]
-    return built
-
-
 def weights_and_origin(path: Path) -> tuple[dict[str, Tensor], str, list[str]]:
-    """The weights in a file, or in a checkpoint (or run folder) of ours, verified; where they lay, with step and kind
-    if in a checkpoint; a line for each better one, damaged.
+    """The weights in a file, checkpoint or run folder; where they come from; a line for each damaged checkpoint.
 
-    Of a file with trained weights and their moving average, the average, as `best_weights` of ours; the origin says so.
-    Raises CheckpointError.
+    Of trained weights and their EMA in one file or checkpoint the EMA is taken, and the origin names it. Raises
+    CheckpointError.
     """
     if not path.suffix and not path.exists():
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such folder; check the path, or train that run first")
@@ -124,50 +114,60 @@ def weights_and_origin(path: Path) -> tuple[dict[str, Tensor], str, list[str]]:
     return best_weights(snapshot, kind), origin, damage
 
 
-def pretrained_mismatch(config: Config, model: nn.Module, mean_std: MeanStd, classes: Sequence[str]) -> list[str]:
-    """What this run makes of images and outputs in another way than its start weights learned it; a line for each.
+def best_weights(snapshot: Snapshot, kind: str | None) -> dict[str, Tensor]:
+    """kind: `raw` or `ema`, whichever evaluated best; None takes the EMA where there is one."""
+    return snapshot.model if kind == "raw" or snapshot.ema is None else snapshot.ema
 
-    Known of published weights, and of a checkpoint of ours. mean_std, classes: of this run.
+
+def pretrained_mismatch(config: Config, model: nn.Module, mean_std: MeanStd, classes: Sequence[str]) -> list[str]:
+    """A line for each way in which this run's images or classes differ from those of its start weights.
+
+    Known for published weights and for checkpoints of this project. mean_std, classes: of this run.
     """
     start = config.model
     if start.checkpoint is not None and Path(start.checkpoint).is_dir():
         state = load_best(Path(start.checkpoint))[0].state
-        learned, known = (state["preprocessing"]["mean"], state["preprocessing"]["std"]), list(state["classes"])
+        trained, known = (state["preprocessing"]["mean"], state["preprocessing"]["std"]), list(state["classes"])
     elif start.checkpoint is None and start.pretrained:
-        learned, known = model_mean_std(model), []
+        trained, known = model_mean_std(model), []
     else:
         return []
     lines = []
-    theirs, ours = (
-        "data.mean={} data.std={}".format(
-            *(json.dumps([float(value) for value in values]).replace(" ", "") for values in pair)
-        )
-        for pair in (learned, mean_std)
-    )
+    theirs, ours = _format_mean_std(trained), _format_mean_std(mean_std)
     if theirs != ours:
-        lines.append(f"the start weights know images normalised by {theirs}, and this run has {ours}")
-    if len(known) == len(classes) and known != list(classes):
-        first = next(i for i, (one, other) in enumerate(zip(known, classes, strict=True)) if one != other)
-        lines.append(
-            f"the head of the start weights is taken over, and knows its outputs by other names: {first} was "
-            f"{known[first]!r} and is {classes[first]!r}"
-        )
+        lines.append(f"the start weights were trained with {theirs}, and this run uses {ours}")
+    if difference := _first_difference(known, classes):
+        index, old, new = difference
+        lines.append(f"the head of the start weights is kept, but its classes differ: {index} was {old!r}, is {new!r}")
     return lines
 
 
-def best_weights(snapshot: Snapshot, kind: str | None) -> dict[str, Tensor]:
-    """Those that made a run's checkpoint the best (kind: raw or ema); else the moving average where there is one."""
-    return snapshot.model if kind == "raw" or snapshot.ema is None else snapshot.ema
+def _format_mean_std(mean_std: MeanStd) -> str:
+    mean, std = (json.dumps([float(value) for value in values]).replace(" ", "") for values in mean_std)
+    return f"data.mean={mean} data.std={std}"
 
 
-def on_main_first(group: Group, action: Callable[[], T]) -> T:
-    """Rank 0 does it (and may fail: a missing file, no network) before the others do, so that one error is shown."""
-    done: list[T] = []
-    run_on_main(group, lambda: done.append(action()))
-    return done[0] if done else action()
+def _first_difference(known: Sequence[str], classes: Sequence[str]) -> tuple[int, str, str] | None:
+    """The first index at which two lists of classes of the same length differ, with both names."""
+    if len(known) != len(classes):
+        return None
+    pairs = enumerate(zip(known, classes, strict=True))
+    return next(((index, old, new) for index, (old, new) in pairs if old != new), None)
+
+
+def main_first(group: Group, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0, then on the others: an error of rank 0 (a missing file, no network) is raised once."""
+    result: T | None = None
+
+    def on_main() -> None:
+        nonlocal result
+        result = action()
+
+    run_on_main(group, on_main)
+    return cast(T, result) if group.is_main else action()
 
 
 def choose_mean_std(config: Config, model: nn.Module) -> tuple[list[float], list[float]]:
-    """The config's normalisation, else the model's own."""
-    own_mean, own_std = model_mean_std(model)
-    return list(config.data.mean or own_mean), list(config.data.std or own_std)
+    """The config's normalization, else the model's."""
+    mean, std = model_mean_std(model)
+    return list(config.data.mean or mean), list(config.data.std or std)

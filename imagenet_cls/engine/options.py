@@ -1,4 +1,4 @@
-"""What the command line says about a run beyond its config. Imports no torch: `cli` fills it in before that."""
+"""Options of a run that are not in its config. Imports no torch, so that a command line is checked quickly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ from imagenet_cls.config.schema import Config
 
 @dataclass(frozen=True)
 class RunOptions:
-    """resume: go on in `work_dir`. resume_from: go on from a checkpoint elsewhere. overwrite: remove the run in it.
+    """resume: from a checkpoint in `work_dir`. resume_from: from a checkpoint elsewhere. overwrite: remove the old run.
 
     allow_change: dotted keys of the config that may differ from the checkpoint's. dry_run: write nothing. jobs: names
-    of the launcher and of SLURM's job that this command belongs to, which may start it again; restarted_by: those of
-    them that have done so.
+    of the launcher process and of the SLURM job, which may restart this command; restarted_by: those that did.
     """
 
     work_dir: Path
@@ -27,7 +26,7 @@ class RunOptions:
 
 
 def starts_from(config: Config, options: RunOptions) -> dict[str, str | Path | None]:
-    """The weights that a run needs at its start, by the key or option that names them."""
+    """The weights that a run starts from, by the key or option that names them."""
     return {
         "model.checkpoint": config.model.checkpoint,
         "distill.teacher.checkpoint": config.distill.teacher.checkpoint,

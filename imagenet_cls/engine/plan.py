@@ -1,7 +1,4 @@
-"""The arithmetic of a run: from a global batch to micro-batches, from epochs to steps. Pure functions of numbers.
-
-Called by `engine.build` (checks, plan) and printed in the banner.
-"""
+"""The plan of a run: from the global batch to micro-batches, from epochs to steps."""
 
 from dataclasses import dataclass
 
@@ -11,9 +8,9 @@ from imagenet_cls.errors import DataError, Problem
 
 @dataclass(frozen=True)
 class Plan:
-    """world_size x devices x accumulation x micro_batch = global_batch, always. Steps are optimizer updates.
+    """world_size x devices x accumulation x micro_batch = global_batch. Steps are optimizer updates.
 
-    devices: of one rank; more than one with DataParallel only. micro_batch: images of one device at once.
+    devices: of one rank; more than one with DataParallel only. micro_batch: images per device in one forward pass.
     """
 
     world_size: int
@@ -32,7 +29,7 @@ class Plan:
 
     @property
     def loader_batch(self) -> int:
-        """Images that one rank reads at once, for all of its devices."""
+        """Images in one batch of a rank's loader, for all of its devices."""
         return self.micro_batch * self.devices
 
 
@@ -48,7 +45,7 @@ def accumulation_for(global_batch: int, num_devices: int, micro_batch_size: int 
 
 
 def batch_problem(train: TrainConfig, num_devices: int, what: str = "ranks") -> Problem | None:
-    """What is wrong with the global batch on this many devices; names the nearest batches that divide."""
+    """A global batch that does not divide among the devices; names the nearest ones that do."""
     size = train.global_batch_size
     if size % num_devices == 0:
         return None
@@ -61,8 +58,8 @@ def batch_problem(train: TrainConfig, num_devices: int, what: str = "ranks") -> 
 def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int = 1) -> Plan:
     """The whole plan. num_images: samples of one epoch. devices: of one rank.
 
-    Steps per epoch are floor(num_images / global batch); what is left over of this epoch's permutation is another
-    part in the next. Raises DataError where not even one batch can be filled.
+    Steps per epoch are floor(num_images / global batch); the images left out differ from epoch to epoch. Raises
+    DataError where the images do not fill one batch.
     """
     steps_per_epoch = num_images // train.global_batch_size
     if steps_per_epoch == 0:

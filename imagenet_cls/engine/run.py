@@ -229,7 +229,7 @@ class Run:
         set_training(parts.model, parts.config.model)
         self.meter.restart_clock()
         is_first = self.progress.step == 0
-        for batch in self.meter.waiting_for(parts.train_loader.epoch(epoch, first_step)):
+        for batch in self.meter.time_waiting(parts.train_loader.epoch(epoch, first_step)):
             if is_first:
                 self.reporter.first_batch(batch.images[: len(batch.targets)], batch.targets, parts.data.classes)
                 is_first = False

@@ -1,12 +1,11 @@
-"""One optimizer update, and the arithmetic around it: autocast, loss scale, gradient norm, the guard against NaN.
+"""One optimizer update: unscale, clip, step, and skip gradients that are not finite. Also autocast.
 
-No host wait in a training step but these, all listed here:
-* the first update of a start, and every update of an optimizer that is not fused, reads one flag (is the gradient
-  finite?);
-* `mix.mode` pair and elem send a micro-batch's shares to the device, once for each micro-batch (`batch` sends none);
-* `engine.meter` reads the losses, every `log.every_steps` steps;
-* with several ranks, `parallel.stop` waits on the host for the flags that the ranks sent one step earlier.
-Called by `engine.train` and, for its precision, by `engine.evaluate`.
+All host synchronizations of a training step:
+* the first update of a process, and every update of an optimizer that is not fused, reads whether the gradient is
+  finite;
+* `mix.mode` pair and elem copy the mixing ratios to the device, once for each micro-batch;
+* `engine.meter` reads the losses every `log.every_steps` steps;
+* with several ranks, `parallel.signals` waits for the flags that the ranks sent one step earlier.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +22,9 @@ from imagenet_cls.errors import ConfigError, UsageError
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast, or None for plain fp32.
+    """The dtype of autocast, or None for fp32.
 
-    `auto` is fp32 on a CPU: bf16 was measured slower there for ResNet-50. Raises UsageError for fp16 on a CPU.
+    `auto` is fp32 on a CPU, where bf16 was slower for ResNet-50. Raises UsageError for fp16 on a CPU.
     """
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
@@ -35,14 +34,14 @@ def choose_precision(precision: str, device: torch.device) -> torch.dtype | None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager:
-    """Around forward and loss. Nothing where `dtype` is None."""
+    """The context for forward and loss; a null context where `dtype` is None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def set_deterministic(deterministic: bool, device: torch.device) -> None:
-    """Choose between the fastest kernels (tried out by cuDNN) and those that give the same bits each time."""
+    """Choose between the fastest kernels (cuDNN's benchmark mode) and deterministic ones."""
     if device.type != "cuda":
-        return  # a CPU's kernels are deterministic for a given number of threads
+        return  # CPU kernels are deterministic for a given number of threads
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
@@ -50,10 +49,10 @@ def set_deterministic(deterministic: bool, device: torch.device) -> None:
 
 
 class Updater:
-    """Turns the gradients in `.grad` into one update of the weights.
+    """Updates the weights from the gradients in `.grad`.
 
-    An update whose gradient is not finite changes nothing: reduced gradients are non-finite on every rank alike, so all
-    ranks skip together without asking each other. Fused optimizers skip on the device.
+    A gradient that is not finite skips the update. After the all-reduce it is non-finite on every rank, so all ranks
+    skip the same updates. Fused optimizers skip on the device.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Updater:
         scaler: torch.amp.GradScaler,
         head_names: Sequence[str] = (),
     ):
-        """head_names: of the modules (or parameters) that make up the head, which adaptive clipping spares."""
+        """head_names: modules (or parameters) of the head, which adaptive clipping leaves out."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer
         self.clip = clipping(model, train, head_names)
@@ -74,13 +73,13 @@ class Updater:
         self.has_stepped = False
 
     def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:
-        """Unscale, clip, step, and drop the gradients.
+        """Unscale, clip, step, and clear the gradients.
 
-        lr: times the `lr_scale` of each group. momentum: what the optimizer takes for it from now on (Adam's first
-        beta, where it has that); None leaves it alone.
+        lr: multiplied by the `lr_scale` of each parameter group. momentum: the new momentum (Adam's first beta); None
+        leaves it unchanged.
 
         Returns the gradient's global norm before clipping (fp32 scalar on the device) and whether the update was
-        skipped (bool scalar on the device). Raises ConfigError for a momentum that the optimizer has no place for.
+        skipped (bool scalar on the device). Raises ConfigError for a momentum that the optimizer does not have.
         """
         self.scaler.unscale_(self.optimizer)
         with_grad = [p for p in self.parameters if p.grad is not None]
@@ -91,7 +90,7 @@ class Updater:
             group["lr"] = lr * group.get("lr_scale", 1.0)
             if momentum is not None:
                 set_momentum(group, momentum)
-        # In its first update a fused SGD makes its momentum of uninitialised memory, and a skip on the device keeps it.
+        # The first update of a fused SGD allocates uninitialized momentum, which a skip on the device would keep.
         if self.skips_on_device and self.has_stepped:
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             self.optimizer.step()
@@ -107,13 +106,12 @@ class Updater:
 def clipping(
     model: nn.Module, train: TrainConfig, head_names: Sequence[str] = ()
 ) -> Callable[[list[nn.Parameter], Tensor], None]:
-    """What changes gradients in place before an update, as a function of the parameters that have one and its norm.
+    """A function of the parameters with gradients and of the global norm that clips the gradients in place.
 
-    `clip_norm` scales the whole gradient down to that global norm, `clip_value` cuts each element, `clip_agc` scales
+    `clip_norm` scales the whole gradient down to that global norm, `clip_value` clamps each element, `clip_agc` scales
     each unit's gradient down to that share of the norm of its weights (Brock et al. 2021, "High-Performance Large-Scale
-    Image Recognition Without Normalization", equation 3, through timm). The last one spares the head, named by
-    `head_names`; timm's script spares the last two parameters, which are the head's in most models. The config has one
-    of the three at most; none leaves the gradient as it is.
+    Image Recognition Without Normalization", equation 3, from timm). `clip_agc` leaves out the head; timm's script
+    leaves out the last two parameters, which are the head's in most models. A config has at most one of the three.
     """
     if (clip_norm := train.clip_norm) is not None:
         return lambda parameters, norm: nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
@@ -121,8 +119,8 @@ def clipping(
         return lambda parameters, _: nn.utils.clip_grad_value_(parameters, clip_value)
     if (clip_agc := train.clip_agc) is not None:
         heads = tuple(f"{name}." for name in head_names)
-        spared = {parameter for name, parameter in model.named_parameters() if f"{name}.".startswith(heads)}
-        return lambda parameters, _: adaptive_clip_grad([p for p in parameters if p not in spared], clip_agc)
+        excluded = {parameter for name, parameter in model.named_parameters() if f"{name}.".startswith(heads)}
+        return lambda parameters, _: adaptive_clip_grad([p for p in parameters if p not in excluded], clip_agc)
     return lambda parameters, norm: None
 
 
@@ -133,5 +131,5 @@ def set_momentum(group: dict[str, Any], momentum: float) -> None:
     elif "momentum" in group:
         group["momentum"] = momentum
     else:
-        remedy = "leave its momenta away, or take an optimizer with momentum or betas"
-        raise ConfigError([f"schedule.kwargs: the schedule changes a momentum that the optimizer has not; {remedy}"])
+        remedy = "leave out its momentum arguments, or use an optimizer with momentum or betas"
+        raise ConfigError([f"schedule.kwargs: the schedule sets a momentum, which the optimizer lacks; {remedy}"])

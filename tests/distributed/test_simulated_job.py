@@ -19,8 +19,9 @@ from imagenet_cls.checkpoint.optimizer_state import Progress
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
-from imagenet_cls.engine.build import Parts, build, build_train_loader, build_val_batches
+from imagenet_cls.engine.build import Parts, build
 from imagenet_cls.engine.check import rank_problems
+from imagenet_cls.engine.loaders import build_train_loader, build_val_batches
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.engine.summary import startup_table
 from imagenet_cls.optim.schedule import build_schedule

@@ -23,8 +23,8 @@ from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
 from imagenet_cls.data.mixing import build_mixing
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.transforms import train_transform
-from imagenet_cls.engine.build import build_train_loader
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
+from imagenet_cls.engine.loaders import build_train_loader
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.guards.replicas import check_same_weights

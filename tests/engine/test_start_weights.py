@@ -12,7 +12,7 @@ from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.engine.inference import load_any_weights
-from imagenet_cls.engine.model import build_weights, choose_mean_std, pretrained_mismatch
+from imagenet_cls.engine.model import build_start_model, choose_mean_std, pretrained_mismatch
 from imagenet_cls.errors import UsageError
 from imagenet_cls.models.build import IMAGENET_MEAN, IMAGENET_STD
 
@@ -77,8 +77,7 @@ def test_a_files_moving_average_is_taken_and_the_message_says_so(tmp_path: Path)
     config = ModelConfig(name="test_resnet", num_classes=10, checkpoint=str(path))
     told = f"{path} (its average state_dict_ema; state_dict is left): loaded {len(average)} tensors"
 
-    messages: list[str] = []
-    started = build_weights(config, 10, 0, messages)
+    started, messages = build_start_model(config, 10, 0)
     assert messages == [f"starts from the weights of {told}"]
     by_key = load_any_weights(Config(model=config), None, 10)
     by_path = load_any_weights(Config(model=config), path, 10)
@@ -96,13 +95,13 @@ def test_what_the_start_weights_learned_otherwise_is_said(
 
     assert said() == []
     assert said("data.mean=[0.5,0.5,0.5]") == [
-        "the start weights know images normalised by data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225], "
-        "and this run has data.mean=[0.5,0.5,0.5] data.std=[0.229,0.224,0.225]"
+        "the start weights were trained with data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225], "
+        "and this run uses data.mean=[0.5,0.5,0.5] data.std=[0.229,0.224,0.225]"
     ]
     renamed = Path(shutil.copytree(digits, tmp_path / "renamed"))
     (renamed / "train" / "3").rename(renamed / "train" / "three")
     (told,) = said("data.name=folder", "data.val=null", "data.val_fraction=0.2", root=renamed)
-    assert told.endswith("and knows its outputs by other names: 3 was '3' and is '4'")
+    assert told.endswith("its classes differ: 3 was '3', is '4'")
 
 
 def test_published_weights_under_another_recipes_normalisation(tmp_path: Path) -> None:
@@ -111,5 +110,5 @@ def test_published_weights_under_another_recipes_normalisation(tmp_path: Path) -
     config = config_from_dict({"model": {"name": "vit_tiny_patch16_224", "pretrained": True}, "optimizer": {"lr": 0.1}})
     imagenet = (list(IMAGENET_MEAN), list(IMAGENET_STD))
     (told,) = pretrained_mismatch(config, vit, imagenet, [])
-    assert "normalised by data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5], and this run has data.mean=[0.485" in told
+    assert "data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5], and this run uses data.mean=[0.485" in told
     assert pretrained_mismatch(config, vit, choose_mean_std(config, vit), []) == []

@@ -18,7 +18,7 @@ def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
     assert m.flush() == []
     for step in (1, 2, 3):
         add(m, step, loss=step / 4, skipped=step == 2)
-    assert list(m.waiting_for(iter([1, 2]))) == [1, 2]
+    assert list(m.time_waiting(iter([1, 2]))) == [1, 2]
     records = m.flush()
     assert [(r["step"], r["loss"], r["grad_norm"], r.get("skipped")) for r in records] == [
         (1, 0.25, 0.5, None), (2, 0.5, 1.0, True), (3, 0.75, 1.5, None),

@@ -1,4 +1,4 @@
-"""From a global batch to micro-batches: the arithmetic, against counting."""
+"""From a global batch to micro-batches, against counting."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ limits = st.none() | st.integers(1, 150)
 
 
 @given(shares, world_sizes, limits)
-def test_accumulation_is_the_smallest_that_divides_and_fits(share: int, world_size: int, limit: int | None) -> None:
+def test_accumulation_smallest_divisor_that_fits(share: int, world_size: int, limit: int | None) -> None:
     global_batch = share * world_size
     found = accumulation_for(global_batch, world_size, limit)
     fitting = [
@@ -26,7 +26,7 @@ def test_accumulation_is_the_smallest_that_divides_and_fits(share: int, world_si
 
 
 @given(shares, world_sizes, limits, st.integers(1, 5000), st.integers(1, 4), st.none() | st.integers(1, 50))
-def test_a_plan_adds_up(
+def test_plan_counts_multiply_to_global_batch(
     share: int, world_size: int, limit: int | None, images: int, epochs: int, max_steps: int | None
 ) -> None:
     batch = share * world_size
@@ -45,7 +45,7 @@ def test_a_plan_adds_up(
 
 
 @given(st.integers(1, 300), st.integers(1, 40))
-def test_a_batch_that_does_not_divide_is_told_the_nearest_that_do(batch: int, world_size: int) -> None:
+def test_batch_problem_names_nearest_divisors(batch: int, world_size: int) -> None:
     problem = batch_problem(TrainConfig(global_batch_size=batch), world_size)
     if batch % world_size == 0:
         assert problem is None
@@ -57,6 +57,6 @@ def test_a_batch_that_does_not_divide_is_told_the_nearest_that_do(batch: int, wo
     assert problem.message.endswith("nearest that do: " + " or ".join(map(str, [*below, above])))
 
 
-def test_plans_are_compared_by_value() -> None:
+def test_plan_equality_by_value() -> None:
     train = TrainConfig(epochs=2, global_batch_size=6, micro_batch_size=2)
     assert plan_run(train, 20, 1) == Plan(1, 6, 3, 2, 3, 2, 6)

@@ -1,4 +1,4 @@
-"""Which BatchNorm gets too few values, against torch's own refusal; what else is refused is in test_bad_recipes."""
+"""Checks of a built model: BatchNorm with too few values, against the error of torch."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ from torch import nn
 
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.build import batch_norm_sees
-from imagenet_cls.engine.fit import check_model_outputs
+from imagenet_cls.engine.build import batch_norm_images
+from imagenet_cls.engine.model_checks import check_model_outputs
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.models.freeze import freeze
@@ -27,7 +27,7 @@ def small_resnet() -> nn.Module:
 
 @pytest.mark.parametrize("size_px", [32, 48])
 @pytest.mark.parametrize("images", [1, 2])
-def test_what_torch_would_refuse_in_training(size_px: int, images: int) -> None:
+def test_batch_norm_single_value_rejected_where_torch_fails(size_px: int, images: int) -> None:
     """32 px end in a map of one pixel, 48 px in one of 2 x 2."""
     model = small_resnet()
     try:
@@ -47,7 +47,7 @@ def test_what_torch_would_refuse_in_training(size_px: int, images: int) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_frozen_batch_norm_takes_one_image() -> None:
+def test_frozen_batch_norm_single_image_accepted() -> None:
     config = config_of(model={"name": "resnet18", "freeze_bn": True})
     model = small_resnet()
     freeze(model, config.model, 10)
@@ -56,11 +56,11 @@ def test_frozen_batch_norm_takes_one_image() -> None:
     model(torch.zeros(1, 3, 32, 32))
 
 
-def test_batch_norm_sees_the_images_of_a_device_or_of_all() -> None:
+def test_batch_norm_images_per_device_or_over_ranks() -> None:
     config = config_of(train={"global_batch_size": 12, "micro_batch_size": 3})
     plan = plan_run(config.train, 100, world_size=2)
-    assert batch_norm_sees(config, plan) == 3
-    assert batch_norm_sees(replace(config, parallel=replace(config.parallel, sync_bn=True)), plan) == 6
+    assert batch_norm_images(config, plan) == 3
+    assert batch_norm_images(replace(config, parallel=replace(config.parallel, sync_bn=True)), plan) == 6
     views = replace(config, augment=replace(config.augment, splits=3))
-    assert batch_norm_sees(views, plan) == 9
-    assert batch_norm_sees(replace(views, model=replace(views.model, split_bn=True)), plan) == 3
+    assert batch_norm_images(views, plan) == 9
+    assert batch_norm_images(replace(views, model=replace(views.model, split_bn=True)), plan) == 3
