@@ -1,215 +1,214 @@
-"""ImageNet as it is handed out, into `OUT/{train,val}/<wnid>/*.JPEG`: what `tools/prepare_imagenet.py` runs.
+"""Unpack ImageNet (ILSVRC2012), from its archives or Kaggle's files, into `OUT/{train,val}/<wnid>/*.JPEG`.
 
-Owns the command line, the placing of files and the count at the end. Refuses to download, and to change or delete
-anything of the source. What lies in archives and label files is read in `ilsvrc`. Called by the tool only.
-
-A second call goes on where the first one ended: a class folder of training images appears under its name only when it
-is whole, and each validation image only when it is.
+Nothing of the source is changed. A second call continues: each class folder of training images appears when it is
+complete, and so does the folder of validation images.
 """
 
 import argparse
 import contextlib
+import csv
 import errno
+import io
 import os
 import shutil
-import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from imagenet_cls.commands import program
-from imagenet_cls.data.ilsvrc import TRAIN_TAR, Source, find_source, safe_members, validation_labels
-from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.layout import class_folders, is_image
-from imagenet_cls.errors import DataError, ResourceError, UsageError, UserError
-from imagenet_cls.interrupts import raise_interrupts
+from imagenet_cls.commands.arguments import add_traceback
+from imagenet_cls.errors import DataError, ResourceError, first_line
 
-# What shows progress: an iterable and a word for it -> the same iterable.
-Track = Callable[[Iterable[Any], str], Iterable[Any]]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"prepare_imagenet.py: {message}\nsee: python tools/prepare_imagenet.py --help")
+TRAIN_TAR = "ILSVRC2012_img_train.tar"
+VAL_TAR = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12"
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+SOLUTION = "LOC_val_solution.csv"
+KAGGLE_FOLDERS = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC", ".")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The tool's command line. Raises UsageError."""
-    parser = _Parser(
+@dataclass(frozen=True)
+class Source:
+    """Each part as a tar, a folder, or None; and the validation labels: a CSV, or the devkit (.tar.gz or folder)."""
+
+    train: Path | None
+    val: Path | None
+    labels: Path | None
+
+
+def main() -> None:
+    """`tools/prepare_imagenet.py`."""
+    program.main(prepare_command)
+
+
+def prepare_command(argv: Sequence[str]) -> None:
+    """The tool. Raises DataError for a source that is broken or incomplete, and ResourceError for a full disk."""
+    parser = argparse.ArgumentParser(
         prog="prepare_imagenet.py",
-        description="Bring ImageNet-1k into OUT/{train,val}/CLASS/*.JPEG. SOURCE is a folder with the ILSVRC2012 "
+        description="Unpack ImageNet-1k into OUT/{train,val}/CLASS/*.JPEG. SOURCE is a folder with the ILSVRC2012 "
         "archives (img_train.tar, img_val.tar, devkit_t12.tar.gz), or with Kaggle's unpacked ILSVRC/Data/CLS-LOC and "
-        "LOC_val_solution.csv, or one whose val folder is flat. Can be called again to go on.",
+        "LOC_val_solution.csv, or one whose val folder is flat. The same command continues an interrupted one.",
     )
     parser.add_argument("source", type=Path, metavar="SOURCE")
     parser.add_argument("out", type=Path, metavar="OUT")
-    labels_help = "devkit (.tar.gz, or its folder) or LOC_val_solution.csv, where it is not in SOURCE"
+    labels_help = f"devkit (.tar.gz or folder) or {SOLUTION}, if not in SOURCE"
     parser.add_argument("--labels", type=Path, metavar="FILE", help=labels_help)
     parser.add_argument("--copy", action="store_true", help="copy image files instead of linking to them")
     parser.add_argument("--expect-classes", type=int, default=1000, metavar="N")
     parser.add_argument("--expect-train", type=int, default=1_281_167, metavar="N")
     parser.add_argument("--expect-val", type=int, default=50_000, metavar="N")
     parser.add_argument("--no-count-check", action="store_true", help="do not compare the counts at the end")
-    return parser.parse_args(argv)
+    add_traceback(parser)
+    arguments = parser.parse_args(argv)
+    prepare(find_source(arguments.source, arguments.labels), arguments.out, arguments.copy)
+    check_counts(arguments)
 
 
-def main() -> None:
-    """`tools/prepare_imagenet.py`."""
-    program.main(prepare_main)
+def find_source(folder: Path, labels: Path | None = None) -> Source:
+    """What `folder` holds. labels: the validation labels, if not in there. Raises DataError."""
+    if labels is not None and not labels.exists():
+        raise DataError(f"{labels}: no such file\n--labels takes the devkit (.tar.gz or its folder) or {SOLUTION}")
+    parents = [folder / name for name in KAGGLE_FOLDERS]
+    train = [folder / TRAIN_TAR, *(parent / "train" for parent in parents)]
+    val = [folder / VAL_TAR, *(parent / "val" for parent in parents)]
+    # The labels lie next to Kaggle's ILSVRC folder, up to three folders above the images.
+    nearby = [
+        place / n for place in [folder, *folder.resolve().parents[:3]] for n in (SOLUTION, f"{DEVKIT}.tar.gz", DEVKIT)
+    ]
+    first = lambda paths: next((path for path in paths if path.exists()), None)  # noqa: E731
+    source = Source(first(train), first(val), labels or first(nearby))
+    if source.train is None and source.val is None:
+        raise DataError(
+            f"{folder}: holds neither {TRAIN_TAR} and {VAL_TAR} nor ILSVRC/Data/CLS-LOC nor train and val folders\n"
+            "give the folder that does; unpack Kaggle's zip first"
+        )
+    return source
 
 
-def prepare_main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, 2 usage, 3 data, 5 disk, 130 Ctrl-C. Errors are three lines at most."""
-    raise_interrupts()
-    try:
-        args = parse_args(argv)
-        source = find_source(args.source, args.labels)
-        with _progress() as progress:
-            prepare(source, args.out, args.copy, lambda things, text: progress.track(things, description=text))
-        print(check_counts(args))
-        return 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
-
-
-def prepare(source: Source, out: Path, copy: bool, track: Track) -> None:
-    """RankInfo every part that `source` has below `out`. track: wraps an iterable, as `Progress.track` does.
-
-    Raises DataError for archives and labels that are broken or do not fit, and ResourceError where the disk is full.
-    """
-    labels = validation_labels(source)  # first: unpacking takes an hour, and may be in vain without them
+def prepare(source: Source, out: Path, copy: bool) -> None:
+    """Unpack or link every part of `source` to `out`. Raises DataError and ResourceError."""
+    is_flat = source.val is not None and (source.val.is_file() or bool(_images(source.val)))
+    labels = validation_labels(source) if is_flat else {}  # first: unpacking takes an hour
     try:
         (out / "train").mkdir(parents=True, exist_ok=True)
-        (out / "val").mkdir(exist_ok=True)
-        if source.train_tar is not None:
-            _train_from_tar(source.train_tar, out / "train", track)
-        elif source.train_folder is not None:
-            _train_from_folder(source.train_folder, out / "train", copy, track)
-        if source.val_tar is not None:
-            _val_from_tar(source.val_tar, out / "val", labels, track)
-        elif source.val_folder is not None:
-            _val_from_folder(source.val_folder, out / "val", labels, copy, track)
+        if source.train is not None and source.train.is_file():
+            _extract_train(source.train, out / "train")
+        elif source.train is not None:
+            _link_classes(source.train, out / "train", copy, "train")
+        if source.val is None or (out / "val").exists():
+            return
+        with _complete_folder(out / "val") as folder:
+            if source.val.is_file():
+                _extract_val(source.val, folder, labels)
+            elif is_flat:
+                for image in program.track(_images(source.val), "val"):
+                    (folder / _label(labels, image.name)).mkdir(exist_ok=True)
+                    _place(image, folder / labels[image.stem] / image.name, copy)
+            else:
+                _link_classes(source.val, folder, copy, "val")
     except (tarfile.TarError, EOFError) as error:
         raise DataError(
-            f"{source.train_tar} or {source.val_tar}: broken or cut short ({_first_line(error)})\n"
+            f"{source.train} or {source.val}: broken, truncated or not the published archive ({first_line(error)})\n"
             "compare its size and checksum with the publisher's, and download it again"
         ) from None
     except OSError as error:
         remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "correct that"
         where = error.filename or out
-        raise ResourceError(f"{where}: {error.strerror or error}\n{remedy}; the same command then goes on") from None
+        raise ResourceError(f"{where}: {error.strerror or error}\n{remedy}; the same command then continues") from None
 
 
-def check_counts(args: argparse.Namespace) -> str:
-    """Count what is in OUT: a line for the screen. DataError where it is not what was expected."""
-    train = index_folder(args.out / "train")
-    val = index_folder(args.out / "val", None if args.no_count_check else train.classes)
+def check_counts(arguments: argparse.Namespace) -> None:
+    """Print the counts in OUT. Raises DataError where they are not the expected ones."""
+    from imagenet_cls.data.index import index_folder  # takes seconds to import, which --help should not
+
+    train = index_folder(arguments.out / "train")
+    val = index_folder(arguments.out / "val", None if arguments.no_count_check else train.classes)
     found = (len(train.classes), len(train), len(val))
-    expected = (args.expect_classes, args.expect_train, args.expect_val)
-    if not args.no_count_check and found != expected:
+    expected = (arguments.expect_classes, arguments.expect_train, arguments.expect_val)
+    text = f"{arguments.out}: {found[0]:,} classes, {found[1]:,} training and {found[2]:,} validation images"
+    if not arguments.no_count_check and found != expected:
         raise DataError(
-            f"{args.out}: has {found[0]:,} classes, {found[1]:,} training and {found[2]:,} validation images; "
-            f"expected were {expected[0]:,}, {expected[1]:,} and {expected[2]:,}\n"
-            "compare the archives with the publisher's checksums; --no-count-check for a smaller set"
+            f"{text}; expected {expected[0]:,}, {expected[1]:,} and {expected[2]:,}\n"
+            "remove incomplete folders and call this again; or use --no-count-check for a smaller set"
         )
-    return f"{args.out}: {found[0]:,} classes, {found[1]:,} training and {found[2]:,} validation images"
+    print(text)
 
 
-def _train_from_tar(archive: Path, out: Path, track: Track) -> None:
+def validation_labels(source: Source) -> dict[str, str]:
+    """WordNet ID of each validation image, by its name without suffix. Raises DataError."""
+    if source.labels is None:
+        raise DataError(
+            f"{source.val}: the classes of its images are unknown\n"
+            f"put {DEVKIT}.tar.gz or {SOLUTION} into SOURCE, or give it with --labels FILE"
+        )
+    try:
+        if source.labels.suffix == ".csv":  # ImageId, and a PredictionString that starts with the WordNet ID
+            with source.labels.open(newline="", encoding="utf-8-sig") as lines:
+                return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)}
+        return _devkit_labels(source.labels)
+    except (tarfile.TarError, csv.Error, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{source.labels}: broken labels ({first_line(error)})\ndownload it again") from None
+
+
+def _devkit_labels(devkit: Path) -> dict[str, str]:
+    """Line i of the ground truth is the ILSVRC2012_ID of image i; `meta.mat` has the WordNet ID of each."""
+    import numpy as np
+    from scipy.io import loadmat
+
+    def content(name: str) -> bytes:
+        if devkit.is_dir():
+            return (devkit / "data" / name).read_bytes()
+        with tarfile.open(devkit) as tar:
+            file = tar.extractfile(next(member for member in tar.getmembers() if member.name.endswith(f"data/{name}")))
+            assert file is not None
+            return file.read()
+
+    synsets = np.atleast_1d(loadmat(io.BytesIO(content("meta.mat")), squeeze_me=True)["synsets"])
+    wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    numbers = content(GROUND_TRUTH).split()
+    return {f"ILSVRC2012_val_{i:08d}": wnids[int(number)] for i, number in enumerate(numbers, 1)}
+
+
+def _extract_train(archive: Path, out: Path) -> None:
     """ILSVRC2012_img_train.tar: one tar for each class."""
     with tarfile.open(archive) as outer:
-        members = [member for member in safe_members(outer, archive) if member.name.endswith(".tar")]
-        if not members:
-            raise DataError(
-                f"{archive}: holds no class archives\n{TRAIN_TAR} is a tar of tars, n01440764.tar and so on"
-            )
-        for member in track(members, "train"):
-            class_name = Path(member.name).stem
-            if (out / class_name).is_dir():
-                continue
-            with _whole_folder(out, class_name) as folder, tarfile.open(fileobj=outer.extractfile(member)) as inner:
-                for image in safe_members(inner, archive):
-                    _write(inner, image, folder / Path(image.name).name)
+        for member in program.track([member for member in outer if member.name.endswith(".tar")], "train"):
+            folder = out / Path(member.name).stem
+            if not folder.exists():
+                with _complete_folder(folder) as partial, tarfile.open(fileobj=outer.extractfile(member)) as inner:
+                    inner.extractall(partial, filter="data")
 
 
-def _val_from_tar(archive: Path, out: Path, labels: dict[str, str], track: Track) -> None:
+def _extract_val(archive: Path, folder: Path, labels: dict[str, str]) -> None:
     """ILSVRC2012_img_val.tar: all images in one flat tar."""
     with tarfile.open(archive) as tar:
-        members = [member for member in safe_members(tar, archive) if is_image(os.fsencode(Path(member.name).name))]
-        for member in track(members, "val"):
+        for member in program.track([member for member in tar if not member.isdir()], "val"):
             name = Path(member.name).name
-            target = out / _label(labels, name, archive) / name
-            if not (target.is_file() and target.stat().st_size == member.size):
-                target.parent.mkdir(exist_ok=True)
-                _write(tar, member, target)
+            tar.extract(member.replace(name=f"{_label(labels, name)}/{name}"), folder, filter="data")
 
 
-def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
-    """One member's bytes to `target`, which appears when it is whole."""
-    content: IO[bytes] | None = tar.extractfile(member)
-    assert content is not None, member.name
-    beside = target.with_name(f".{target.name}.partial")
-    with beside.open("wb") as file:
-        shutil.copyfileobj(content, file, 1 << 20)
-    beside.replace(target)
-
-
-def _train_from_folder(source: Path, out: Path, copy: bool, track: Track) -> None:
-    for class_name in track(class_folders(source), "train"):
-        if (out / class_name).exists():
-            continue
-        with _whole_folder(out, class_name) as folder:
-            for image in _images(source / class_name):
-                _place(image, folder / image.name, copy)
-
-
-def _val_from_folder(source: Path, out: Path, labels: dict[str, str], copy: bool, track: Track) -> None:
-    """A flat folder, sorted by its labels; or one that is sorted already."""
-    flat = _images(source)
-    todo = [(image, _label(labels, image.name, source)) for image in flat]
-    for class_name in [] if flat else class_folders(source):
-        todo.extend((image, class_name) for image in _images(source / class_name))
-    for image, class_name in track(todo, "val"):
-        target = out / class_name / image.name
-        if not (target.is_file() and target.stat().st_size == image.stat().st_size):
-            target.parent.mkdir(exist_ok=True)
-            _place(image, target, copy)
+def _link_classes(source: Path, out: Path, copy: bool, description: str) -> None:
+    for class_folder in program.track(sorted(path for path in source.iterdir() if path.is_dir()), description):
+        if not (out / class_folder.name).exists():
+            with _complete_folder(out / class_folder.name) as partial:
+                for image in _images(class_folder):
+                    _place(image, partial / image.name, copy)
 
 
 def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_image(os.fsencode(path.name)) and path.is_file())
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpeg", ".jpg"))
 
 
-def _label(labels: dict[str, str], name: str, where: Path) -> str:
+def _label(labels: dict[str, str], name: str) -> str:
     label = labels.get(Path(name).stem)
     if label is None:
-        raise DataError(
-            f"{where}: {name} is not among the {len(labels)} labelled images\ngive its labels with --labels FILE"
-        )
+        raise DataError(f"{name}: not one of the {len(labels)} labelled images\ngive its labels with --labels FILE")
     return label
 
 
 def _place(image: Path, target: Path, copy: bool) -> None:
-    """A hard link, else (another file system) a symbolic link, else a copy; a copy at once where asked for."""
-    target.unlink(missing_ok=True)
+    """A hard link; else a symbolic link; else, or with `copy`, a copy. The file system decides."""
     for link in () if copy else (os.link, os.symlink):
         try:
             link(image.resolve(), target)
@@ -217,16 +216,14 @@ def _place(image: Path, target: Path, copy: bool) -> None:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-    beside = target.with_name(f".{target.name}.partial")
-    shutil.copyfile(image, beside)
-    beside.replace(target)
+    shutil.copyfile(image, target)
 
 
 @contextlib.contextmanager
-def _whole_folder(out: Path, name: str) -> Iterator[Path]:
-    """A hidden folder to fill, renamed to `out/name` at the end; what an earlier call left of it is removed first."""
-    partial = out / f".{name}.partial"
+def _complete_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to fill, renamed to `folder` at the end. What an earlier call left of it is removed first."""
+    partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     yield partial
-    partial.rename(out / name)
+    partial.rename(folder)

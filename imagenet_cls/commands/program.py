@@ -6,13 +6,15 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from imagenet_cls.errors import UserError
 from imagenet_cls.interrupts import end_by_interrupts, ignore_interrupts
 
 Command = Callable[[Sequence[str]], int | None]
+T = TypeVar("T")
 
 
 def main(command: Command, argv: Sequence[str] | None = None) -> int:
@@ -73,3 +75,12 @@ def end(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def track(items: Sequence[T], description: str) -> Iterable[T]:
+    """Iterate, with a progress bar on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(items, description, console=console, disable=not console.is_terminal)
