@@ -118,8 +118,7 @@ def _is_there(data: DataConfig) -> bool:
 
 def foresee(config: Config, num_images: int) -> Course:
     """The course of a run on so many training images. Raises DataError where they do not fill one batch."""
-    from imagenet_cls.data import samples_per_epoch
-    from imagenet_cls.data.resolution import size_px_at
+    from imagenet_cls.data import samples_per_epoch, size_px_at
     from imagenet_cls.engine.plan import plan_run
     from imagenet_cls.optim.build import own_momentum
     from imagenet_cls.optim.scaling import scaled_lr

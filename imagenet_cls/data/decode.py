@@ -1,9 +1,4 @@
-"""Bytes of an image file to pixels.
-
-Owns the choice of decoder: torchvision's for ordinary JPEGs (1.2 times as fast as Pillow, the same pixels), Pillow for
-everything else. Refuses broken, truncated and absurdly large images with a DataError. Called by `datasets` and by
-prediction.
-"""
+"""Image files to pixels: torchvision decodes ordinary JPEGs (1.2 times as fast, the same pixels), Pillow the rest."""
 
 import io
 import struct
@@ -19,7 +14,7 @@ from imagenet_cls.errors import DataError
 # Pillow's own limit (2 * Image.MAX_IMAGE_PIXELS as it is installed). ImageNet's largest image has about a tenth of it.
 MAX_PIXELS = 178_956_970
 
-# The operator under torchvision.io.decode_jpeg: from 0.29 on, that warns of its move to torchcodec in every worker.
+# The operator that torchvision.io.decode_jpeg calls; from 0.29 on, that function warns of its move to torchcodec.
 _DECODE_JPEG = torch.ops.image.decode_jpeg
 
 _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive Huffman: what torchvision decodes
@@ -29,10 +24,9 @@ _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
 def decode_rgb(data: bytes) -> torch.Tensor:
     """Decode an image file into uint8 (3, H, W) on the CPU, the pixels of Pillow's `Image.open(...).convert("RGB")`.
 
-    Grey images get three equal channels; transparency is dropped; of an animation comes the first frame. An EXIF
-    orientation is not applied: neither torchvision's ImageFolder nor timm does, so published accuracies are without
-    it. The memory may be laid out channels-last. Raises DataError with the reason, without the file's name, which the
-    caller knows.
+    Grey images get three equal channels; transparency is dropped; an animation gives its first frame. An EXIF
+    orientation is not applied, as in torchvision's ImageFolder and timm. The memory may be channels-last. Raises
+    DataError with the reason, without the file's name, for broken, truncated and absurdly large images.
     """
     header = _jpeg_header(data)
     if header is not None:
@@ -43,12 +37,12 @@ def decode_rgb(data: bytes) -> torch.Tensor:
             try:
                 return _DECODE_JPEG(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value)
             except RuntimeError:
-                pass  # what Pillow makes of it decides; it refuses truncated files too
+                pass  # Pillow decides; it raises for truncated files too
     return _decode_with_pillow(data)
 
 
 def rgb_tensor(image: Image.Image) -> torch.Tensor:
-    """A Pillow image as uint8 (3, H, W), converted to RGB as torchvision's loader does it."""
+    """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # palettes with transparency
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
@@ -68,14 +62,14 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
             raise DataError(f"more than the {MAX_PIXELS} pixels allowed") from None
         except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
             # Pillow's decoders and format plug-ins raise all of these for damaged files.
-            raise DataError(f"damaged or cut short ({str(error) or type(error).__name__})") from None
+            raise DataError(f"damaged or truncated ({str(error) or type(error).__name__})") from None
 
 
 def _jpeg_header(data: bytes) -> tuple[int, int, int] | None:
     """Height, width and channels of a JPEG that torchvision can decode; None for other formats. About 2 us.
 
-    ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, counted in), payload. A thumbnail lies within an APP
-    segment and is skipped with it.
+    ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. A thumbnail is within an APP
+    segment, which is skipped.
     """
     if data[:2] != b"\xff\xd8":
         return None

@@ -1,9 +1,4 @@
-"""uint8 images to what the model takes: the one place where pixels become floats.
-
-Owns transfer, memory format, cast and normalisation, and the order of what follows in training: erase, mix. Refuses
-geometry: that is done in the workers (`transforms`). Called once for each micro-batch by the training loop, the
-evaluation and prediction. (`datasets` has what images are, `loader` brings them.)
-"""
+"""Batches of uint8 images to what the model takes: transfer, cast, normalise; in training also erase and mix."""
 
 from collections.abc import Sequence
 
@@ -20,8 +15,7 @@ class Preprocess:
     """Callable: uint8 (B, 3, H, W) on any device -> float32 (B, 3, H, W) on `device`, (x / 255 - mean) / std.
 
     mean, std: per channel, of values scaled to 0..1. Computed as (x - 255 mean) * (1 / (255 std)), in place, which
-    differs from the textbook order by rounding only. The transfer is asynchronous from pinned memory, and of bytes: a
-    quarter of the floats.
+    differs by rounding only. The transfer is of bytes, and asynchronous from pinned memory.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device, channels_last: bool):
@@ -39,11 +33,10 @@ class Preprocess:
 
 
 class TrainPreprocess:
-    """Callable: a training batch -> (float32 images (B, 3, H, W), targets), both on the device: normalised, erased,
-    mixed.
+    """Callable: a training batch -> (float32 images (B, 3, H, W), targets) on the device: normalised, erased, mixed.
 
-    targets: int64 (B,), or float (B, classes) where images are mixed. What mixing draws has the key (seed, step,
-    micro-batch, rank); what erasing draws came with the samples, and has theirs.
+    targets: int64 (B,), or float (B, classes) with mixing. Mixing draws from the key (seed, step, micro-batch, rank),
+    erasing from the keys of the samples.
     """
 
     def __init__(self, preprocess: Preprocess, erasing: ErasingConfig, mixing: Mixing | None, seed: int, rank: int):

@@ -1,9 +1,4 @@
-"""scikit-learn's handwritten digits as class folders of JPEGs: real images for the demo and the tests, without a
-download.
-
-Owns writing them, once, safely even where several ranks or runs begin at the same moment. Refuses to overwrite
-anything that is there. Called by `datasets` for `data.name: digits`.
-"""
+"""scikit-learn's handwritten digits as class folders of JPEGs: real images without a download."""
 
 import os
 import shutil
@@ -19,11 +14,11 @@ NUM_IMAGES = 1797
 
 
 def write_digits(root: Path, part: str) -> Path:
-    """Make sure that the 1,797 digits lie in `root/part/<digit>/<number>.jpg`, and return that folder.
+    """Write the 1,797 digits to `root/part/<digit>/<number>.jpg` unless they are there. Returns that folder.
 
     The 8x8 images with 17 grey levels are enlarged to 32x32 (bicubic) and saved as JPEG, quality 95. They are written
-    beside their place and renamed, so the folder is there whole or not at all; of several that write at once, one wins
-    and all get the same files. Raises DataError where something else lies in that place.
+    to a temporary folder that is renamed, so the folder is always whole; of several processes that write at once, one
+    wins. Raises DataError for a folder with other contents.
     """
     folder = root / part
     if folder.exists():
@@ -31,32 +26,29 @@ def write_digits(root: Path, part: str) -> Path:
         if found != NUM_IMAGES:
             raise DataError(
                 f"{folder}: holds {found} images of digits, not {NUM_IMAGES}\n"
-                "delete the folder, and the next start writes it anew; or set data.root to another place"
+                "delete the folder, and the next start writes it again; or set data.root to another place"
             )
         return folder
+    temporary = None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root))
+        _write(temporary)
+        temporary.chmod(0o755)  # mkdtemp makes folders for their owner only
+        temporary.rename(folder)
     except OSError as error:
-        raise ResourceError(
-            f"{root}: the digits cannot be written there: {error.strerror}\nset data.root elsewhere"
-        ) from None
-    try:
-        _write(beside)
-        beside.chmod(0o755)  # mkdtemp makes folders for their owner only
-        beside.rename(folder)
-    except OSError as error:
-        if not folder.is_dir():  # else another process was faster
+        if not folder.is_dir():  # otherwise another process was faster
             raise ResourceError(
-                f"{folder}: cannot be written: {error.strerror}\nmake room, or set data.root elsewhere"
+                f"{folder}: the digits can't be written: {error.strerror}\nmake room, or set data.root elsewhere"
             ) from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def _write(folder: Path) -> None:
-    from sklearn.datasets import load_digits  # here: the import takes a second, and only the demo needs it
+    from sklearn.datasets import load_digits  # takes a second to import, and only the demo needs it
 
     digits = load_digits()
     for digit in range(10):

@@ -1,29 +1,18 @@
-"""Which images there are, and of which class each is, packed so that workers can share it.
+"""The index of a data set: paths and classes of its images, packed so that workers can share the memory.
 
-Owns the order of images and classes, the matching of validation classes to training classes by name, and the split of
-one part into two. Refuses to open an image. What is wrong with a folder is recognised in `layout`; annotation files
-are read in `lists`. Called by `datasets` and `prepare`.
-
-Paths are one block of bytes plus offsets, never a list of 1.28 million strings: reference counts of strings are
-written to in every worker, so that each worker ends up with its own copy of the list; a block is shared for good.
+Paths are one block of bytes plus offsets: a list of 1.28 million strings would be copied into every worker, page by
+page, since reference counts are written to.
 """
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
 
 import numpy as np
 
-from imagenet_cls.data.layout import (
-    class_folders,
-    listed,
-    refuse_empty_classes,
-    refuse_flat_folder,
-    refuse_one_level_too_deep,
-    scan_images,
-)
+from imagenet_cls.data.layout import check_classes, class_folders, listed, no_classes_error, scan_images
 from imagenet_cls.errors import DataError
 
 
@@ -31,8 +20,8 @@ from imagenet_cls.errors import DataError
 class ImageIndex:
     """Images on disk and their classes.
 
-    root: the folder that paths are relative to. blob: all relative paths (`/` between folders) in a row, as the file
-    system's bytes. offsets: int64 (N + 1,), where each path begins. targets: int64 (N,). classes: name of each target.
+    root: the folder that paths are relative to. blob: all paths, concatenated, in the file system's bytes. offsets:
+    int64 (N + 1,), where each path starts. targets: int64 (N,). classes: name of each target.
     """
 
     root: Path
@@ -45,7 +34,7 @@ class ImageIndex:
     def pack(
         cls, root: Path, names: Sequence[bytes], targets: Sequence[int] | np.ndarray, classes: Sequence[str]
     ) -> "ImageIndex":
-        """An index over `names`, relative paths in the file system's bytes, one for each target."""
+        """The index of the paths `names`, in the file system's bytes, one for each target."""
         assert len(names) == len(targets), (len(names), len(targets))
         return cls(root, b"".join(names), _offsets(_lengths(names)), np.asarray(targets, np.int64), tuple(classes))
 
@@ -61,17 +50,15 @@ class ImageIndex:
         return os.fsdecode(self.raw_name(i))
 
     def path(self, i: int) -> Path:
-        """Where image `i` lies. A list may name absolute paths; those stay as they are."""
+        """Path of image `i`. A list may name absolute paths, which stay absolute."""
         return self.root / self.name(i)
 
     def select(self, rows: np.ndarray) -> "ImageIndex":
         """The same index with these rows only, in this order."""
-        return replace(
-            ImageIndex.pack(self.root, [self.raw_name(i) for i in rows.tolist()], self.targets[rows], self.classes)
-        )
+        return ImageIndex.pack(self.root, [self.raw_name(i) for i in rows.tolist()], self.targets[rows], self.classes)
 
     def digest(self) -> str:
-        """SHA-256 over names, targets and classes, in hex. Not over `root`: a moved data set stays the same."""
+        """SHA-256 over names, targets and classes, in hex. Not over `root`, so that a data set can be moved."""
         digest = sha256(self.blob)
         digest.update(self.offsets.astype("<i8").tobytes())
         digest.update(self.targets.astype("<i8").tobytes())
@@ -82,14 +69,14 @@ class ImageIndex:
 def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
     """Index class folders: every image at any depth below `folder/CLASS/` is of that class.
 
-    Classes and images are in the order of torchvision's ImageFolder. Unlike there, hidden files and folders are left
-    out, and .gif is an image. classes: the training classes, which a validation folder's classes are matched to by
-    name. Raises DataError for what is not such a folder, with the likely mistake and its remedy.
+    Classes and images are in the order of torchvision's ImageFolder. Unlike there, hidden files and folders are
+    skipped, and .gif is an image. classes: the training classes, which a validation folder's classes are matched to by
+    name. Raises DataError.
     """
     root = Path(folder)
     found = class_folders(root)
     if not found:
-        refuse_flat_folder(root)
+        raise no_classes_error(root)
     blobs: list[bytes] = []  # joined class by class: all names as objects at once would take 240 MB for ImageNet
     lengths: list[np.ndarray] = []
     base = os.fsencode(root)
@@ -98,8 +85,7 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
         blobs.append(b"".join(names))
         lengths.append(_lengths(names))
     counts = [len(of_class) for of_class in lengths]
-    refuse_one_level_too_deep(root, found)
-    refuse_empty_classes(root, [name for name, count in zip(found, counts, strict=True) if count == 0], len(found))
+    check_classes(root, found, counts)
     if classes is None:
         classes, labels = found, np.arange(len(found))
     else:
@@ -123,7 +109,7 @@ def match_classes(found: Sequence[str], classes: Sequence[str], root: Path) -> l
     if unknown:
         raise DataError(
             f"{root}: {len(unknown)} of {len(found)} class folders are not among the {len(classes)} training classes: "
-            f"{listed(unknown)}\nname the folders of both parts alike, or set data.val to data.train's own"
+            f"{listed(unknown)}\nuse the same folder names in both parts, or correct data.val"
         )
     missing = sorted(set(classes).difference(found))
     if missing:
@@ -138,7 +124,7 @@ def held_out(names: Iterable[bytes], targets: np.ndarray, fraction: float) -> np
     """Which images are held out for validation: bool (N,). A pure function of names, targets and `fraction`.
 
     Of each class with n images, those round(n * fraction) (half to even) with the smallest BLAKE2b hash of their name;
-    at least one, and at least one stays, where the class has two or more. A class of one image stays in training.
+    at least one, and not all, where the class has two or more images. A single image stays in training.
     """
     hashes = np.fromiter(
         (int.from_bytes(blake2b(name, digest_size=8).digest(), "little") for name in names), np.uint64, len(targets)

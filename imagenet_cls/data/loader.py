@@ -1,13 +1,7 @@
-"""Batches of training and evaluation images, the same bits for any number of workers.
+"""Batches of training and evaluation images: uint8, on the CPU, the same bits for any number of workers."""
 
-Owns how a worker makes a batch, the seeding of each sample, and how a broken image surfaces. Refuses floats and
-devices: batches are uint8 on the CPU (`device` takes them from there). How workers begin and end is in `workers`; what
-an end means to a user, in `worker_errors`. Called by `engine`'s training loop and evaluation.
-"""
-
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +11,16 @@ from imagenet_cls.data import workers
 from imagenet_cls.data.samplers import EpochSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import TrainTransform, Transform, View
-from imagenet_cls.data.worker_errors import TIMED_OUT, worker_death, worker_killed, worker_raised, worker_silent
-from imagenet_cls.errors import ResourceError, UserError
+from imagenet_cls.errors import UserError
 from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
 
 
 class TrainBatch(NamedTuple):
-    """B images in V views each (`augment.splits`), view-major: first the first views of all, then the second views, so
-    that `images.split(B)` are the views, as in the collation of timm's AugMix training.
+    """B images in V views each (`augment.splits`), view-major: `images.split(B)` are the views, as in timm's AugMix.
 
-    images: uint8 (B * V, 3, S, S). targets: int64 (B,). With random erasing also boxes: int32 (B * V, n, 4) of top,
-    left, height, width, zeros where none; and keys: int64 (B * V,), from which the colours to fill in are drawn. Both
-    on the CPU always, and None without erasing.
+    images: uint8 (B * V, 3, S, S). targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4) of top, left,
+    height, width, zeros where none; and keys: int64 (B * V,), which the fill colours are drawn from. Both are always on
+    the CPU, and None without erasing.
     """
 
     images: torch.Tensor
@@ -40,10 +32,10 @@ class TrainBatch(NamedTuple):
 class TrainLoader:
     """Micro-batches of this rank, epoch by epoch. Workers stay alive between epochs, until `close`.
 
-    micro_batch_size: images in one batch; divides this rank's share of the global batch. prefetch_batches: batches
-    that each worker prepares ahead. pin_memory: copy batches into page-locked memory, for asynchronous transfers to a
-    GPU. num_workers: 0 makes the samples in this process; torch's, numpy's and Python's default generators stay as
-    they were. timeout_sec: longest wait for a worker.
+    micro_batch_size: divides this rank's share of the global batch. prefetch_batches: batches that each worker prepares
+    ahead. pin_memory: copy batches into page-locked memory, for asynchronous transfers to a GPU. num_workers: with 0,
+    samples are made in this process, and torch's, numpy's and Python's default generators keep their states.
+    timeout_sec: the longest wait for a worker.
     """
 
     def __init__(
@@ -68,23 +60,22 @@ class TrainLoader:
         self.started = 0
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
-        """Batches from `start_step` on, in order; their side may differ from epoch to epoch.
+        """Batches from `start_step` on, in order. The image size may differ between epochs.
 
-        An iterator may be left half way; the next call begins anew, and the older iterator must not be used again.
-        Raises DataError for an image that cannot be read, and ResourceError where a worker was killed, raised anything
-        else, or gave nothing for `timeout_sec`.
+        An unfinished iterator is invalid after the next call or `close`. Raises DataError for an image that cannot be
+        read, and ResourceError for a worker that was killed, raised anything else, or took longer than `timeout_sec`.
         """
         self.started += 1
         token = self.started
         self.sampler.set_epoch(epoch, start_step)
         for batch in _batches(self.loader):
             yield TrainBatch(*batch)
-            assert token == self.started, "an older epoch was used after a newer one was begun, or after close"
+            assert token == self.started, "this iterator is invalid: a newer epoch was started, or the loader closed"
 
     def close(self) -> None:
-        """Stop the workers. Can be called more than once; an epoch begun afterwards starts new workers."""
+        """Stop the workers. May be called again; a later epoch starts new workers."""
         self.started += 1
-        workers.stop(self.loader)
+        workers.stop_workers(self.loader)
 
 
 def eval_batches(
@@ -99,8 +90,8 @@ def eval_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Batches for evaluation: images uint8 (B, 3, S, S), targets int64 (B,), indices int64 (B,).
 
-    Every image of `indices` once, in order; the last batch is smaller where they do not divide. The workers end with
-    the iterator. Errors as in `TrainLoader.epoch`.
+    Every image of `indices` once, in order; the last batch may be smaller. The workers end with the iterator. Errors
+    as in `TrainLoader.epoch`.
     """
     samples = _EvalSamples(source, transform)
     num_workers = min(num_workers, len(indices))
@@ -108,13 +99,13 @@ def eval_batches(
     try:
         yield from _batches(loader)
     finally:
-        workers.stop(loader)
+        workers.stop_workers(loader)
 
 
 class _Samples:
-    """Makes one batch: what a worker runs. An error is handed over as the batch: torch would wrap a raised one.
+    """The DataLoader's data set: makes whole batches, in a worker or in the main process.
 
-    reading: shared int64 (workers,), the image that each worker is at; -1 before its first.
+    reading: int64 (workers,) in shared memory: the image that each worker reads; -1 before its first.
     """
 
     def __init__(self, source: ImageSource):
@@ -125,7 +116,10 @@ class _Samples:
         return len(self.source)
 
     def __getitems__(self, keys: list[Any]) -> Any:
-        """The batch for these keys, as a tuple of tensors; or the error of its first image that has one."""
+        """The batch for these keys, as a tuple of tensors; or the error of its first image that has one.
+
+        The error is returned, not raised: torch would wrap it in another one.
+        """
         worker = get_worker_info()
         with nullcontext() if worker is not None else generators_left_alone():
             try:
@@ -135,23 +129,23 @@ class _Samples:
             except Exception as error:
                 if worker is None:
                     raise
-                return worker_raised(error, worker.id, self.at(worker.id))
+                return workers.worker_raised(error, worker.id, self.image_of(worker.id))
 
     def batch(self, keys: list[Any]) -> tuple[Any, ...]:
         raise NotImplementedError
 
     def load(self, key: int, index: int) -> tuple[torch.Tensor, int]:
-        """An image and its target, with every default generator seeded by `key` beforehand."""
+        """An image and its target, with all default generators seeded by `key` beforehand."""
         worker = get_worker_info()
         if worker is not None:
             self.reading[worker.id] = index
         seed_generators(key)
         return self.source.load(index)
 
-    def at(self, worker_id: int) -> str:
-        """Name and index of the image that a worker is at."""
+    def image_of(self, worker_id: int) -> str:
+        """Name and index of the image that a worker reads."""
         index = int(self.reading[worker_id])
-        return f"{self.source.name(index)} (image {index})" if index >= 0 else "its start"
+        return f"{self.source.name(index)} (image {index})" if index >= 0 else "no image yet"
 
 
 class _TrainSamples(_Samples):
@@ -167,7 +161,7 @@ class _TrainSamples(_Samples):
         by_split = [(views[s], split_keys[s]) for s in range(self.transform.splits) for views, split_keys, _ in samples]
         boxes = [view.boxes for view, _ in by_split if view.boxes is not None]
         return TrainBatch(
-            # default_collate writes straight into shared memory when in a worker
+            # in a worker, default_collate writes straight into shared memory
             images=default_collate([view.image for view, _ in by_split]),
             targets=torch.tensor([target for _, _, target in samples]),
             boxes=torch.stack(boxes) if boxes else None,
@@ -177,8 +171,8 @@ class _TrainSamples(_Samples):
     def sample(self, epoch: int, index: int, view: int) -> tuple[list[View], list[int], int]:
         """The splits' views, their keys, and the target."""
         first = view * self.transform.splits
-        places = range(first, first + self.transform.splits)
-        split_keys = [hash_key("sample", self.seed, epoch, index, place) for place in places]
+        numbers = range(first, first + self.transform.splits)
+        split_keys = [hash_key("sample", self.seed, epoch, index, number) for number in numbers]
         image, target = self.load(split_keys[0], index)
         return self.transform.views(image, epoch, split_keys), split_keys, target
 
@@ -194,7 +188,7 @@ class _EvalSamples(_Samples):
         return images, torch.tensor([target for _, target in samples]), torch.tensor(keys)
 
     def sample(self, index: int) -> tuple[torch.Tensor, int]:
-        # Nothing of ours draws in evaluation; a user's data set may, and then draws the same each time.
+        # The transform draws nothing; a user's data set may draw, and draws the same each time.
         image, target = self.load(hash_key("eval", index), index)
         return self.transform(image), target
 
@@ -208,57 +202,64 @@ def _data_loader(
     pin_memory: bool,
     timeout_sec: float,
 ) -> DataLoader[Any]:
-    of_workers: dict[str, Any] = {}
+    worker_options: dict[str, Any] = {}
     if num_workers > 0:
         samples.reading = torch.full((num_workers,), -1).share_memory_()
-        of_workers = {
+        worker_options = {
             "timeout": timeout_sec,
             "multiprocessing_context": workers.START_METHOD,
             "persistent_workers": True,
             "prefetch_factor": prefetch_batches,
-            "worker_init_fn": workers.begin,
+            "worker_init_fn": workers.start_worker,
         }
-    loader: DataLoader[Any] = DataLoader(
+    return DataLoader(
         samples,  # type: ignore[arg-type]
         batch_size=batch_size,
         sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # or each epoch would draw a number from torch's default generator
-        **of_workers,
+        generator=torch.Generator(),  # otherwise each epoch draws a number from torch's default generator
+        **worker_options,
     )
-    workers.end_at_exit(loader)
-    return loader
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader's batches; errors that workers handed over are raised, and a worker's death is put in words."""
-    with workers.Watch(loader, lambda: _silent(loader)) as watch:
-        try:
-            for batch in watch.batches():
-                if isinstance(batch, UserError):
-                    raise batch
-                yield tuple(batch)  # pinning makes a list of it
-        except (OSError, EOFError, RuntimeError) as error:
-            if watch.error is not None or TIMED_OUT in str(error):
-                told = watch.error or _silent(loader)
-                workers.stop(loader, kill=True)  # they do not end by themselves
-                raise told from None
-            if isinstance(error, ConnectionError | EOFError):  # the worker died while it handed over a batch
-                with suppress(RuntimeError):
-                    time.sleep(1.0)  # torch's signal handler will raise as well, once, wherever we are: let it be here
-                raise worker_killed(f"{type(error).__name__}: {error}") from None
-            raise (worker_death(error) if isinstance(error, RuntimeError) else None) or error from None
+    """The loader's batches. Raises the errors that `_Samples` returns, and ResourceError for workers that fail."""
+    for batch in iter(loader) if loader.num_workers == 0 else _worker_batches(loader):
+        if isinstance(batch, UserError):
+            raise batch
+        yield tuple(batch)  # pinning makes a list of it
 
 
-def _silent(loader: DataLoader[Any]) -> ResourceError:
-    """Name the worker that gives no batch."""
+def _worker_batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    iterator: Iterator[Any] | None = None
+    while True:
+        with workers.time_limit(loader) as expired:
+            try:
+                if iterator is None:
+                    iterator = iter(loader)
+                    workers.kill_workers_at_exit()
+                batch = next(iterator, None)
+            except (OSError, EOFError, RuntimeError) as error:
+                raise _worker_error(loader, error, expired.is_set()) from None
+        if batch is None:
+            return
+        yield batch
+
+
+def _worker_error(loader: DataLoader[Any], error: Exception, expired: bool) -> Exception:
+    """What to raise for `error`, which came up while a batch was awaited. Stops the workers where one failed."""
     samples: Any = loader.dataset
-    worker_id = workers.suspect(loader)
-    pid = workers.process_id(loader, worker_id)
-    return worker_silent(worker_id, pid, loader.timeout, samples.at(worker_id), workers.is_stopped(pid))
+    if expired or "DataLoader timed out" in str(error):
+        worker_id, pid = workers.awaited_worker(loader)
+        workers.stop_workers(loader)
+        return workers.worker_hung(worker_id, pid, loader.timeout, samples.image_of(worker_id))
+    if isinstance(error, ConnectionError | EOFError):  # the worker died while it sent a batch
+        workers.stop_workers(loader)  # before torch's SIGCHLD handler raises as well
+        return workers.worker_killed(f"{type(error).__name__}: {error}")
+    return (workers.worker_death(error) if isinstance(error, RuntimeError) else None) or error

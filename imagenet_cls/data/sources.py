@@ -1,9 +1,4 @@
-"""Images with their targets, one at a time: the face that every data set has towards the loader.
-
-Owns `ImageSource` and its kinds over files, over any map-style dataset, and over a part of another source. Refuses
-transforms and batches: `transforms` and `loader` do those. Called by `datasets`, which opens them, and by the loader's
-workers.
-"""
+"""Images with their targets, one at a time: files, map-style datasets, and subsets of another source."""
 
 import os
 from collections.abc import Sequence
@@ -30,14 +25,14 @@ class ImageSource(Protocol):
         """Image `i` as uint8 (3, H, W) on the CPU, and its target. Raises DataError where it cannot be read."""
 
     def name(self, i: int) -> str:
-        """What image `i` is called in messages and predictions: its path below the root where it is a file."""
+        """The name of image `i` in messages and predictions: of a file, its path below the root."""
 
     def digest(self) -> str:
-        """A hex digest of which images with which targets these are; not of their pixels."""
+        """A hex digest of names and targets; not of pixels."""
 
 
 class FolderSource:
-    """Image files of an `ImageIndex`. remedy: what to do about one that cannot be read."""
+    """Image files of an `ImageIndex`. remedy: what to do about one that can't be read, for the error."""
 
     def __init__(self, index: ImageIndex, remedy: str = "replace the file"):
         self.index = index
@@ -73,8 +68,7 @@ class FolderSource:
 class MapSource:
     """A map-style dataset of (image, target): torchvision's, or a user's own.
 
-    Takes images as Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Anything else is a DataError
-    that says what came.
+    Images are Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Raises DataError for anything else.
     """
 
     def __init__(self, dataset: Any, name: str, classes: Sequence[str]):
@@ -89,42 +83,33 @@ class MapSource:
         """See `ImageSource.load`."""
         item = self.dataset[i]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise DataError(f"{self.name(i)} is {_describe(item)}; a data set must give (image, target) pairs")
-        return self._image(item[0], i), self._target(item[1], i)
-
-    def _image(self, image: Any, i: int) -> torch.Tensor:
+            raise DataError(f"{self.name(i)}: {_describe(item)}; a data set must return (image, target) pairs")
+        image, target = item
         if isinstance(image, Image.Image):
-            return rgb_tensor(image)
-        if (
-            isinstance(image, torch.Tensor)
-            and image.dtype == torch.uint8
-            and image.ndim == 3
-            and image.shape[0] in (1, 3)
-        ):
-            return image.expand(3, -1, -1)
-        raise DataError(
-            f"{self.name(i)}: its image is {_describe(image)}; give a Pillow image or a uint8 tensor (3, H, W), "
-            "without transforms of your own to floats"
-        )
-
-    def _target(self, target: Any, i: int) -> int:
+            image = rgb_tensor(image)
+        is_image = isinstance(image, torch.Tensor) and image.dtype == torch.uint8 and image.ndim == 3
+        if not is_image or image.shape[0] not in (1, 3):
+            raise DataError(
+                f"{self.name(i)}: its image is {_describe(image)}; return a Pillow image or a uint8 tensor (3, H, W), "
+                "without a transform to floats"
+            )
         try:
             number = int(target)
         except (TypeError, ValueError):
             number = -1
         if not 0 <= number < len(self.classes):
             raise DataError(
-                f"{self.name(i)}: its target is {target!r}; give an integer from 0 to {len(self.classes) - 1}, "
-                f"the last of the data set's {len(self.classes)} classes"
+                f"{self.name(i)}: its target is {target!r}; return an integer from 0 to {len(self.classes) - 1}, "
+                f"the data set has {len(self.classes)} classes"
             )
-        return number
+        return image.expand(3, -1, -1), number
 
     def name(self, i: int) -> str:
         """The data set's name and the image's number."""
         return f"{self.dataset_name}[{i}]"
 
     def digest(self) -> str:
-        """Over name, length, classes, and the targets where the data set has them at hand."""
+        """Over name, length, classes, and the targets where the data set lists them."""
         digest = sha256("\0".join([self.dataset_name, str(len(self)), *self.classes]).encode())
         targets = known_targets(self.dataset)
         if targets is not None:
@@ -148,7 +133,7 @@ class SubsetSource:
         return self.source.load(int(self.rows[i]))
 
     def name(self, i: int) -> str:
-        """The name that the other source has for it."""
+        """Its name in the other source."""
         return self.source.name(int(self.rows[i]))
 
     def digest(self) -> str:
@@ -157,13 +142,10 @@ class SubsetSource:
 
 
 def known_targets(dataset: Any) -> np.ndarray | None:
-    """All targets of a map-style dataset, int64 (N,), without reading an image; None where it does not say."""
+    """All targets of a map-style dataset, int64 (N,), without reading images; None where it doesn't list them."""
     for attribute in ("targets", "labels", "_labels", "_targets"):
-        values = getattr(dataset, attribute, None)
-        if values is None:
-            continue
         try:
-            targets = np.asarray(values, np.int64)
+            targets = np.asarray(getattr(dataset, attribute, None), np.int64)
         except (TypeError, ValueError):
             continue
         if targets.shape == (len(dataset),):
@@ -185,8 +167,8 @@ def known_classes(dataset: Any, name: str) -> list[str]:
         targets = known_targets(dataset)
         if targets is None or not len(targets):
             raise DataError(
-                f"{name}: how many classes the data set has cannot be told\n"
-                "give it an attribute `classes` (a list of names), `num_classes` or `targets`"
+                f"{name}: the number of classes is unknown\n"
+                "give the data set an attribute `classes` (a list of names), `num_classes` or `targets`"
             )
         count = int(targets.max()) + 1
     return [str(number) for number in range(int(count))]

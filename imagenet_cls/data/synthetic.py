@@ -1,8 +1,7 @@
-"""Random images that are made on the device: to measure a model without its input, and to try a config without data.
+"""Random images made on the device: to measure a model without its input, and to try a config without data.
 
-Owns `data.name: synthetic`. Refuses to be learnt from: images and targets have nothing to do with each other. Called by
-`datasets` (the source) and by whoever builds the loaders: with a `SyntheticSource`, take `SyntheticLoader` and
-`synthetic_eval_batches` instead of `loader`'s, and nothing is decoded or copied at all.
+For a `SyntheticSource`, `SyntheticLoader` and `synthetic_eval_batches` replace `TrainLoader` and `eval_batches`; then
+nothing is decoded or copied.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,19 +12,16 @@ import torch
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data.erasing import draw_boxes
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.data.resolution import size_px_at
 from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.data.transforms import size_px_at
 from imagenet_cls.seeding import generator, generators_left_alone, hash_key, seed_generators
 
-# Different micro-batches that take turns. Few, since a GPU's memory is worth more than variety that nobody looks at.
+# Different micro-batches to choose from. Few, to save GPU memory.
 POOL_BATCHES = 4
 
 
 class SyntheticSource:
-    """`num_images` random images of size_px by size_px with random targets; the same for the same arguments.
-
-    part: a word that keeps the images of training and validation apart.
-    """
+    """`num_images` random images of size_px by size_px with random targets. part: part of the key, as `train`."""
 
     def __init__(self, part: str, num_images: int, num_classes: int, size_px: int = 224):
         self.part = part
@@ -52,11 +48,10 @@ class SyntheticSource:
 
 
 class SyntheticLoader:
-    """Has the face of `loader.TrainLoader`; batches are made on `device`, once for each side, and then take turns.
+    """A `TrainLoader` whose batches are made on `device`, a few for each image size, and used again and again.
 
-    Which of the pool's batches comes is decided by the key (seed, epoch, step, micro-batch, rank), and so is each
-    batch's content by (seed, rank, place in the pool): the same for the same arguments on the same device type. Side,
-    splits and erasing are as `augment` says; what else it says would change nothing about noise.
+    The key (seed, epoch, step, micro-batch, rank) chooses the batch, and (seed, rank, number in the pool) decides its
+    content. Size, splits and erasing are as in `augment`; the rest of it would not change noise.
     """
 
     def __init__(
@@ -81,21 +76,16 @@ class SyntheticLoader:
         self.pool: list[TrainBatch] = []
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
-        """Micro-batches of this rank, images and targets on the device. See `loader.TrainBatch`.
-
-        The tensors come again: whoever changes them in place changes later batches.
-        """
-        self._fill_pool(size_px_at(self.augment, epoch))
+        """Micro-batches of this rank, images and targets on the device. They share memory: don't change them."""
+        size_px = size_px_at(self.augment, epoch)
+        if self.size_px != size_px or not self.pool:
+            self.pool = []  # free the memory first
+            self.pool = [self._batch((self.seed, self.sampler.rank, place), size_px) for place in range(POOL_BATCHES)]
+            self.size_px = size_px
         for step in range(start_step, self.sampler.steps_per_epoch):
             for micro_batch in range(self.micro_batches):
                 key = hash_key("synthetic", self.seed, epoch, step, micro_batch, self.sampler.rank)
                 yield self.pool[key % len(self.pool)]
-
-    def _fill_pool(self, size_px: int) -> None:
-        if self.size_px != size_px or not self.pool:
-            self.pool = []  # frees the memory before more is taken
-            self.pool = [self._batch((self.seed, self.sampler.rank, place), size_px) for place in range(POOL_BATCHES)]
-            self.size_px = size_px
 
     def _batch(self, key: tuple[int, int, int], size_px: int) -> TrainBatch:
         splits, erasing = self.augment.splits, self.augment.erasing
@@ -119,7 +109,7 @@ class SyntheticLoader:
 def synthetic_eval_batches(
     source: SyntheticSource, indices: Sequence[int], batch_size: int, size_px: int, seed: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Has the face of `loader.eval_batches`: (images, targets, indices), every index once, always the same images."""
+    """As `eval_batches`: (images, targets, indices), every index once, always the same images."""
     images, targets = _random_batch((seed, "eval", 0), batch_size, size_px, len(source.classes), device)
     for start in range(0, len(indices), batch_size):
         chunk = torch.tensor(list(indices[start : start + batch_size]), dtype=torch.int64)

@@ -1,16 +1,15 @@
-"""What happens to an image between its file and the batch: crops, flips, policies, colour, all on uint8 tensors.
+"""Transforms on uint8 tensors, in the workers: crop, flips, policy, colour jitter, grey; and resize for evaluation.
 
-Owns geometry and colour, their order, and which view of an image gets which. Refuses floats: the cast and the
-normalisation happen on the device (`device`), and so does erasing, of which only the boxes are drawn here. Called by
-`loader` in the workers. What is ours draws first and then applies: draws are the only part that needs the default
-generators, so that the application may later move to other threads. A policy (`policies`) draws while it is applied.
+Cast and normalisation happen on the device (`device`), and so does erasing: only its boxes are drawn here.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
@@ -18,7 +17,6 @@ from torchvision.transforms.v2 import functional as F
 from imagenet_cls.config.schema import AugmentConfig, EvalConfig
 from imagenet_cls.data.erasing import draw_boxes
 from imagenet_cls.data.policies import build_policy
-from imagenet_cls.data.resolution import size_px_at, sizes_px
 from imagenet_cls.seeding import seed_generators
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -32,45 +30,67 @@ INTERPOLATIONS = {
 RANDOM_INTERPOLATIONS = ("bilinear", "bicubic")
 
 
+def size_px_at(augment: AugmentConfig, epoch: int) -> int:
+    """Size (side in pixels) of the training images of epoch `epoch` (from 0).
+
+    Linear between the points of `augment.progressive`, constant before the first and after the last, rounded to a
+    multiple of `multiple_px`, halves to the even multiple: `round(interp(epoch) / 32) * 32` of FFCV's `rn50_train.py`.
+    """
+    return int(_sizes_at(augment, np.array([epoch]))[0])
+
+
+def sizes_px(augment: AugmentConfig) -> list[int]:
+    """All sizes of a run's training images, ascending."""
+    last = math.ceil((augment.progressive.epochs or [0])[-1])
+    return [int(size) for size in np.unique(_sizes_at(augment, np.arange(last + 1)))]
+
+
+def _sizes_at(augment: AugmentConfig, epochs: NDArray[np.integer]) -> NDArray[np.integer]:
+    points = augment.progressive
+    if points.epochs is None or points.sizes_px is None:
+        return np.full(len(epochs), augment.size_px)
+    sizes = np.interp(epochs, points.epochs, points.sizes_px)
+    return np.rint(sizes / points.multiple_px).astype(np.int64) * points.multiple_px
+
+
 class View(NamedTuple):
-    """One view of an image. image: uint8 (3, S, S), contiguous. boxes: int32 (n, 4) to erase; None: no erasing."""
+    """One view of an image. image: uint8 (3, S, S), contiguous. boxes: int32 (n, 4) to erase; None without erasing."""
 
     image: torch.Tensor
     boxes: torch.Tensor | None
 
 
 class TrainTransform:
-    """From a decoded image, uint8 (3, H, W), to the views that a batch gets of it, each uint8 (3, S, S), contiguous.
+    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (3, S, S), contiguous. S: `size_px_at` the epoch.
 
-    In this order: random crop, horizontal flip, vertical flip, policy, colour jitter, grey; S is the side for the epoch
-    (`resolution`). That is torchvision's order and timm's, where timm leaves colour jitter out beside most policies:
-    a config says so by leaving it at 0. The draws are torchvision's (v2), from torch's default CPU generator, in the
-    same order, and `interpolation: random` draws between crop and flips; the policy draws as it likes. What cannot
-    happen (probability 0, no jitter) draws nothing. Resizing is always antialiased, as Pillow's is.
+    Order: random crop, horizontal flip, vertical flip, policy, colour jitter, grey, as in torchvision and timm. (timm
+    omits colour jitter beside most policies.) The draws are those of torchvision's v2, in the same order, from torch's
+    default CPU generator; `interpolation: random` draws between crop and flips. What has probability 0 draws nothing.
+    Resizing is always antialiased, as Pillow's is.
 
     With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first has nothing else.
     """
 
     def __init__(self, augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
-        """mean: per channel, of values scaled to 0..1; what timm's policies fill empty corners with."""
+        """mean: per channel, of values scaled to 0..1; timm's policies fill empty corners with it."""
         self.augment = augment
         self.splits = augment.splits
-        # For every side from the beginning: a policy that draws while it is made must not do so amid a sample.
-        self.policies = {side: build_policy(augment, side, mean) for side in sizes_px(augment)}
+        # Built for all sizes at once: a policy that draws in its constructor must not draw from a sample's generators.
+        self.policies = {size: build_policy(augment, size, mean) for size in sizes_px(augment)}
         self.crop = v2.RandomResizedCrop(augment.size_px, scale=tuple(augment.scale), ratio=tuple(augment.ratio))
         jitter = augment.color_jitter
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
 
     def __call__(self, image: torch.Tensor, epoch: int = 0) -> torch.Tensor:
-        """The whole way, as a batch of single views has it."""
+        """A single view, without boxes to erase."""
         return self.colour(self.crop_and_flip(image, epoch))
 
     def views(self, image: torch.Tensor, epoch: int, keys: Sequence[int]) -> list[View]:
         """`splits` views, with the boxes to erase in each. keys: one for each view.
 
-        The default generators are as seeded with the first key, and are seeded with each other one before its view is
-        made. The boxes of a view are drawn last; the first of several views has none.
+        The caller has seeded the default generators with the first key; they are seeded with each further key before
+        its view. The boxes of a view are drawn last. The first of several views has none.
         """
         assert len(keys) == self.splits, (keys, self.splits)
         base = self.crop_and_flip(image, epoch)
@@ -89,40 +109,25 @@ class TrainTransform:
         return View(image, draw_boxes(erasing, image.shape[-1]) if erasing.prob > 0 else None)
 
     def crop_and_flip(self, image: torch.Tensor, epoch: int) -> torch.Tensor:
-        """uint8 (3, H, W) -> uint8 (3, S, S), S being the side for `epoch`."""
-        return self.apply(image, self.draw(image), size_px_at(self.augment, epoch))
-
-    def draw(self, image: torch.Tensor) -> dict[str, Any]:
-        """Crop, resampling and flips for an image of this size; its pixels are not looked at."""
-        augment = self.augment
+        """uint8 (3, H, W) -> uint8 (3, S, S). Draws crop, interpolation and flips, then applies them."""
+        augment, size_px = self.augment, size_px_at(self.augment, epoch)
         crop = self.crop.make_params([image])
-        sides = {name: max(crop[name], 1) for name in ("height", "width")}  # 0 for ratios that no image can have
-        return {
-            "crop": crop | sides,
-            "interpolation": RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
-            if augment.interpolation == "random"
-            else augment.interpolation,
-            "hflip": happens(augment.hflip_prob),
-            "vflip": happens(augment.vflip_prob),
-        }
-
-    def apply(self, image: torch.Tensor, draws: dict[str, Any], size_px: int) -> torch.Tensor:
-        """Apply what `draw` decided. Draws nothing."""
+        crop |= {name: max(crop[name], 1) for name in ("height", "width")}  # 0 for ratios that no image can have
+        interpolation: str = augment.interpolation
+        if interpolation == "random":
+            interpolation = RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
+        hflip, vflip = happens(augment.hflip_prob), happens(augment.vflip_prob)
         image = F.resized_crop(
-            image,
-            **draws["crop"],
-            size=[size_px, size_px],
-            interpolation=INTERPOLATIONS[draws["interpolation"]],
-            antialias=True,
+            image, **crop, size=[size_px, size_px], interpolation=INTERPOLATIONS[interpolation], antialias=True
         )
-        if draws["hflip"]:
+        if hflip:
             image = F.horizontal_flip(image)
-        if draws["vflip"]:
+        if vflip:
             image = F.vertical_flip(image)
         return image.contiguous()
 
     def colour(self, image: torch.Tensor) -> torch.Tensor:
-        """Policy (which may shear and shift, too), colour jitter and grey: uint8 (3, S, S) -> uint8 (3, S, S)."""
+        """Policy (which may also shear and translate), colour jitter and grey: uint8 (3, S, S) -> uint8 (3, S, S)."""
         policy = self.policies[image.shape[-1]]
         if policy is not None:
             image = policy(image)
@@ -135,14 +140,14 @@ class TrainTransform:
 
 
 def happens(prob: float) -> bool:
-    """Draw whether something of this probability happens, as torchvision's v2 does; for 0 nothing is drawn."""
+    """Draw an event of this probability, as torchvision's v2 does; nothing is drawn for 0."""
     return prob > 0 and torch.rand(1).item() < prob
 
 
 class EvalTransform:
-    """Resize the short side, then cut out the centre: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px), contiguous.
+    """Resize the short side, then crop the centre: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px), contiguous.
 
-    The short side becomes resize_px, or floor(crop_px / crop_pct) as timm has it. Nothing is drawn.
+    The short side becomes resize_px, or floor(crop_px / crop_pct) as in timm.
     """
 
     def __init__(self, config: EvalConfig):
@@ -156,10 +161,10 @@ class EvalTransform:
 
 
 def train_transform(augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN) -> TrainTransform:
-    """The transform of a training image, as the config's `augment` section says. See `TrainTransform`."""
+    """The transform of training images. See `TrainTransform`."""
     return TrainTransform(augment, mean)
 
 
 def eval_transform(config: EvalConfig) -> Transform:
-    """The transform of an image in evaluation, as the config's `eval` section says. See `EvalTransform`."""
+    """The transform of images in evaluation. See `EvalTransform`."""
     return EvalTransform(config)

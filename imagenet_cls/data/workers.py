@@ -1,182 +1,172 @@
-"""Data workers as processes: they end when they should, and never outlive or hold up the process that they work for.
-
-Owns how they begin, how long one waits for them, and how they are ended. torch asks them to end and waits; it has no
-public call for it, and what it does otherwise relies on SIGTERM, which ours ignore. Refuses to know what a batch is.
-Called by `loader`.
-"""
+"""Worker processes of a DataLoader: how they start and end, and the errors for workers that fail."""
 
 import atexit
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
+from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.exit import signal_when_parent_dies
 
-# Workers that are forked share the index's memory and begin at once; others import torch anew, seconds each, and need
-# every data set to be picklable. On macOS forked processes crash in system libraries, and Windows has no fork.
+# Forked workers share the index's memory and start at once. Other start methods import torch again, for seconds, and
+# require picklable data sets. On macOS forked processes crash in system libraries.
 START_METHOD = "fork" if sys.platform == "linux" else None
 
-# How long workers may take to end when they are asked to. They have nothing to save.
-_PATIENCE_SEC = 2.0
+SHARED_MEMORY = Path("/dev/shm")
 
-# How much longer than torch a `Watch` waits: torch's own clock names a silent worker first, wherever it runs.
+# How much later than torch's own timeout, whose error names the worker, `time_limit` expires.
 _GRACE_SEC = 1.0
+_JOIN_SEC = 2.0
 
-_loaders: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
+_USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
+_OUT_OF_MEMORY = ("No space left on device", "Cannot allocate memory", "shared memory", "DefaultCPUAllocator")
 
 
-def begin(worker_id: int) -> None:
-    """A worker's own first act: leave stopping to the main process, but end with it, however it ends.
+def start_worker(worker_id: int) -> None:
+    """A DataLoader's `worker_init_fn`: end with the parent process, and leave SIGTERM, SIGINT and SIGUSR2 to it.
 
-    The main process may need batches until it has saved, and launchers signal whole groups. As its fork, a worker holds
-    its sockets and its output: others would wait for a process that is gone.
+    The parent may need batches until it has saved a checkpoint, and launchers signal whole process groups. A worker
+    that outlives its parent would keep the parent's sockets and output open.
     """
     parent = multiprocessing.parent_process()
     if signal_when_parent_dies(signal.SIGKILL) and parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it was gone before the kernel knew of our wish
-    for name in ("SIGTERM", "SIGINT", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    torch.set_num_threads(1)
+        os._exit(1)  # the parent died before the kernel was asked
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
-def end_at_exit(loader: DataLoader[Any]) -> None:
-    """Whatever still works for this loader when this process exits is killed. `multiprocessing` would send SIGTERM and
-    wait forever.
+def kill_workers_at_exit() -> None:
+    """Kill all workers when this process exits. Call it after a loader's workers have started.
+
+    torch and multiprocessing ask workers to end, or send SIGTERM, and wait. Exit handlers run in reverse order: ours is
+    moved to the end of the list, to run before theirs.
     """
-    _loaders.add(loader)
+    atexit.unregister(_kill_all)
+    atexit.register(_kill_all)
 
 
-def awaited(loader: DataLoader[Any]) -> int:
-    """The worker that the next batch is to come from; any, where an epoch was left half way for a new one."""
-    iterator: Any = loader._iterator
-    return iterator._task_info.get(iterator._rcvd_idx, (0,))[0]
+def _kill_all() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for workers that are killed
+    for child in multiprocessing.active_children():
+        if child.daemon:  # as workers are
+            child.kill()
 
 
-def process_id(loader: DataLoader[Any], worker_id: int) -> int | None:
-    iterator: Any = loader._iterator
-    return iterator._workers[worker_id].pid
+def stop_workers(loader: DataLoader[Any]) -> None:
+    """Kill the loader's workers, which have nothing to save, and wait until they are gone, for seconds at most.
 
-
-def is_stopped(pid: int | None) -> bool:
-    """Whether a process stands still by a signal (SIGSTOP) or under a debugger; False where /proc can't tell."""
-    return _state(pid) in ("T", "t")
-
-
-def _state(pid: int | None) -> str | None:
-    """The kernel's letter for what a process does; None where there is none, or no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
-
-
-def suspect(loader: DataLoader[Any]) -> int:
-    """The worker to name where no batch comes: one that stands still, since it may hold up the others; else the one
-    that is awaited."""
-    return next((i for i in range(loader.num_workers) if is_stopped(process_id(loader, i))), awaited(loader))
-
-
-class Watch:
-    """Ends the workers of a loader whose next batch is awaited for too long, so that the wait ends with an error.
-
-    torch's own limit is for a batch that nobody announces. One that is announced is fetched over a socket from the
-    process that made it, without a limit: a worker that stands still between the two would hold its loader forever.
-    A kill closes the socket. (What goes through the pipe is too short to be torn.) Time in which this process stood
-    still itself is not waited: a clock of ticks counts.
-
-    Of a worker that dies torch tells by an exception out of a signal handler, once. Where that comes at a moment in
-    which Python swallows exceptions, as in a finalizer, nobody would hear before the limit: the signal is sent again.
+    torch would ask them to end, and wait for each one that hangs.
     """
-
-    def __init__(self, loader: DataLoader[Any], describe: Callable[[], Exception]):
-        """describe: makes the error to raise; called before the workers are ended."""
-        self.loader, self.describe = loader, describe
-        self.error: Exception | None = None
-        self._awaited: int | None = None  # the number of the batch that is waited for
-        self._done = threading.Event()
-
-    def __enter__(self) -> "Watch":
-        if self.loader.num_workers > 0:
-            threading.Thread(target=self._look, name="data worker watch", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-
-    def batches(self) -> Iterator[Any]:
-        """The loader's batches, each waited for under watch."""
-        self._awaited = 0
-        for number, batch in enumerate(self.loader, 1):
-            self._awaited = None
-            yield batch
-            self._awaited = number
-        self._awaited = None
-
-    def _look(self) -> None:
-        limit_sec = self.loader.timeout + _GRACE_SEC
-        tick_sec = min(1.0, limit_sec / 4)
-        ticks, before = 0, None
-        while not self._done.wait(tick_sec):
-            iterator: Any = self.loader._iterator
-            now = None if iterator is None else self._awaited
-            ticks = ticks + 1 if now is not None and now == before else 0
-            before = now
-            if ticks > 1 and any(_state(worker.pid) in ("Z", "X", None) for worker in iterator._workers):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
-            if ticks * tick_sec >= limit_sec:
-                self.error = self.describe()
-                _kill(_disowned(iterator))
-                return
-
-
-def _disowned(iterator: Any) -> list[Any]:
-    """The workers of a loader's iterator, of which torch forgets that they are its: else it would raise, wherever this
-    program is, because they are killed."""
-    if iterator._worker_pids_set:
-        iterator._worker_pids_set = False
-        signal_handling._remove_worker_pids(id(iterator))
-    return iterator._workers
-
-
-def stop(loader: DataLoader[Any], kill: bool = False) -> None:
-    """End the loader's workers, by asking, or with `kill` at once. Returns when none is left, after seconds at most."""
     iterator: Any = loader._iterator
     loader._iterator = None
-    if iterator is None or loader.num_workers == 0:
+    if iterator is None:
         return
-    workers = _disowned(iterator)
-    # One that was killed may have taken a lock along that asking needs, and then that would never end.
-    if not kill and all(worker.is_alive() for worker in workers):
-        patience = threading.Timer(_PATIENCE_SEC, _kill, [workers])
-        patience.start()
-        iterator._shutdown_workers()
-        patience.cancel()
+    if iterator._worker_pids_set:  # otherwise torch's SIGCHLD handler would raise, wherever this process is
+        iterator._worker_pids_set = False
+        signal_handling._remove_worker_pids(id(iterator))
     iterator._shutdown = True
     if loader.pin_memory and hasattr(iterator, "_pin_memory_thread_done_event"):
         iterator._pin_memory_thread_done_event.set()
-    _kill(workers)
-    for worker in workers:
-        worker.join(_PATIENCE_SEC)
+    _kill(iterator._workers)
+    for worker in iterator._workers:
+        worker.join(_JOIN_SEC)
 
 
 def _kill(workers: list[Any]) -> None:
     for worker in workers:
-        worker.kill()  # nothing where it has been seen to be dead
+        worker.kill()
 
 
-@atexit.register
-def _stop_all() -> None:
-    """Called before `multiprocessing`'s own handler, since that is older."""
-    for loader in list(_loaders):
-        stop(loader, kill=True)
+@contextmanager
+def time_limit(loader: DataLoader[Any]) -> Iterator[threading.Event]:
+    """Kill the loader's workers if the block, which waits for a batch, takes longer than the loader's timeout.
+
+    Yields an event that is set before the kill. torch's own timeout ends when a worker announces a batch; the batch is
+    then received from a socket of the worker without a timeout, and a stopped worker would block the loader forever.
+    """
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        if loader._iterator is not None:
+            _kill(loader._iterator._workers)  # type: ignore[attr-defined]
+
+    timer = threading.Timer(loader.timeout + _GRACE_SEC, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield expired
+    finally:
+        timer.cancel()
+
+
+def awaited_worker(loader: DataLoader[Any]) -> tuple[int, int | None]:
+    """Number and process id of the worker that makes the next batch."""
+    iterator: Any = loader._iterator
+    worker_id = iterator._task_info.get(iterator._rcvd_idx, (0,))[0]
+    return worker_id, iterator._workers[worker_id].pid
+
+
+def worker_death(error: RuntimeError) -> ResourceError | None:
+    """The error for a worker that was killed, where `error` is torch's report of it; None for any other error.
+
+    torch raises it from a signal handler: mostly while the main process waits for a batch, else within a training step.
+    """
+    return worker_killed(str(error).splitlines()[0]) if "DataLoader worker" in str(error) else None
+
+
+def worker_killed(reason: str) -> ResourceError:
+    """The error for a worker that ended without a report."""
+    return ResourceError(
+        f"a data worker of process {os.getpid()} was killed: {reason}\n"
+        f"most often memory or /dev/shm ran out: {_USE_FEWER}"
+    )
+
+
+def worker_hung(worker_id: int, pid: int | None, timeout_sec: float, image: str) -> ResourceError:
+    """The error for a worker that returned no batch in time. image: the last one that it started to read."""
+    return ResourceError(
+        f"data worker {worker_id} (process {pid}) returned no batch for {timeout_sec:g} s (data.timeout_sec); "
+        f"it was reading {image}\nmost often a disk or network hangs: check that file, and continue with --resume"
+    )
+
+
+def worker_raised(error: Exception, worker_id: int, image: str) -> ResourceError:
+    """The error for a worker whose data set raised `error`. The traceback is a note, which survives pickling."""
+    reason = (str(error).strip().splitlines() or [""])[0][:200]
+    memory = isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    reported = ResourceError(
+        f"data worker {worker_id} (process {os.getpid()}) raised {type(error).__name__} at {image}: {reason}\n"
+        + (f"memory or /dev/shm ran out: {_USE_FEWER}" if memory else "the traceback is in the log; or use --traceback")
+    )
+    reported.add_note("".join(traceback.format_exception(error)))
+    return reported
+
+
+def check_shared_memory(held: Sequence[tuple[int, int]], local_ranks: int, where: Path = SHARED_MEMORY) -> None:
+    """Raise ResourceError where the workers of all ranks of this machine need more shared memory than is free.
+
+    held: for each loader of a rank, the most images (uint8, RGB) that its workers hold ready, and their side in pixels.
+    The loaders add up: training workers keep their batches during an evaluation. Containers often have 64 MiB, and a
+    worker that finds it full is killed within the run.
+    """
+    if not where.is_dir():  # not Linux
+        return
+    needed = local_ranks * sum(images * 3 * side_px**2 for images, side_px in held)
+    free = shutil.disk_usage(where).free
+    if needed > free:
+        raise ResourceError(
+            f"{where} has {free / 2**20:,.0f} MiB free, and the batches that data workers hold ready need "
+            f"{needed / 2**20:,.0f} MiB\n{_USE_FEWER}, or enlarge it (docker run --shm-size={(needed >> 20) + 1}m)"
+        )

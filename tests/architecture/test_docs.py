@@ -12,15 +12,15 @@ from imagenet_cls import errors
 from imagenet_cls.commands.compare_parallel import compare_command
 from imagenet_cls.commands.plot_schedule import plot_schedule_command
 from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.prepare_imagenet import prepare_main
+from imagenet_cls.commands.prepare_imagenet import prepare_command
 from imagenet_cls.commands.print_config import print_config_main
 from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
+from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 average_parser = runpy.run_path(str(ROOT / "tools" / "average_checkpoints.py"))["parser"]
-verify_parser = runpy.run_path(str(ROOT / "tools" / "verify_data.py"))["parser"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()]
 # Named in the docs, but belonging to other programs or to the reader.
@@ -120,11 +120,11 @@ TOOLS = {
     "test": lambda: evaluation_parser().parse_args(["--help"]),
     "predict": lambda: predict_command(["--help"]),
     "print_config": lambda: print_config_main(["--help"]),
-    "prepare_imagenet": lambda: prepare_main(["--help"]),
+    "prepare_imagenet": lambda: prepare_command(["--help"]),
     "average_checkpoints": lambda: average_parser().parse_args(["--help"]),
     "compare_parallel": lambda: compare_command(["--help"]),
     "plot_schedule": lambda: plot_schedule_command(["--help"]),
-    "verify_data": lambda: verify_parser().parse_args(["--help"]),
+    "verify_data": lambda: verify_command(["--help"]),
 }
 
 

@@ -184,9 +184,9 @@ def make_folder(digits: Path, root: Path, parts: dict[str, str]) -> Path:
         (None, "nowhere", ["nowhere: no such folder", "set data.root"]),
         ({}, "", ["no class folders", "set data.root"]),
         ({"a/b/train": "", "a/b/val": ""}, "", ["no such folder, but", "set data.root="]),
-        ({"train/train": "", "train/val": "", "val": ""}, "", ["its folders train, val are the parts of a data set"]),
-        ({"train": ""}, "", ["nothing to validate on", "data.val=null data.val_fraction=0.1"]),
-        ({"train": "", "val": "flat"}, "", ["80 images lie directly in it", "prepare_imagenet.py"]),
+        ({"train/train": "", "train/val": "", "val": ""}, "", ["train, val", "a level deeper"]),
+        ({"train": ""}, "", ["data.val=null data.val_fraction=0.1"]),
+        ({"train": "", "val": "flat"}, "", ["holds 80 images", "prepare_imagenet.py"]),
     ],
 )
 def test_folders_that_are_not_what_they_should_be(
@@ -236,7 +236,7 @@ def test_a_truncated_image_is_named_with_its_index(
     image = sorted((data / "train" / "3").iterdir())[5]
     image.write_bytes(image.read_bytes()[:300])
     words = arguments(data, tmp_path / "run", **FOLDER, train__global_batch_size=80, data__num_workers=workers)
-    refused(3, words, f"{image} (image 29): damaged or cut short", "replace the file", most_lines=1)
+    refused(3, words, f"{image} (image 29): damaged or truncated", "replace the file", most_lines=1)
 
 
 # -------------------------------------------------------------------------------------------- the run folder

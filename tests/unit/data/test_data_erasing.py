@@ -18,7 +18,7 @@ def boxes_for(keys: list[int], erasing: ErasingConfig, size_px: int) -> torch.Te
     return torch.stack(boxes)
 
 
-def test_boxes_lie_within_the_image_and_share_the_area() -> None:
+def test_draw_boxes_are_within_the_image_and_share_the_area() -> None:
     erasing = ErasingConfig(prob=1.0, max_count=3, scale=[0.1, 0.4], ratio=[0.5, 2.0])
     boxes = boxes_for(list(range(400)), erasing, 40)
     assert boxes.dtype == torch.int32 and boxes.shape == (400, 3, 4)
@@ -32,18 +32,18 @@ def test_boxes_lie_within_the_image_and_share_the_area() -> None:
         assert not boxes[used == count][:, count:].any()
 
 
-def test_probability_0_and_1() -> None:
+def test_draw_boxes_with_probability_0_and_1() -> None:
     assert not boxes_for(list(range(50)), ErasingConfig(prob=0.0), 32).any()
     assert boxes_for(list(range(50)), ErasingConfig(prob=1.0), 32).any(-1).all()
 
 
-def test_no_box_where_none_fits() -> None:
+def test_draw_boxes_without_a_fitting_box_gives_none() -> None:
     assert not boxes_for([1, 2], ErasingConfig(prob=1.0, scale=[1.0, 1.0], ratio=[1.0, 1.0]), 16).any()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_exactly_the_boxes_are_filled_in_place(mode: str, channels_last: bool) -> None:
+def test_erase_fills_exactly_the_boxes_in_place(mode: str, channels_last: bool) -> None:
     keys = list(range(8))
     erasing = ErasingConfig(prob=0.7, mode=mode, max_count=2)  # type: ignore[arg-type]
     boxes = boxes_for(keys, erasing, 24)
@@ -66,7 +66,7 @@ def test_exactly_the_boxes_are_filled_in_place(mode: str, channels_last: bool) -
 
 
 @pytest.mark.parametrize("mode", ["rand", "pixel"])
-def test_colours_come_from_the_key_wherever_the_sample_lies(mode: str) -> None:
+def test_erase_colours_depend_on_the_key_only(mode: str) -> None:
     keys = [11, 12, 13, 14]
     boxes = boxes_for(keys, ErasingConfig(prob=1.0), 32)
     whole = erase(torch.zeros(4, 3, 32, 32), boxes, torch.tensor(keys), mode)  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_colours_come_from_the_key_wherever_the_sample_lies(mode: str) -> None:
     assert not torch.equal(*same_boxes)
 
 
-def test_colours_are_standard_normal() -> None:
+def test_erase_colours_are_standard_normal() -> None:
     boxes = torch.tensor([[[0, 0, 60, 60]]], dtype=torch.int32).expand(300, 1, 4)
     keys = torch.arange(300)
     pixels = erase(torch.zeros(300, 3, 64, 64), boxes, keys, "pixel")[:, :, :60, :60]
@@ -90,7 +90,7 @@ def test_colours_are_standard_normal() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_on_a_gpu_the_same_boxes_are_filled(mode: str) -> None:
+def test_erase_on_a_gpu_fills_the_same_boxes(mode: str) -> None:
     keys = list(range(16))
     boxes = boxes_for(keys, ErasingConfig(prob=0.5, max_count=2), 32)
     there, again = (

@@ -11,7 +11,7 @@ from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, Erasing
 from imagenet_cls.data.decode import rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.erasing import draw_boxes
-from imagenet_cls.data.transforms import eval_transform, train_transform
+from imagenet_cls.data.transforms import eval_transform, size_px_at, sizes_px, train_transform
 from imagenet_cls.seeding import seed_generators
 
 MODES = {
@@ -48,7 +48,7 @@ def test_train_transform_within_a_grey_level_of_pillow(photographs: list[Image.I
         assert_alike(image, expected, interpolation)
 
 
-def test_train_transform_has_torchvisions_draws(photographs: list[Image.Image]) -> None:
+def test_train_transform_equals_torchvisions(photographs: list[Image.Image]) -> None:
     augment = AugmentConfig(
         size_px=64,
         scale=[0.3, 0.9],
@@ -68,7 +68,6 @@ def test_train_transform_has_torchvisions_draws(photographs: list[Image.Image]) 
     results = []
     for seed in range(20):
         torch.manual_seed(seed)
-        # all draws come first in ours, which changes nothing for those: applying draws nothing
         expected = jitter(v2.Compose(steps)(image))
         torch.manual_seed(seed)
         results.append(ours(image))
@@ -77,12 +76,12 @@ def test_train_transform_has_torchvisions_draws(photographs: list[Image.Image]) 
 
 
 @pytest.mark.parametrize("ratio", [1000.0, 0.001])
-def test_a_crop_of_a_ratio_that_no_image_has_is_a_pixel_wide_at_least(ratio: float) -> None:
+def test_crop_of_an_extreme_ratio_is_at_least_a_pixel_wide(ratio: float) -> None:
     transform = train_transform(AugmentConfig(size_px=16, ratio=[ratio, ratio]))
     assert_form(transform(torch.zeros(3, 16, 16, dtype=torch.uint8)), 16)
 
 
-def test_nothing_is_drawn_for_what_cannot_happen(photographs: list[Image.Image]) -> None:
+def test_probability_0_draws_nothing(photographs: list[Image.Image]) -> None:
     transform = train_transform(AugmentConfig(size_px=32, hflip_prob=0.0))
     reference = v2.RandomResizedCrop(32)
     image = rgb_tensor(photographs[0])
@@ -94,7 +93,7 @@ def test_nothing_is_drawn_for_what_cannot_happen(photographs: list[Image.Image])
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_resampling_is_drawn_for_each_image(photographs: list[Image.Image]) -> None:
+def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Image]) -> None:
     image = rgb_tensor(photographs[0])
     crops = {mode: v2.RandomResizedCrop(48, interpolation=MODES[mode]) for mode in ("bilinear", "bicubic")}
     transform, drawn = train_transform(AugmentConfig(size_px=48, interpolation="random", hflip_prob=0.0)), []
@@ -110,7 +109,7 @@ def test_resampling_is_drawn_for_each_image(photographs: list[Image.Image]) -> N
     assert 8 <= drawn.count("bicubic") <= 22
 
 
-def test_jitter_and_grey_have_probabilities(photographs: list[Image.Image]) -> None:
+def test_jitter_and_grey_equal_torchvisions(photographs: list[Image.Image]) -> None:
     jitter = ColorJitterConfig(prob=0.3, brightness=0.5, hue=0.2)
     transform = train_transform(AugmentConfig(size_px=32, color_jitter=jitter, grayscale_prob=0.4))
     reference = v2.Compose(
@@ -132,7 +131,7 @@ def test_jitter_and_grey_have_probabilities(photographs: list[Image.Image]) -> N
     assert 12 <= grey <= 36
 
 
-def test_the_policy_comes_between_flips_and_colour(photographs: list[Image.Image]) -> None:
+def test_policy_is_applied_between_flips_and_colour(photographs: list[Image.Image]) -> None:
     augment = AugmentConfig(size_px=32, policy="torchvision:trivial_augment_wide", grayscale_prob=1.0)
     transform = train_transform(augment)
     policy = v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)
@@ -149,7 +148,7 @@ def test_the_policy_comes_between_flips_and_colour(photographs: list[Image.Image
         assert torch.equal(result, expected)
 
 
-def test_the_side_follows_the_epoch(photographs: list[Image.Image]) -> None:
+def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
     augment = AugmentConfig(
         size_px=96, policy="rand-m9-mstd0.5", progressive=ProgressiveConfig([1.0, 3.0], [32, 96], multiple_px=16)
     )
@@ -160,7 +159,7 @@ def test_the_side_follows_the_epoch(photographs: list[Image.Image]) -> None:
     assert list(transform.policies) == [32, 64, 96] and shifts == [14, 28, 43]
 
 
-def test_views_share_crop_and_flips_and_the_first_is_clean(photographs: list[Image.Image]) -> None:
+def test_views_share_crop_and_flips_and_the_first_has_nothing_else(photographs: list[Image.Image]) -> None:
     augment = AugmentConfig(
         size_px=32, policy="torchvision:rand_augment", splits=3, erasing=ErasingConfig(prob=1.0, max_count=2)
     )
@@ -203,6 +202,46 @@ def test_eval_transform_within_a_grey_level_of_pillow(
         image = eval_transform(config)(rgb_tensor(photograph))
         assert_form(image, crop_px)
         assert_alike(image, reference(photograph), interpolation)
+
+
+def growing(epochs: list[float], sizes: list[int], multiple_px: int = 32) -> AugmentConfig:
+    return AugmentConfig(size_px=max(sizes), progressive=ProgressiveConfig(epochs, sizes, multiple_px))
+
+
+def test_size_px_without_points_is_constant() -> None:
+    assert {size_px_at(AugmentConfig(size_px=176), epoch) for epoch in range(100)} == {176}
+    assert sizes_px(AugmentConfig(size_px=176)) == [176]
+
+
+@pytest.mark.parametrize(("first", "last"), [(11, 13), (29, 34), (65, 76)])
+def test_size_px_equals_ffcvs_ramps(first: int, last: int) -> None:
+    """`get_resolution` of FFCV's ImageNet script: interpolate 160 to 192, round to a multiple of 32."""
+    augment = growing([first, last], [160, 192])
+    for epoch in range(100):
+        expected = int(np.round(np.interp([epoch], [first, last], [160, 192])[0] / 32)) * 32
+        assert size_px_at(augment, epoch) == expected
+    assert sizes_px(augment) == [160, 192]
+
+
+def test_size_px_is_linear_between_points_and_rounded_to_the_multiple() -> None:
+    mosaic = growing([0, 10], [112, 224], 4)
+    assert [size_px_at(mosaic, epoch) for epoch in (0, 1, 5, 9, 10, 11)] == [112, 124, 168, 212, 224, 224]
+    several = growing([2.0, 10.0, 10.5, 30.0], [64, 128, 96, 224], 16)
+    assert [size_px_at(several, epoch) for epoch in (0, 2, 6, 10, 11, 20, 30, 40)] == [
+        64,
+        64,
+        96,
+        128,
+        96,
+        160,
+        224,
+        224,
+    ]
+    assert sizes_px(several) == sorted({size_px_at(several, epoch) for epoch in range(40)})
+
+
+def test_sizes_px_of_a_million_epochs() -> None:
+    assert sizes_px(growing([0, 10**6], [128, 160], 16)) == [128, 144, 160]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
