@@ -147,14 +147,14 @@ def on_two_ranks(rank: int, folder: str, calls: int) -> None:
     torch.set_num_threads(1)
     group = init_group(RankInfo(rank, rank, 2, 2), CPU, "auto", "gloo", f"file://{folder}/store", 60.0)
     stop = StopRequest(group)
-    sec = measured(stop.agreed, calls)
+    sec = measured(stop.check, calls)
     stop.close()
 
     paused, spent = StopRequest(group), []
     for _ in range(calls):
         time.sleep(PAUSE_SEC)
         begin = time.perf_counter()
-        paused.agreed()
+        paused.check()
         spent.append(time.perf_counter() - begin)
     paused.close()
     check = ReplicaCheck(group, 1, 0, lambda: {"one": torch.ones(1)})

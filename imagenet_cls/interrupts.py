@@ -1,4 +1,4 @@
-"""What Ctrl-C does to this process: end it, raise KeyboardInterrupt, or nothing."""
+"""What SIGINT (Ctrl-C) does to this process. Nothing changes if it was ignored before, as in a script's `&`."""
 
 import os
 import signal
@@ -8,30 +8,21 @@ from types import FrameType
 
 
 def end_by_interrupts() -> None:
-    """From here on Ctrl-C ends this process without a word.
-
-    Raised while libraries are imported, as Python would have it, it might be taken for a missing module by one of them,
-    which goes on without it.
-    """
+    """Ctrl-C ends this process silently. While libraries are imported, one might swallow a KeyboardInterrupt."""
     _on_interrupt(lambda number, frame: os._exit(128 + number))
 
 
 def raise_interrupts() -> None:
-    """From here on Ctrl-C is KeyboardInterrupt, as Python has it: for what has to clean up."""
+    """Ctrl-C raises KeyboardInterrupt, Python's default: for a command that has to clean up."""
     _on_interrupt(signal.default_int_handler)
 
 
 def ignore_interrupts() -> None:
-    """From here on Ctrl-C changes nothing: this process is on its way out, which takes a moment.
-
-    A terminal and a launcher may both pass a Ctrl-C on, and people press it again.
-    """
+    """Ctrl-C is ignored: this process is about to end."""
     _on_interrupt(signal.SIG_IGN)
 
 
 def _on_interrupt(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """Where this process was told to ignore Ctrl-C, as by a script's `&`, it stays so. Python hands signals to the main
-    thread only: from another one this does nothing.
-    """
+    """Python allows signal handlers in the main thread only; in another thread this does nothing."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)

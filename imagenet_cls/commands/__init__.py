@@ -3,8 +3,12 @@
 Importing this package checks first that the libraries of setup.cfg are installed.
 """
 
+import os
 import sys
 from importlib.util import find_spec
+
+# Read when torch is imported: its warnings about sockets are a dozen lines each.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # By the names that they are imported by.
 LIBRARIES = (

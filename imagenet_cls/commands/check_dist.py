@@ -1,35 +1,84 @@
-"""Do the ranks find each other, and does what they exchange arrive? Asked before a long run is started.
+"""`tools/check_dist.py`: check before a long run that the ranks meet and an all-reduce is right."""
 
-Owns the look at each rank (`look`), what is wrong with all of them together (`find_problems`), and the table. Refuses
-to start ranks and to know configs. Called by `tools/check_dist.py`.
-"""
-
+import argparse
 import os
 import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from imagenet_cls.commands import program
+from imagenet_cls.commands.distributed import RankCommand, add_rank_options, run_command
+from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.errors import ResourceError
+from imagenet_cls.guards.heartbeat import start_heartbeat
 from imagenet_cls.parallel.collectives import gather_to_main
-from imagenet_cls.parallel.process_group import Group, check_backend, run_on_main
+from imagenet_cls.parallel.environment import RankInfo, name_ranks
+from imagenet_cls.parallel.process_group import Group, check_backend, choose_device, init_group, run_on_main
 
-# What is summed: as much as the gradients of a ResNet-18, in float32.
+# The gradients of a ResNet-18 in float32.
 _ELEMENTS = 12_000_000
 _REPEATS = 3
+_MAX_TIMEOUT_SEC = 60.0  # shorter than a run's
+
+
+def main() -> None:
+    """`tools/check_dist.py`."""
+    program.main(check_command)
+
+
+def check_command(argv: Sequence[str]) -> int:
+    """Check the ranks of any launcher, or of --gpus N. Returns the exit code."""
+    command = RankCommand(
+        "check_dist.py", check_parser, load_for_check, check_nothing, check_here, check_nothing, join_over_gloo
+    )
+    return run_command(command, argv)
+
+
+def check_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="check_dist.py",
+        usage="check_dist.py [key=value ...] [options]",
+        description="Meet, compare versions and devices, and all-reduce once. Exit code 0 if all is well, else 5.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="device=cpu, parallel.backend=gloo, ...")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    add_rank_options(parser)
+    return parser
+
+
+def load_for_check(arguments: argparse.Namespace) -> Loaded:
+    return load_config(None, arguments.overrides)
+
+
+def check_nothing(*_: object) -> None:
+    """Nothing is trained, so the launching process checks nothing more."""
+
+
+def join_over_gloo(loaded: Loaded, rank_info: RankInfo) -> Group:
+    """Rendezvous over gloo, whose errors are clear; `check_ranks` uses the configured backend later."""
+    parallel = loaded.config.parallel
+    timeout_sec = min(parallel.timeout_sec, _MAX_TIMEOUT_SEC)
+    device = choose_device(loaded.config.device, rank_info)
+    group = init_group(rank_info, device, "auto", "gloo", parallel.init_method, timeout_sec)
+    return start_heartbeat(group, timeout_sec)
+
+
+def check_here(arguments: argparse.Namespace, loaded: Loaded, group: Group) -> None:
+    check_ranks(group, loaded.config.parallel.backend)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank is and saw. gpu: the device's UUID, "" on a CPU.
+    """What one rank is and measured. gpu: the device's UUID, "" on a CPU.
 
-    sum_is_right: whether every element of the all-reduce had the value that it must have. bandwidth_gb_per_sec: bus
-    bandwidth, 2 (n - 1) / n x bytes / time, as NCCL's own tests count it. Both None where nothing was reduced.
+    sum_is_right: whether every element of the all-reduce was right. bandwidth_gb_per_sec: bus bandwidth, 2 (n - 1) / n
+    x bytes / time, as in NCCL's tests. Both None if nothing was reduced.
     """
 
     rank: int
@@ -47,50 +96,46 @@ class RankReport:
 
 
 def check_ranks(group: Group, backend: str, say: Callable[[str], None] = print) -> None:
-    """Look at all ranks, let them reduce once, and show a table on rank 0. A collective: every rank calls it.
+    """Compare all ranks, all-reduce, and print a table on rank 0. A collective.
 
-    group: ranks that met over gloo, whatever the run will use. backend: `auto`, `nccl`, `gloo` or `mpi`: what the run
-    reduces over. It is started only where the ranks are in order, since nccl's own words for two ranks on one GPU help
-    nobody. Raises UsageError for a transport that isn't there, and ResourceError, on every rank, with what is wrong.
+    group: joined over gloo. backend: `auto`, `nccl`, `gloo` or `mpi`, for the all-reduce. It is initialised only if the
+    ranks have no problem: nccl's message for two ranks on one GPU is obscure. Raises UsageError for a missing backend,
+    ResourceError, on every rank, with the problems.
     """
     check_backend(backend, group.rank_info.launcher)
     backend = {"auto": "nccl" if group.device.type == "cuda" else "gloo"}.get(backend, backend)
-    report = look(group)
-    on_main_raise(group, [report], say)
+    report = describe_rank(group)
+    raise_problems(group, report, say)
     if group.world_size == 1:
-        if group.is_main:
-            say("one rank alone has nobody to talk to; all is well")
+        say("one rank: nothing to exchange; all is well")
         return
     over = dist.new_group(backend=backend) if backend != "gloo" else None
-    right, bandwidth = all_reduce(group, over)
-    measured = RankReport(**(vars(report) | {"sum_is_right": right, "bandwidth_gb_per_sec": bandwidth}))
-    on_main_raise(group, [measured], say, show_always=True)
+    right, bandwidth = measure_all_reduce(group, over)
+    raise_problems(group, replace(report, sum_is_right=right, bandwidth_gb_per_sec=bandwidth), say, show_always=True)
     if group.is_main:
         say(f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: all is well")
 
 
-def on_main_raise(group: Group, own: list[RankReport], say: Callable[[str], None], show_always: bool = False) -> None:
-    """Bring the reports together on rank 0, show them, and raise on every rank what is wrong with them."""
-    reports = gather_to_main(own, group)
+def raise_problems(group: Group, own: RankReport, say: Callable[[str], None], show_always: bool = False) -> None:
+    """Gather the reports on rank 0, print them, and raise their problems on every rank."""
+    reports = gather_to_main([own], group)
 
-    def judge() -> None:
-        problems = find_problems(reports)
+    def raise_on_main() -> None:
+        problems = rank_problems(reports)
         if problems or show_always or group.world_size == 1:
             say(table(reports))
         if problems:
             more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
-            raise ResourceError("\n".join(problems[:2]) + more + "\nPut this right before a run is started.")
+            raise ResourceError("\n".join(problems[:2]) + more + "\nFix this before starting a run.")
 
-    run_on_main(group, judge)
+    run_on_main(group, raise_on_main)
 
 
-def look(group: Group) -> RankReport:
-    """What this rank knows of itself."""
+def describe_rank(group: Group) -> RankReport:
     device, gpu = "cpu", ""
     if group.device.type == "cuda":
         properties = torch.cuda.get_device_properties(group.device)
         device, gpu = f"{group.device} {properties.name}", str(properties.uuid)
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "-"
     return RankReport(
         rank=group.rank,
         local_rank=group.rank_info.local_rank,
@@ -101,40 +146,40 @@ def look(group: Group) -> RankReport:
         interface=os.environ.get("GLOO_SOCKET_IFNAME", "-"),
         torch=torch.__version__,
         python=platform.python_version(),
-        nccl=nccl,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "-",
     )
 
 
-def all_reduce(group: Group, over: Any) -> tuple[bool, float]:
-    """(is every element what it must be, bus bandwidth in GB/s) of all-reduces over a process group."""
+def measure_all_reduce(group: Group, over: Any) -> tuple[bool, float]:
+    """(whether every element is right, bus bandwidth in GB/s) of all-reduces over process group `over`."""
     tensor = torch.empty(_ELEMENTS, device=group.device)
     seconds = []
     for _ in range(1 + _REPEATS):  # the first one connects
         tensor.fill_(group.rank + 1)
-        _wait_for_device(group)
+        _synchronize(group)
         begin = time.perf_counter()
         dist.all_reduce(tensor, group=over)
-        _wait_for_device(group)
+        _synchronize(group)
         seconds.append(time.perf_counter() - begin)
     expected = group.world_size * (group.world_size + 1) / 2
-    travelled = 2 * (group.world_size - 1) / group.world_size * tensor.nbytes
-    return bool((tensor == expected).all()), travelled / min(seconds[1:]) / 1e9
+    moved_bytes = 2 * (group.world_size - 1) / group.world_size * tensor.nbytes
+    return bool((tensor == expected).all()), moved_bytes / min(seconds[1:]) / 1e9
 
 
-def _wait_for_device(group: Group) -> None:
+def _synchronize(group: Group) -> None:
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
 
 
-def find_problems(reports: Sequence[RankReport]) -> list[str]:
-    """A line for each thing that is wrong with these ranks together."""
+def rank_problems(reports: Sequence[RankReport]) -> list[str]:
+    """A line for each problem of these ranks together."""
     problems = []
     for name in ("torch", "python", "nccl"):
         ranks_of: dict[str, list[int]] = {}
         for report in reports:
             ranks_of.setdefault(getattr(report, name), []).append(report.rank)
         if len(ranks_of) > 1:
-            listing = "; ".join(f"{version} on {_ranks(ranks)}" for version, ranks in ranks_of.items())
+            listing = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in ranks_of.items())
             problems.append(f"different versions of {name}: {listing}")
     ranks_on: dict[tuple[str, str], list[int]] = {}
     for report in reports:
@@ -143,22 +188,16 @@ def find_problems(reports: Sequence[RankReport]) -> list[str]:
     for (host, _), ranks in ranks_on.items():
         if len(ranks) > 1:
             device = next(report.device for report in reports if report.rank == ranks[0])
-            problems.append(f"{_ranks(ranks)} share one GPU of {host} ({device}): give each rank its own")
+            problems.append(f"{name_ranks(ranks)} share one GPU of {host} ({device}): give each rank its own")
     wrong = [report.rank for report in reports if report.sum_is_right is False]
     if wrong:
-        problems.append(f"an all-reduce gave a wrong sum on {_ranks(wrong)}: the network or a device damages data")
+        problems.append(f"an all-reduce gave a wrong sum on {name_ranks(wrong)}: the network or a device damages data")
     return problems
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    listing = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"rank{'s' if len(numbers) > 1 else ''} {listing}"
 
 
 def table(reports: Sequence[RankReport]) -> str:
     """The reports as aligned text, a line for each rank."""
-    titles = ["rank", "local", "of", "host", "device", "interface", "torch", "python", "nccl", "sum", "GB/s"]
-    rows = [titles]
+    rows = [["rank", "local", "of", "host", "device", "interface", "torch", "python", "nccl", "sum", "GB/s"]]
     for r in sorted(reports, key=lambda report: report.rank):
         right = {None: "-", True: "right", False: "WRONG"}[r.sum_is_right]
         speed = "-" if r.bandwidth_gb_per_sec is None else f"{r.bandwidth_gb_per_sec:.2f}"

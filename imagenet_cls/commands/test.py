@@ -14,7 +14,6 @@ from imagenet_cls.commands.arguments import add_allow_import, add_config_argumen
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_names, run_command
 from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.environment import RankInfo
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
@@ -66,15 +65,13 @@ def check_output_path(arguments: argparse.Namespace, loaded: Loaded) -> None:
             path.unlink(missing_ok=True)
 
 
-def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo, groups: "list[Group]") -> None:
+def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, group: "Group") -> None:
     """One rank's part of an evaluation."""
     from imagenet_cls.engine.inference import evaluate_weights
-    from imagenet_cls.engine.run import check_agreement, join_group
+    from imagenet_cls.engine.run import check_agreement
     from imagenet_cls.guards.memory import explain_resource_errors
     from imagenet_cls.parallel.process_group import run_on_main
 
-    group = join_group(loaded, rank_info)
-    groups.append(group)
     check_agreement(loaded, group, training=False)
     words = split_overrides(arguments, ["a config", "a checkpoint"])[1]
     checkpoint = Path(words[1]) if len(words) > 1 else None

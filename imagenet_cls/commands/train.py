@@ -15,7 +15,6 @@ from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.errors import UsageError
 from imagenet_cls.lookup import did_you_mean
-from imagenet_cls.parallel.environment import RankInfo
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
@@ -122,11 +121,9 @@ def check_work_dir(arguments: argparse.Namespace, loaded: Loaded) -> None:
             folder.check_removable(starts_from(loaded.config, options))
 
 
-def train_here(arguments: argparse.Namespace, loaded: Loaded, rank_info: RankInfo, groups: "list[Group]") -> None:
+def train_here(arguments: argparse.Namespace, loaded: Loaded, group: "Group") -> None:
     """One rank's part of a training run."""
-    from imagenet_cls.engine.run import check_agreement, join_group, train_run
+    from imagenet_cls.engine.run import check_agreement, train_run
 
-    group = join_group(loaded, rank_info)
-    groups.append(group)
     check_agreement(loaded, group, training=True)
     train_run(loaded, run_options(arguments, loaded), group)

@@ -30,6 +30,7 @@ from imagenet_cls.engine.summary import final_message, startup_table
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import ConfigError, Problem, Stopped
 from imagenet_cls.guards.agreement import check_same_code, check_same_config, tensors_held
+from imagenet_cls.guards.heartbeat import start_heartbeat
 from imagenet_cls.guards.memory import explain_resource_errors
 from imagenet_cls.guards.nonfinite import NonFiniteGuard
 from imagenet_cls.guards.replicas import ReplicaCheck
@@ -49,7 +50,8 @@ def join_group(loaded: Loaded, rank_info: RankInfo) -> Group:
     device = choose_device(loaded.config.device, rank_info, None if parallel.mode == "dp" else parallel.device_ids)
     if parallel.mode == "dp" and device.type == "cuda" and rank_info.world_size == 1:
         device = data_parallel_devices(loaded.config).all[0]
-    return init_group(rank_info, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
+    group = init_group(rank_info, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
+    return start_heartbeat(group, parallel.timeout_sec)
 
 
 def check_agreement(loaded: Loaded, group: Group, training: bool) -> None:
@@ -218,9 +220,9 @@ class Run:
             self.saver.finish()
             step, total = self.progress.step, self.parts.plan.total_steps
             raise Stopped(
-                f"stopped by {signal.Signals(request.signal).name} after step {step} of {total}, "
+                f"stopped by {signal.Signals(request.signal_number).name} after step {step} of {total}, "
                 f"saved in {checkpoint_path(folder.checkpoints, step)}\nResume with the same command and --resume.",
-                128 + request.signal,
+                128 + request.signal_number,
             ) from None
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:

@@ -1,8 +1,6 @@
-"""Who am I: rank, local rank and world size, from whatever launcher started this process.
+"""Rank information from the environment of any launcher, and the network interface towards the master.
 
-Owns the reading of launchers' environment variables, the choice of device, and the network interface that leads to
-the master. Refuses to start or contact anything. Imports no torch, so that a launching process can ask before it pays
-for that import. Called by `ranks` (am I one, or do I have to start them?) and `parallel.group`.
+Imports no torch, so that a launching process can read it first.
 """
 
 import fcntl
@@ -22,10 +20,10 @@ LAUNCHERS = ("auto", "none", "pytorch", "spawn", "slurm", "mpi")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process among the ranks of a run.
+    """This process among the ranks of a run.
 
-    rank: 0..world_size-1 over all machines. local_rank: 0..local_world_size-1 on this machine; it picks the GPU.
-    launched: our own launching process started this rank; it has made the checks and it shows the errors.
+    rank: 0..world_size-1 over all machines. local_rank: 0..local_world_size-1 on this machine; it selects the GPU.
+    launched: started by our launching process, which has checked the config and prints errors.
     """
 
     rank: int = 0
@@ -41,14 +39,14 @@ class RankInfo:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in a sentence: `rank 1`, `ranks 1, 3`; of many, the first eight."""
+    """`rank 1`, `ranks 1, 3`; at most eight."""
     listing = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {listing}"
 
 
 # For each launcher: the variables that hold rank, local rank, world size and ranks on this machine.
 _PYTORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# The step's, not the job's: in a shell on an allocation the job has many tasks, and the shell's own step has one.
+# The step's, not the job's: a shell in an allocation is a step of one task in a job of many.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 _OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK",
@@ -59,41 +57,36 @@ _OPEN_MPI = (
 _PMI = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH's and Intel's mpirun
 _MPI = (_OPEN_MPI, _PMI)
 
-# Names of this machine that are meant for ranks on this machine only.
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-# Set by our launching process for the ranks that it starts.
+# Set by our launching process for its ranks.
 LAUNCHED_VARIABLE = "IMAGENET_CLS_LAUNCHED"
 
 
 def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo | None:
-    """This process's place among the ranks, or None where no launcher has started it as a rank.
+    """Rank information from the environment, or None if no launcher has started this process as a rank.
 
-    launcher: `auto` looks for torch's variables, then MPI's, then SLURM's, since a batch job's mpirun may start its
-    helpers by srun; `none` looks for nothing; any other insists. A SLURM allocation alone is not a rank (`sbatch` sets
-    SLURM_PROCID for the batch script, too), nor is a step of one task, such as a shell: only `--launcher slurm` takes
-    that for the only rank.
+    launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job may start
+    helpers by srun; `none` reads none; any other is required. A SLURM allocation alone is not a rank (`sbatch` sets
+    SLURM_PROCID for the batch script), nor is a step of one task, such as a shell, unless with `--launcher slurm`.
 
-    Raises UsageError for variables that contradict each other, or that a forced launcher (slurm, mpi) did not set.
+    Raises UsageError for contradictory variables, or if those of a required launcher (slurm, mpi) are missing.
     """
     if launcher == "none":
         return None
-    if env.get("RANK") is not None:  # whatever we were started for, these variables are the most explicit
+    if env.get("RANK") is not None:  # the most explicit
         return _read(env, _PYTORCH, "pytorch" if launcher in ("auto", "pytorch") else launcher)
     if launcher in ("auto", "mpi"):
         for names in _MPI:
-            # srun sets PMI_RANK, too (--mpi=pmi2), and says no local rank by that name.
+            # srun (--mpi=pmi2) sets PMI_RANK, but no local rank by that name.
             if names[0] in env and (names[1] in env or launcher == "mpi"):
                 return _read(env, names, "mpi")
     if "SLURM_STEP_ID" in env and (launcher == "slurm" or (launcher == "auto" and env.get(_SLURM[2], "1") != "1")):
         return _read(env, _SLURM, "slurm")
     if launcher in ("slurm", "mpi"):
-        variables, starter = {
-            "slurm": ("SLURM_STEP_ID", "srun"),
-            "mpi": (" or ".join(names[0] for names in _MPI), "mpirun"),
-        }[launcher]
+        variable, starter = ("SLURM_STEP_ID", "srun") if launcher == "slurm" else (_OPEN_MPI[0], "mpirun")
         raise UsageError(
-            f"--launcher {launcher}: {variables} is not set, so nothing started this process as a rank.\n"
+            f"--launcher {launcher}: {variable} is not set, so this process was not started as a rank.\n"
             f"Start it with `{starter} ... python tools/train.py CONFIG`, or leave --launcher out."
         )
     return None
@@ -118,7 +111,7 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
     if launcher == "slurm" and names is _SLURM:
         local_world_size = tasks_here(env.get(names[3], ""), int(env.get("SLURM_NODEID", "0"))) or local_rank + 1
     else:
-        all_here = env.get("MASTER_ADDR") in _LOOPBACK  # started by hand, where nobody counts them
+        all_here = env.get("MASTER_ADDR") in _LOOPBACK  # started by hand, without a count
         local_world_size = number(names[3], world_size if all_here else min(world_size, local_rank + 1))
     if not 0 <= rank < world_size or local_rank < 0:
         raise UsageError(
@@ -129,7 +122,7 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
 
 
 def tasks_here(tasks_per_node: str, node: int) -> int:
-    """Tasks of a SLURM step on one of its machines: `4(x2),1` means 4, 4 and 1. 0 where it isn't said."""
+    """Tasks of a SLURM step on machine `node`: `4(x2),1` means 4, 4 and 1. 0 if unknown."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)
@@ -137,12 +130,12 @@ def tasks_here(tasks_per_node: str, node: int) -> int:
 
 
 def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) -> None:
-    """Set MASTER_ADDR and MASTER_PORT where SLURM or MPI started the ranks and the user gave none.
+    """Set MASTER_ADDR and MASTER_PORT for SLURM's or MPI's ranks, unless the user has.
 
-    SLURM: the first host of the step, or for an mpirun inside a job that of the job. MPI on one machine: this one. The
-    port comes from the job's id (`port_of_job`).
+    SLURM: the first host of the step, or for mpirun inside a job, of the job. MPI on one machine: that one. The port
+    comes from the job's id (`port_of_job`).
 
-    Raises UsageError where mpirun started ranks on several machines and nothing tells where rank 0 is.
+    Raises UsageError if mpirun started ranks on several machines and the host of rank 0 is unknown.
     """
     if rank_info.launcher not in ("slurm", "mpi"):
         return
@@ -162,9 +155,9 @@ def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) 
 
 
 def port_of_job(env: Mapping[str, str], launcher: str) -> int:
-    """A port that all ranks of a job find out alone and that another job most likely does not: 20000 to 31999.
+    """A port computed from the job's id, most likely different for another job: 20000 to 31999.
 
-    Below the range that Linux hands out by itself. Neighbouring SLURM jobs, and steps of one job, never share one.
+    Below Linux's ephemeral ports. Neighbouring SLURM jobs, and steps of one job, never share one.
     """
     if launcher == "slurm":
         job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
@@ -182,20 +175,20 @@ def first_host(node_list: str) -> str:
 
 
 def choose_interface(env: MutableMapping[str, str], master_addr: str, several_machines: bool) -> str | None:
-    """Name the network interface that leads to the master, for gloo and nccl, unless the user has.
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards the master, unless the user has.
 
-    Without it gloo takes the address that the host's own name resolves to, which is often loopback, and then two
-    machines wait for each other until the timeout. The same name is a trap on the master itself, whose way to its own
-    name may be loopback: with several machines, it takes the interface of the default route instead.
+    By default gloo uses the address to which the host's name resolves. That is often loopback, and then two machines
+    wait for each other until the timeout. The master's route to its own name may be loopback, too: with several
+    machines, it uses the interface of the default route.
 
-    Returns the interface, or None where it could not be found out.
+    Returns the interface, or None if unknown.
     """
     interface = interface_towards(master_addr)
     if interface == "lo" and several_machines and master_addr not in _LOOPBACK:
         interface = default_interface()
     if interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface != "lo":  # on one machine nccl finds shared memory and NVLink by itself
+        if interface != "lo":  # on one machine nccl uses shared memory and NVLink
             env.setdefault("NCCL_SOCKET_IFNAME", interface)
     return interface
 
@@ -211,7 +204,7 @@ def default_interface() -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that packets to `host` leave by, or None where there is no way to it (IPv4)."""
+    """The interface of the route to `host`, or None if there is no route (IPv4)."""
     own_address = _source_address(host)
     if own_address is None:
         return None
@@ -223,19 +216,18 @@ def interface_towards(host: str) -> str | None:
             except OSError:
                 continue  # an interface without an IPv4 address
             if socket.inet_ntoa(reply[20:24]) == own_address:
-                # The master's own address, asked on the master, is routed over loopback but belongs to a card.
                 return name
     return None
 
 
 def address_towards(master_addr: str) -> str:
-    """This machine's address as the others know it: the one that leads to the master; on the master, `master_addr`."""
+    """This machine's address on the route to the master; on the master, `master_addr`."""
     own_address = _source_address(master_addr)
     return master_addr if own_address is None or own_address.startswith("127.") else own_address
 
 
 def _source_address(host: str) -> str | None:
-    """The address that packets to `host` would come from: asks the routing table with an unsent datagram (IPv4)."""
+    """This machine's address on the route to `host`, found with an unsent datagram (IPv4)."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
@@ -245,9 +237,9 @@ def _source_address(host: str) -> str | None:
 
 
 def cpu_threads(local_world_size: int) -> int:
-    """Threads for each rank on this machine: an equal share of the cores that this process may use, at least one.
+    """CPU threads for each rank: an equal share of the cores that this process may use, at least one.
 
-    Where SLURM has given each task cores of its own (--cpus-per-task), those and not a share of them.
+    With SLURM's --cpus-per-task, those cores.
     """
     cores = len(os.sched_getaffinity(0))
     own = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""

@@ -1,8 +1,4 @@
-"""Where the ranks of a run meet: an address and a port, or a file.
-
-Owns the finding of that place, the wait until it is there, the roll call, and the words for a meeting that failed.
-Refuses to start a process group. Called by `parallel.group` and `ranks`.
-"""
+"""The rendezvous of the ranks: its address or file, the wait for all ranks, and the error if one is missing."""
 
 import json
 import os
@@ -14,16 +10,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.errors import ResourceError, UsageError, first_line
 from imagenet_cls.parallel.environment import RankInfo, name_ranks
 
-if TYPE_CHECKING:  # the launching process pays for torch later
+if TYPE_CHECKING:  # the launching process imports torch later
     from torch.distributed import Store
 
-# Between two looks whether the first machine is there.
-_PAUSE_SEC = 0.2
-# Rank 0 counts who is there, and the others wait this much longer for what it found; it stays so long to be heard.
-_VERDICT_SEC = 2.0
+_RETRY_SEC = 0.2
+# The other ranks wait this much longer for rank 0's list of missing ranks, and rank 0 stays as long to serve it.
+_LIST_SEC = 2.0
 
 
 @dataclass(frozen=True)
@@ -39,9 +34,9 @@ class Rendezvous:
 
 
 def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInfo) -> Rendezvous:
-    """Where the ranks meet, by a checked `parallel.init_method` or, with `env://`, by the environment.
+    """The rendezvous named by a checked `parallel.init_method`, or with `env://` by the environment.
 
-    Raises UsageError where MASTER_ADDR or MASTER_PORT is missing, or the latter is no port.
+    Raises UsageError if MASTER_ADDR or MASTER_PORT is missing or not valid.
     """
     if init_method.startswith("file:"):
         return Rendezvous(file=Path(init_method.removeprefix("file://")))
@@ -63,114 +58,111 @@ def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInf
     return Rendezvous(env["MASTER_ADDR"].strip("[]"), int(port))
 
 
-def check_rendezvous_file(path: Path, oldest_sec: float | None) -> None:
-    """Raise UsageError for a meeting file that can't be made, ResourceError for one that an earlier run left.
+def check_rendezvous_file(path: Path, max_age_sec: float | None) -> None:
+    """Raise UsageError for a file that can't be made, ResourceError for one that an earlier run left.
 
-    That run's ranks are in it, and those of this one would wait for them. oldest_sec: the most seconds that this run's
-    own ranks can have been there already; None where it can't be told.
+    Ranks would wait for those of the earlier run. max_age_sec: since when this run's own ranks may have written the
+    file; None if unknown.
     """
     if path.is_dir() or not path.parent.is_dir():
-        wrong = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise UsageError(
-            f"the ranks can't meet in {path}: {wrong}.\n"
-            "Name a file that is not there yet, in a folder that is (parallel.init_method)."
+            f"the ranks can't meet in {path}: {wrong}.\nName a new file in an existing folder (parallel.init_method)."
         )
-    if oldest_sec is None or not path.exists():
+    if max_age_sec is None or not path.exists():
         return
     found = path.stat()
-    if found.st_size and time.time() - found.st_mtime >= oldest_sec:
+    if found.st_size and time.time() - found.st_mtime >= max_age_sec:
         raise ResourceError(
             f"the ranks can't meet in {path}: a run that was killed has left it.\n"
             "Remove that file (parallel.init_method), and start again."
         )
 
 
-def wait_for_machine(meeting: Rendezvous, timeout_sec: float, is_server: bool) -> None:
-    """Wait until the meeting's machine answers; at once where ranks meet in a file. Raises OSError with the reason.
+def wait_until_reachable(rendezvous: Rendezvous, timeout_sec: float, is_server: bool) -> None:
+    """Wait until the rendezvous's machine answers. Raises OSError with the reason, which torch's store does not name.
 
-    is_server: this process is the one that will listen there, so a machine that refuses is there, too. torch's own
-    store waits as well, but tells in dozens of lines, and without the reason, of a host that can't be reached.
+    is_server: this process will listen there, so a refused connection is enough.
     """
-    if meeting.file is not None:
+    if rendezvous.file is not None:
         return
     end = time.monotonic() + timeout_sec
     while True:
         try:
-            left = max(_PAUSE_SEC, end - time.monotonic())
-            socket.create_connection((meeting.host, meeting.port), timeout=left).close()
+            left = max(_RETRY_SEC, end - time.monotonic())
+            socket.create_connection((rendezvous.host, rendezvous.port), timeout=left).close()
             return
         except OSError as error:
             if is_server and isinstance(error, ConnectionRefusedError):
                 return
-            if time.monotonic() + _PAUSE_SEC >= end:
+            if time.monotonic() + _RETRY_SEC >= end:
                 raise
-        time.sleep(_PAUSE_SEC)
+        time.sleep(_RETRY_SEC)
 
 
-def open_store(meeting: Rendezvous, rank_info: RankInfo, timeout_sec: float) -> "Store":
-    """torch's store at the meeting's place, without a wait for anybody but its server, which rank 0 is unless a
-    launching process serves it. Raises what torch raises where the place is taken or silent.
+def open_store(rendezvous: Rendezvous, rank_info: RankInfo, timeout_sec: float) -> "Store":
+    """torch's store at the rendezvous, served by rank 0 unless a launching process serves it.
 
-    torch's own way to it (`init_method`) waits for all ranks at once, and can't tell who did not come.
+    Waits for the server only: torch's `init_method` waits for all ranks and can't name a missing one.
     """
     import torch.distributed as dist
 
-    if meeting.file is not None:
-        return dist.FileStore(str(meeting.file), rank_info.world_size)
+    if rendezvous.file is not None:
+        return dist.FileStore(str(rendezvous.file), rank_info.world_size)
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
         os.environ.get("MASTER_ADDR"),
         os.environ.get("MASTER_PORT"),
-    ) == (meeting.host, str(meeting.port))
+    ) == (rendezvous.host, str(rendezvous.port))
     store = dist.TCPStore(
-        meeting.host, meeting.port, is_master=rank_info.is_main and not served,
+        rendezvous.host, rendezvous.port, is_master=rank_info.is_main and not served,
         timeout=timedelta(seconds=timeout_sec), wait_for_workers=False, multi_tenant=True,
     )  # fmt: skip
-    # A launcher's store outlives the ranks that it starts again, with all that they left in it. Where rank 0 serves, it
-    # is new each time, and the launchers of several machines may have counted different numbers of restarts.
+    # A launcher's store outlives ranks that it restarts, with all their keys. Rank 0's store is new each time, and the
+    # launchers of several machines may have counted different numbers of restarts.
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store) if served else store
 
 
 def wait_for_all_ranks(store: "Store", rank_info: RankInfo, timeout_sec: float) -> None:
-    """Wait until every rank is at the store. Raises TimeoutError, on every rank, with the ranks that did not come.
+    """Wait until every rank has reached the store. Raises TimeoutError with the missing ranks, the same on every rank.
 
-    Rank 0 counts and tells the others, so that all say the same; where it is missing itself, each counts. Raises what
-    torch raises where the store is gone.
+    Rank 0 makes the list; if rank 0 is missing, each rank makes its own.
     """
-    prefix = "roll call"
+    prefix = "arrival"
     keys = [f"{prefix}/rank {rank}" for rank in range(rank_info.world_size)]
     wait = timedelta(seconds=timeout_sec)
     store.set(keys[rank_info.rank], "here")
-    absent: list[int] = []
+    missing: list[int] = []
     try:
         if rank_info.is_main:
             store.wait(keys, wait)
         else:
-            store.wait([f"{prefix}/absent"], wait + timedelta(seconds=_VERDICT_SEC))
-            absent = json.loads(store.get(f"{prefix}/absent"))
-    except RuntimeError as error:  # torch's DistStoreError, but a file's store raises the plain one
+            store.wait([f"{prefix}/missing"], wait + timedelta(seconds=_LIST_SEC))
+            missing = json.loads(store.get(f"{prefix}/missing"))
+    except RuntimeError as error:  # torch's DistStoreError, or a plain one from a file's store
         if "timeout" not in str(error).lower():
             raise
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if rank_info.is_main:
-        store.set(f"{prefix}/absent", json.dumps(absent))
-    if absent:
+        store.set(f"{prefix}/missing", json.dumps(missing))
+    if missing:
         if rank_info.is_main:
-            time.sleep(_VERDICT_SEC)  # the store may go with this process
-        raise TimeoutError(f"{name_ranks(absent)} of {rank_info.world_size} did not come")
+            time.sleep(_LIST_SEC)  # the store may end with this process
+        raise TimeoutError(f"missing: {name_ranks(missing)} of {rank_info.world_size}")
 
 
-def rendezvous_error(error: Exception, meeting: Rendezvous, rank_info: RankInfo, timeout_sec: float) -> ResourceError:
-    """What a rank says that could not meet the others."""
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def rendezvous_error(
+    error: Exception, rendezvous: Rendezvous, rank_info: RankInfo, timeout_sec: float
+) -> ResourceError:
+    """The error of a rank whose rendezvous failed."""
+    text = first_line(error)[:200]
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-        text = "that port is taken, by another program or by another rank 0"
-    elif text.startswith("wait timeout"):  # the rest names keys in torch's store
-        text = "another rank did not come, or was given another number of ranks"
+        text = "the port is taken, by another program or another rank 0"
+    elif text.startswith("wait timeout"):  # followed by keys of torch's store
+        text = "another rank is missing, or has another number of ranks"
     elif isinstance(error, OSError) and error.strerror:
-        text = f"no answer from there: {error.strerror}"
+        text = f"no answer: {error.strerror}"
     return ResourceError(
-        f"rank {rank_info.rank} of {rank_info.world_size} could not meet the others at {meeting} in "
-        f"{timeout_sec:g} s:\n"
-        f"{text}\n"
+        f"rank {rank_info.rank} of {rank_info.world_size}: rendezvous at {rendezvous} failed "
+        f"(timeout {timeout_sec:g} s):\n{text}\n"
         "Check that every rank was started, once, that all name the same address and port, and that the port is free."
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY, environment, free_port, run
 
-from imagenet_cls.commands.check_dist import RankReport, find_problems, table
+from imagenet_cls.commands.check_dist import RankReport, rank_problems, table
 
 pytestmark = pytest.mark.alone
 
@@ -62,8 +62,8 @@ def test_a_rank_that_does_not_come() -> None:
     }
     done = run([sys.executable, CHECK, "device=cpu", "parallel.timeout_sec=2"], **meeting)
     assert (done.returncode, done.stdout) == (5, "")
-    assert "rank 0 of 2 could not meet the others" in done.stderr and len(done.stderr.splitlines()) <= 3
-    assert "\nrank 1 of 2 did not come\n" in done.stderr
+    assert "rank 0 of 2: rendezvous at" in done.stderr and len(done.stderr.splitlines()) <= 3
+    assert "\nmissing: rank 1 of 2\n" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,5 @@ def test_a_rank_that_does_not_come() -> None:
 )
 def test_what_is_wrong(other: dict, problem: str | None) -> None:
     reports = [GOOD, replace(GOOD, rank=1, local_rank=1, **other)]
-    assert find_problems(reports) == ([problem] if problem else [])
+    assert rank_problems(reports) == ([problem] if problem else [])
     assert len(table(reports).splitlines()) == 3

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_cls.commands.train import load_for_training, train_here, train_parser
+from imagenet_cls.engine import run as engine_run
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import BatchNormStatistics, wrap_model
@@ -122,9 +123,10 @@ def whole_run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     }
     words = [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(folder / f"run{rank}")]
     arguments = train_parser().parse_intermixed_args(words)
-    groups: list[Group] = []
-    train_here(arguments, load_for_training(arguments), RankInfo(rank, rank, world_size, world_size), groups)
-    leave_group(groups[0])
+    loaded = load_for_training(arguments)
+    group = engine_run.join_group(loaded, RankInfo(rank, rank, world_size, world_size))
+    train_here(arguments, loaded, group)
+    leave_group(group)
     found["drawn"] = MADE[-1].drawn[-2:]
     found["left"] = sorted(path.name for path in (folder / f"run{rank}").iterdir())
     for path in (folder / f"run{rank}").glob("checkpoints/step-*/model.safetensors"):

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from imagenet_cls.commands.train import load_for_training, train_here, train_parser
+from imagenet_cls.engine.run import join_group
 from imagenet_cls.errors import UserError
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.log import close_log
 from imagenet_cls.seeding import generator
 
@@ -143,17 +143,17 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
     for name, changes in CASES.items():
         words = words_for(folder / name, parallel__init_method=f"file://{folder}/store {name}", **changes)
         arguments = train_parser().parse_intermixed_args(words)
-        groups: list[Group] = []
+        loaded, rank_info = load_for_training(arguments), RankInfo(rank, rank, world_size, world_size)
+        group = join_group(loaded, rank_info)
         ends[name] = [0, ""]
         try:
-            train_here(arguments, load_for_training(arguments), RankInfo(rank, rank, world_size, world_size), groups)
+            train_here(arguments, loaded, group)
         except UserError as error:
             ends[name] = [error.exit_code, str(error)]
             assert error.reported_by_main == (rank > 0), "only rank 0 speaks"
         close_log()
-        leave_group(groups[0])
-        assert groups[0].heartbeat is not None
-        groups[0].heartbeat.close()
+        leave_group(group)
+        group.heartbeat.close()
     (folder / f"ends{rank}.json").write_text(json.dumps(ends))
 
 

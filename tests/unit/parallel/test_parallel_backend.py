@@ -32,7 +32,7 @@ def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that was built with it is on many machines that have none."""
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UsageError, match=r"backend=nccl joins GPUs.*none here\.\nUse parallel\.backend=auto"):
+    with pytest.raises(UsageError, match=r"backend=nccl needs GPUs.*none here\.\nUse parallel\.backend=auto"):
         check_backend("nccl", "none")
 
 
@@ -42,7 +42,7 @@ def test_mpi_goes_with_its_own_launchers_only(monkeypatch: pytest.MonkeyPatch) -
     for launcher in ("mpi", "slurm", "none"):
         check_backend("mpi", launcher)
     for launcher in ("spawn", "pytorch"):
-        with pytest.raises(UsageError, match=f"--launcher {launcher} can't talk over MPI.\nStart them with `mpirun"):
+        with pytest.raises(UsageError, match=f"with --launcher {launcher}.\nStart ranks with `mpirun"):
             check_backend("mpi", launcher)
 
 

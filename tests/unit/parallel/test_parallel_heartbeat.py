@@ -14,7 +14,7 @@ import pytest
 from helpers import wait_for
 
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.guards.heartbeat import Heartbeat, Member, places
+from imagenet_cls.guards.heartbeat import Heartbeat, Member, name_machines
 
 HOST = socket.gethostname()
 TIMEOUT_SEC = 1.6  # a beat each 0.2 s
@@ -55,10 +55,10 @@ def test_who_vanished_is_named_alike_by_all_others_and_told_once(hearts: Hearts)
     for heart in gone:
         vanish(heart)
     began = time.monotonic()
-    reasons = [heart.explain(patience_sec=5) for heart in (a, b)]
+    reasons = [heart.wait_for_lost_rank(patience_sec=5) for heart in (a, b)]
     assert TIMEOUT_SEC / 2 - 0.2 <= time.monotonic() - began <= TIMEOUT_SEC, "as soon as there is no doubt"
     for reason in reasons:
-        assert str(reason).startswith(f"lost contact with {on_ranks(2, 3)}: nothing heard for 1 s\n")
+        assert str(reason).startswith(f"lost contact with {on_ranks(2, 3)}: no heartbeat for 1 s\n")
         assert "--resume" in str(reason) and len(str(reason).splitlines()) <= 3
     assert [reason.reported_by_main for reason in reasons if reason] == [False, True]
 
@@ -66,22 +66,22 @@ def test_who_vanished_is_named_alike_by_all_others_and_told_once(hearts: Hearts)
 def test_nobody_is_named_while_all_are_heard_nor_who_then_ends_for_want_of_another(hearts: Hearts) -> None:
     given_up: list[ResourceError] = []
     a, b, _ = hearts(3, given_up)
-    assert a.explain(patience_sec=TIMEOUT_SEC * 1.5) is None and not given_up
+    assert a.wait_for_lost_rank(patience_sec=TIMEOUT_SEC * 1.5) is None and not given_up
     a.close(failed=True)
     time.sleep(0.3)
-    assert b.loss() is None
+    assert b.lost_rank_error() is None
 
 
 def test_the_first_to_fail_is_the_cause_not_those_that_fall_with_it(hearts: Hearts) -> None:
     a, b, c, d = hearts(4)
     c.close(failed=True)
     time.sleep(0.6)
-    assert b.explain(patience_sec=0.1) is not None
+    assert b.wait_for_lost_rank(patience_sec=0.1) is not None
     b.close(failed=True)  # it has lost a peer itself
     vanish(d)  # its launcher has killed it
     time.sleep(0.8)
-    reason = a.loss()
-    assert str(reason).startswith(f"{on_ranks(2)} ended ") and "logs/rank2.log" in str(reason)
+    reason = a.lost_rank_error()
+    assert str(reason).startswith(f"{on_ranks(2)} failed ") and "logs/rank2.log" in str(reason)
 
 
 def test_who_leaves_in_agreement_is_not_missed(hearts: Hearts) -> None:
@@ -89,13 +89,13 @@ def test_who_leaves_in_agreement_is_not_missed(hearts: Hearts) -> None:
     a, b = hearts(2, given_up)
     b.close()
     time.sleep(TIMEOUT_SEC * 1.5)
-    assert a.loss() is None and not given_up
+    assert a.lost_rank_error() is None and not given_up
 
 
 def test_a_rank_in_no_collective_gives_up_once_after_the_timeout_unless_it_is_leaving(hearts: Hearts) -> None:
     given_up: list[ResourceError] = []
     _, leaving, gone = hearts(3, given_up)
-    leaving.stop_judging()
+    leaving.stop_aborting()
     vanish(gone)
     began = time.monotonic()
     wait_for(lambda: bool(given_up), "giving up", 10)
@@ -117,7 +117,7 @@ def test_a_rank_that_was_never_heard_is_not_judged() -> None:
         time.sleep(0.4)
         vanish(stranger)
         time.sleep(1.0)
-        assert deaf.loss() is None and not given_up
+        assert deaf.lost_rank_error() is None and not given_up
     finally:
         deaf.close()
 
@@ -148,12 +148,12 @@ def test_many_ranks_are_not_sent_to_all_at_once() -> None:
 
 def test_ranks_are_listed_by_machine() -> None:
     members = [Member(rank, f"gpu{rank // 10}", f"10.0.0.{rank // 10}", 1, 1) for rank in range(8, 52)]
-    assert places(members[:1]) == "host gpu0 (10.0.0.0; rank 8)"
-    assert places(members) == (
+    assert name_machines(members[:1]) == "host gpu0 (10.0.0.0; rank 8)"
+    assert name_machines(members) == (
         "host gpu0 (10.0.0.0; ranks 8, 9), host gpu1 (10.0.0.1; ranks 10, 11, 12, 13, 14, 15, 16, 17, ...), "
         "host gpu2 (10.0.0.2; ranks 20, 21, 22, 23, 24, 25, 26, 27, ...) and 3 more machines"
     )
-    assert places([Member(1, "gpu1", "gpu1", 1, 1)]) == "host gpu1 (rank 1)"
+    assert name_machines([Member(1, "gpu1", "gpu1", 1, 1)]) == "host gpu1 (rank 1)"
 
 
 # ------------------------------------------------------------------------------------ in their own processes
@@ -171,7 +171,7 @@ def beat_in_a_process(pipe: Connection, rank: int) -> None:
     pipe.send(heart.me)
     heart.start(received(pipe), given_up.append)
     while (question := received(pipe)) != "end":
-        pipe.send(str(heart.loss()) if question == "loss" else bool(given_up))
+        pipe.send(str(heart.lost_rank_error()) if question == "loss" else bool(given_up))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from imagenet_cls.parallel.rendezvous import (
     open_store,
     rendezvous_error,
     wait_for_all_ranks,
-    wait_for_machine,
+    wait_until_reachable,
 )
 
 FIRST, SECOND = RankInfo(0, 0, 2, 2), RankInfo(1, 1, 2, 2)
@@ -60,16 +60,16 @@ def test_a_rank_waits_for_the_first_one_that_comes_later() -> None:
     meeting, begin = Rendezvous("127.0.0.1", int(free_port())), time.monotonic()
     servers = []
     threading.Timer(0.5, lambda: servers.append(create_server((meeting.host, meeting.port)))).start()
-    wait_for_machine(meeting, 20.0, is_server=False)
+    wait_until_reachable(meeting, 20.0, is_server=False)
     assert 0.4 < time.monotonic() - begin < 5 and servers
     servers[0].close()
 
 
 def test_the_first_rank_waits_for_its_machine_only() -> None:
-    wait_for_machine(Rendezvous("127.0.0.1", int(free_port())), 20.0, is_server=True)
+    wait_until_reachable(Rendezvous("127.0.0.1", int(free_port())), 20.0, is_server=True)
     with closing(create_server(("127.0.0.1", 0))) as taken:  # whose port it is, the store finds out
-        wait_for_machine(Rendezvous("127.0.0.1", taken.getsockname()[1]), 20.0, is_server=True)
-    wait_for_machine(Rendezvous(file=Path("meeting")), 20.0, is_server=False)
+        wait_until_reachable(Rendezvous("127.0.0.1", taken.getsockname()[1]), 20.0, is_server=True)
+    wait_until_reachable(Rendezvous(file=Path("meeting")), 20.0, is_server=False)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_machine_that_can_not_be_reached_costs_three_lines(
     """torch's own store writes two dozen, which no Python code sees."""
     with pytest.raises(ResourceError, match=reason) as raised:
         init_group(rank_info, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5)
-    assert f"rank {rank_info.rank} of 2 could not meet the others at {host}:" in str(raised.value)
+    assert f"rank {rank_info.rank} of 2: rendezvous at {host}:" in str(raised.value)
     assert len(str(raised.value).splitlines()) == 3 and capfd.readouterr().err == ""
 
 
@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_come_is_not_told_in_a_stores_keys() -> None:
     with pytest.raises(dist.DistStoreError) as raised:
         store.wait(["never set"], timedelta(seconds=0.1))
     told = str(rendezvous_error(raised.value, Rendezvous("host0", 29500), SECOND, 0.1)).splitlines()
-    assert len(told) == 3 and "another rank did not come" in told[1]
+    assert len(told) == 3 and "another rank is missing" in told[1]
 
 
 @pytest.mark.parametrize("by_file", [False, True])
@@ -116,12 +116,12 @@ def test_all_that_came_learn_who_did_not(tmp_path: Path, by_file: bool) -> None:
         time.sleep(0.2)
     for rank in ranks:
         rank.join(30)
-    assert told == dict.fromkeys((0, 2), "ranks 1, 3 of 4 did not come")
+    assert told == dict.fromkeys((0, 2), "missing: ranks 1, 3 of 4")
 
 
 def test_the_first_rank_itself_may_be_the_one_that_does_not_come(tmp_path: Path) -> None:
     """Where a launching process serves the store, or a file is it."""
-    with pytest.raises(TimeoutError, match="rank 0 of 2 did not come"):
+    with pytest.raises(TimeoutError, match="missing: rank 0 of 2"):
         wait_for_all_ranks(open_store(Rendezvous(file=tmp_path / "store"), SECOND, 20.0), SECOND, 0.1)
 
 
@@ -145,13 +145,13 @@ def test_a_program_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -
         code = (
             "import torch; from imagenet_cls.parallel import process_group as group\n"
             "from imagenet_cls.parallel.environment import RankInfo\n"
-            "group._MEETING_EXTRA_SEC = 0.0\n"
+            "group._RENDEZVOUS_EXTRA_SEC = 0.0\n"
             "group.init_group(RankInfo(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
             f"'tcp://127.0.0.1:{silent.getsockname()[1]}', 0.5)"
         )
         rank = run([sys.executable, "-c", code], timeout_sec=60)
     assert rank.returncode == 5 and len(rank.stderr.splitlines()) == 3, rank.stderr
-    assert "whatever is there does not answer" in rank.stderr
+    assert "the program there does not answer" in rank.stderr
 
 
 def test_a_file_that_an_earlier_run_left(tmp_path: Path) -> None:
