@@ -17,13 +17,9 @@ sys.path.insert(0, str(HERE))
 
 from forked_ranks import RankServer  # noqa: E402
 
-# Before any import of torch, and inherited by the processes that tests start: the number of threads decides the bits of
-# a sum, and the test machine has two cores, which tests that run side by side share: there each has one, whatever the
-# process that starts them has.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("MKL_NUM_THREADS", "2")
+# One thread for each test and the processes that it starts: threads that compete for few cores are slow, and their
+# number changes the bits of sums. torch takes MKL's number, too. Set before the import of torch.
+os.environ["MKL_NUM_THREADS"] = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A script's `&` leaves Ctrl-C ignored to all that it starts, and what is tested respects that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
