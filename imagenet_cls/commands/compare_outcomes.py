@@ -1,8 +1,4 @@
-"""What runs left, and how far it lies from the first of them: read, compare, and show as a table with notes.
-
-Owns what the numbers mean. Pure functions but for `read_outcome`, which reads a run folder. Called by
-`compare.command`.
-"""
+"""The results of the runs that `compare_parallel` starts, as a table of differences with notes."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,15 +10,13 @@ import torch
 from torch import Tensor
 
 from imagenet_cls.checkpoint.select import load_newest_in
-from imagenet_cls.commands.compare_ways import Way
+from imagenet_cls.commands.compare_parallel import Mode
 from imagenet_cls.report.jsonl import read_metrics
-
-_WIDTH = 110  # of the notes, in characters; the table is about as wide
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left. losses: of every step. images_per_sec: of all ranks together. memory_mib: rank 0's peak."""
+    """A run's results. losses: of every step. images_per_sec: of all ranks together. memory_mib: rank 0's peak."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -31,7 +25,7 @@ class Outcome:
 
 
 def read_outcome(run_folder: Path) -> Outcome:
-    """A finished run's numbers. The first logging interval is left out of the speed: it holds what is done once."""
+    """A finished run's results. The first logging interval, which includes one-time work, does not count as speed."""
     steps = [record for record in read_metrics(run_folder / "metrics.jsonl") if record["kind"] == "train"]
     intervals = [record for record in steps if "images_per_sec" in record]
     return Outcome(
@@ -43,12 +37,12 @@ def read_outcome(run_folder: Path) -> Outcome:
 
 
 def loss_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest |difference| of two runs' losses, step by step; NaN where a loss is."""
+    """The largest absolute difference of two runs' losses, step by step; NaN where a loss is."""
     return float((torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)).abs().max())
 
 
 def weight_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The largest |difference| in any trained number. BatchNorm's running statistics are none: they aren't trained."""
+    """The largest absolute difference of any weight; BatchNorm's running statistics are not weights."""
     differences = [
         (one[name].double() - other[name].double()).abs().max()
         for name in one
@@ -61,14 +55,14 @@ def is_statistic(name: str) -> bool:
     return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
-def table(ways: Sequence[Way], outcomes: Sequence[Outcome | None]) -> str:
-    """Aligned text, a line for each way. The first outcome is what the others are compared with."""
+def table(modes: Sequence[Mode], outcomes: Sequence[Outcome | None]) -> str:
+    """Aligned text, a line for each mode. The others are compared with the first."""
     one = outcomes[0]
     assert one is not None
     rows = [["", "at once", "first loss", "losses", "weights", "img/s", "MiB", "good for"]]
-    for way, outcome in zip(ways, outcomes, strict=True):
+    for mode, outcome in zip(modes, outcomes, strict=True):
         if outcome is None:
-            rows.append([way.name, *"------", f"not run: {way.missing}"])
+            rows.append([mode.name, *"------", f"not run: {mode.missing}"])
             continue
         differences = [
             loss_difference(outcome.losses[:1], one.losses[:1]),
@@ -77,33 +71,31 @@ def table(ways: Sequence[Way], outcomes: Sequence[Outcome | None]) -> str:
         ]
         texts = ["-"] * 3 if outcome is one else [f"{difference:.1e}" for difference in differences]
         speed, memory = f"{outcome.images_per_sec:.0f}", f"{outcome.memory_mib:.0f}"
-        rows.append([way.name, str(way.images_at_once), *texts, speed, memory, way.good_for])
+        rows.append([mode.name, str(mode.images_at_once), *texts, speed, memory, mode.use])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if column in (0, 7) else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    lines = []
+    for name, *numbers, use in rows:
+        aligned = [text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *aligned, use]))
+    return "\n".join(lines)
 
 
 def notes(outcomes: Sequence[Outcome | None]) -> str:
-    """What the columns are, and why the numbers are what they are."""
+    """What the columns are, and why the numbers differ."""
     one = outcomes[0]
     assert one is not None
     paragraphs = [
         "at once: images in one forward pass of one device. The global batch is the same in every row.",
         "first loss, losses, weights: the largest difference from one process, in the first step, in any of the "
-        f"{len(one.losses)} steps, and in any weight after the last. Rounding grows from step to step: slowly in a "
-        "smooth network, up to a hundredfold where there are ReLU or max pooling; there the first loss tells most. "
-        "Dropout and mixing draw for each rank.",
+        f"{len(one.losses)} steps, and in any weight after the last. Rounding errors grow from step to step: slowly in "
+        "a smooth network, up to a hundredfold with ReLU or max pooling; there, look at the first loss. Dropout and "
+        "mixing draw for each rank.",
         "img/s: of all ranks together. On a CPU they share its cores, so more ranks are no faster.",
         "MiB: rank 0's peak, of GPU memory or else of the whole process.",
-        "BatchNorm normalises the images of one forward pass together, so a row that has fewer at once has other "
-        "losses from the first step on, and that is no mistake. SyncBN takes the images of all ranks together, as one "
-        "process does, and only rounding is left."
+        "BatchNorm normalises the images of one forward pass together, so a row with fewer at once has other losses "
+        "from the first step on, and that is correct. SyncBN takes the images of all ranks together, as one process "
+        "does, and only rounding is left."
         if any(map(is_statistic, one.weights))
-        else "This model has no BatchNorm: it makes no difference how a batch is cut, and only rounding is left.",
+        else "This model has no BatchNorm: the split of a batch makes no difference, and only rounding is left.",
     ]
-    return "\n".join(textwrap.fill(text, _WIDTH, subsequent_indent="  ") for text in paragraphs)
+    return "\n".join(textwrap.fill(text, 110, subsequent_indent="  ") for text in paragraphs)

@@ -1,39 +1,61 @@
-"""`tools/compare_parallel.py`: run each way, one after the other, and print the table.
+"""`tools/compare_parallel.py`: train the same few steps in several parallel modes and print a table of the differences.
 
-Refuses to train by itself: each row is the real command, `tools/train.py`, with a run folder of its own that is gone
-afterwards, however this ends. Stands on the level of `cli`, since it starts commands and reads what they leave.
+Each row is a real run of `tools/train.py` in a temporary run folder.
 """
 
 import argparse
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import positive
-from imagenet_cls.commands.compare_ways import as_words, choose_settings, plan_ways
+from imagenet_cls.commands.arguments import add_config_arguments, positive, split_overrides
 from imagenet_cls.commands.distributed import TOOLS
-from imagenet_cls.errors import UsageError, UserError
+from imagenet_cls.config.load import Loaded, load_config
+from imagenet_cls.config.origin import format_problems
+from imagenet_cls.engine.plan import accumulation_for, batch_problem
+from imagenet_cls.errors import ConfigError, UsageError, UserError
 from imagenet_cls.interrupts import raise_interrupts
+from imagenet_cls.parallel.environment import find_rank_info
 
-if TYPE_CHECKING:
-    from imagenet_cls.commands.compare_outcomes import Outcome
+# What is trained without a CONFIG: the demo's digits, by a small ResNet with BatchNorm and smooth activations. With
+# ReLU and max pooling a rounding error of 1e-7 grows to 1e-2 in four steps, and all rows would differ by that much.
+DEMO_SETTINGS = {
+    "model.name": "resnet10t",
+    "model.kwargs.act_layer": "silu",
+    "model.kwargs.replace_stem_pool": "true",
+    "data.num_workers": "0",
+    "optimizer.lr": "0.02",
+    "schedule.warmup_epochs": "0",
+    "ema.decay": "null",
+    "train.precision": "fp32",
+}
+SHORT_RUN = {"train.max_steps": "12", "log.every_steps": "4", "log.tensorboard": "false"}  # defaults for every config
+ROW_KEYS = ("parallel.mode", "parallel.device_ids", "parallel.output_device", "parallel.sync_bn")
 
-# How long a run that is to stop may take to save.
-_PATIENCE_SEC = 30.0
+_STOP_SEC = 30.0  # for a run to save and end after SIGTERM
 
 
-class RunFailed(UserError):
-    """A row's run ended with an error: its own lines, and its own exit code."""
+@dataclass(frozen=True)
+class Mode:
+    """A row of the table: overrides and options for train.py.
 
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
+    images_at_once: in one forward pass, which BatchNorm normalises together. missing: why the mode can't run here, or
+    "".
+    """
+
+    name: str
+    overrides: Sequence[str]
+    options: Sequence[str]
+    images_at_once: int
+    use: str
+    missing: str = ""
 
 
 def main() -> None:
@@ -41,69 +63,130 @@ def main() -> None:
     program.main(compare_command)
 
 
-def compare_command(argv: Sequence[str]) -> int:
-    """The tool. Raises UserError: what a config or the machine does not allow, or what a run said that failed."""
+def compare_command(argv: Sequence[str]) -> None:
+    """Run all modes and print the table. Raises UserError, also with the message and exit code of a run that failed."""
     parser = argparse.ArgumentParser(
         prog="compare_parallel.py",
         usage="compare_parallel.py [CONFIG] [key=value ...] [--ranks N]",
         description="Train the same few steps in one process, under DP and under DDP, and show what differs.",
         epilog="Each run ends with an evaluation, so a CONFIG's validation images should be few.",
     )
-    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="a config file, and changes to it")
+    add_config_arguments(parser)
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="processes, or GPUs of DP (default: 2)")
-    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_intermixed_args(argv)
-    configs = [word for word in arguments.words if "=" not in word]
-    if len(configs) > 1:
-        raise UsageError(f"can't tell what {configs[1]!r} is: this takes one config, and changes as key=value.")
-    settings = choose_settings([word for word in arguments.words if "=" in word], lesson=not configs)
-    ways = plan_ways(configs, settings, arguments.ranks)  # stage 1 of checking, so torch is imported behind it
+    given, configs = split_overrides(arguments, ["one config"])
+    overrides = add_defaults(given, SHORT_RUN if configs else DEMO_SETTINGS | SHORT_RUN)
+    modes = plan_modes(configs, overrides, arguments.ranks)
     from imagenet_cls.commands.compare_outcomes import notes, read_outcome, table
 
-    with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as folder, sigterm_raises():
-        outcomes: list[Outcome | None] = []
-        for number, way in enumerate(ways, start=1):
-            print(f"{number} of {len(ways)}: {way.name}{way.missing and ': ' + way.missing}", file=sys.stderr)
-            words = [*configs, *as_words({**settings, **way.settings}), *way.options]
-            outcomes.append(None if way.missing else read_outcome(run(way.name, words, Path(folder) / str(number))))
-    print(table(ways, outcomes), notes(outcomes), sep="\n\n")
-    return 0
-
-
-@contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends this process by SystemExit, and Ctrl-C by KeyboardInterrupt, so that nothing is left behind."""
     raise_interrupts()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
+    with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as folder:
+        outcomes = []
+        for number, mode in enumerate(modes, start=1):
+            print(f"{number} of {len(modes)}: {mode.name}{mode.missing and ': ' + mode.missing}", file=sys.stderr)
+            command_line = [*configs, *replace_overrides(overrides, mode.overrides), *mode.options]
+            outcomes.append(
+                None if mode.missing else read_outcome(run(mode.name, command_line, Path(folder, str(number))))
+            )
+    print(table(modes, outcomes), notes(outcomes), sep="\n\n")
 
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def add_defaults(overrides: Sequence[str], defaults: Mapping[str, str]) -> list[str]:
+    """Overrides with those defaults that none of them overlaps. Raises UsageError for a key that the rows set."""
+    keys = [override.partition("=")[0] for override in overrides]
+    for key, override in zip(keys, overrides, strict=True):
+        if any(_overlap(key, row_key) for row_key in ROW_KEYS):
+            raise UsageError(f"{override}: each row of the table sets this key itself.\nLeave it out.")
+    # A new name resets its section, so that defaults for another model don't apply.
+    renamed = tuple(key.removesuffix("name") for key in keys if key.endswith(".name"))
+    kept = {key: value for key, value in defaults.items() if not any(_overlap(key, other) for other in keys)}
+    return [*(f"{key}={value}" for key, value in kept.items() if not key.startswith(renamed)), *overrides]
 
 
-def run(name: str, words: Sequence[str], folder: Path) -> Path:
-    """train.py with these words, in a process of its own, to its end; the run folder. Raises RunFailed."""
+def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Overrides with `new` ones, which replace those of the same keys."""
+    keys = {override.partition("=")[0] for override in new}
+    return [*(override for override in overrides if override.partition("=")[0] not in keys), *new]
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether one of two dotted keys is the other or a part of it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def plan_modes(configs: Sequence[str], overrides: Sequence[str], ranks: int) -> list[Mode]:
+    """The rows, in order; the others are compared with the first. Raises ConfigError or UsageError for any row."""
+    if ranks < 2:
+        raise UsageError("--ranks 1: there is nothing to compare.\nAsk for two ranks or more.")
+    if find_rank_info(os.environ) is not None:
+        raise UsageError("this process is a rank of a launcher.\nStart the tool without one: it starts its own ranks.")
+    loaded = load_config(configs[0] if configs else None, overrides)
+    if problem := batch_problem(loaded.config.train, ranks):
+        raise ConfigError(format_problems([problem], loaded.origins))
+    batch, limit = loaded.config.train.global_batch_size, loaded.config.train.micro_batch_size
+
+    def micro_batch(devices: int, limit: int | None) -> int:
+        return batch // devices // accumulation_for(batch, devices, limit)
+
+    share = micro_batch(ranks, limit)
+    if share == 1:
+        raise UsageError(f"{batch} images on {ranks} ranks are too few to accumulate gradients.\nGive a larger batch.")
+    part = micro_batch(ranks, share // 2)
+
+    from imagenet_cls.parallel.launch import check_gpu_count
+
+    check_gpu_count(ranks, loaded.config.device)
+    none, spawn, torchrun = (["--launcher", name] for name in ("none", "spawn", "pytorch"))
+    gpus = ["--gpus", str(ranks)]
+    dp = ["parallel.mode=dp", f"parallel.device_ids={list(range(ranks))}"]
+    ddp = ["parallel.mode=ddp"]
+    modes = [
+        Mode("one process", ["parallel.mode=none"], none, micro_batch(1, limit), "one GPU, or a first look"),
+        Mode(f"DP, {ranks} GPUs", dp, none, share, "old scripts: no launcher, but slower",
+             missing_for_dp(loaded, ranks)),
+        Mode("DDP by spawn", ddp, [*spawn, *gpus], share, "all GPUs of a machine, without a launcher"),
+        Mode("DDP by torchrun", ddp, [*torchrun, *gpus], share, "one machine or many; can restart"),
+        Mode(f"DDP, {batch // ranks // part} in turn", [*ddp, f"train.micro_batch_size={part}"], [*spawn, *gpus], part,
+             "a batch that the GPUs can't hold"),
+        Mode("DDP with SyncBN", [*ddp, "parallel.sync_bn=true"], [*spawn, *gpus], share * ranks,
+             "BatchNorm with few images on each GPU"),
+    ]  # fmt: skip
+    for mode in modes:
+        if not mode.missing:
+            load_config(configs[0] if configs else None, replace_overrides(overrides, mode.overrides))
+    return modes
+
+
+def missing_for_dp(loaded: Loaded, gpus: int) -> str:
+    """Why DataParallel can't run here, or "". It needs GPUs: on a CPU torch calls the module itself."""
+    import torch
+
+    if loaded.config.train.compile:
+        return "not with train.compile"
+    present = 0 if loaded.config.device == "cpu" else torch.cuda.device_count()
+    return "" if present >= gpus else f"needs {gpus} GPUs, and there are {present}"
+
+
+def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
+    """Run train.py with these arguments in a process; return the run folder. Raises UserError where it fails."""
     folder.mkdir()
-    command = [sys.executable, str(TOOLS / "train.py"), *words, "--work-dir", str(folder / "run")]
+    command = [sys.executable, str(TOOLS / "train.py"), *arguments, "--work-dir", str(folder / "run")]
     with (folder / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
         try:
             code = process.wait()
-        except BaseException:  # Ctrl-C or SIGTERM: the run goes first, and its ranks with it
+        except BaseException:  # Ctrl-C or SIGTERM: end the run, and its ranks with it
             process.terminate()
-            try:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_PATIENCE_SEC)
-            finally:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SEC)
             raise
+        finally:
+            process.kill()
+            process.wait()
     if code != 0:
-        lines = (folder / "stderr").read_text(errors="replace").strip().splitlines() or ["it left no message"]
-        told = "\n".join(lines[-1:] if code == 1 else lines)  # of a bug's traceback, what it ends in
-        raise RunFailed(f"{name}: {told}", 128 - code if code < 0 else code)
+        lines = (folder / "stderr").read_text(errors="replace").strip().splitlines() or ["no message"]
+        error = UserError(f"{name}: " + "\n".join(lines[-1:] if code == 1 else lines))  # the last line of a traceback
+        error.exit_code = 128 - code if code < 0 else code
+        raise error
     return folder / "run"

@@ -1,8 +1,6 @@
-"""`tools/plot_schedule.py`: how learning rate, momentum and training resolution will go, before anything is trained.
+"""`tools/plot_schedule.py`: plot learning rate, momentum and training resolution of a run without training it.
 
-Owns the command, and what it prints; the drawing is `report.plots`. Needs no data: images are counted where they lie on
-this disk, else their number is told, or assumed, which is said. Refuses a config that `tools/train.py` would refuse.
-Stands on the level of `cli`.
+Needs no data: images are counted if they are on this disk, else their number is given or assumed.
 """
 
 import argparse
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import positive
+from imagenet_cls.commands.arguments import add_config_arguments, positive, split_overrides
 from imagenet_cls.commands.distributed import check_names
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, DataConfig
@@ -23,13 +21,13 @@ if TYPE_CHECKING:
     from imagenet_cls.engine.plan import Plan
 
 IMAGENET_IMAGES = 1_281_167
-# Of a longer run, evenly spaced steps are looked at.
-_MOST_STEPS = 1_000_000
+_MOST_STEPS = 1_000_000  # of a longer run, evenly spaced steps
+_USAGE = "plot_schedule.py CONFIG [key=value ...] [--out FILE.png] [--images N]"
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a run will go through, one value for each of `steps`. momentum: None for an optimizer that has none."""
+class Curves:
+    """Values at each of `steps`. momentum: None for an optimizer without one. scaling: a note on a scaled lr."""
 
     plan: "Plan"
     scaling: str | None
@@ -38,6 +36,9 @@ class Course:
     momentum: Sequence[float] | None
     size_px: Sequence[int]
 
+    def panels(self) -> dict[str, Sequence[float] | None]:
+        return {"learning rate": self.lr, "momentum": self.momentum, "resolution (px)": self.size_px}
+
 
 def main() -> None:
     """`tools/plot_schedule.py`."""
@@ -45,79 +46,65 @@ def main() -> None:
 
 
 def plot_schedule_command(argv: Sequence[str]) -> None:
-    """The tool. Raises UserError: what a config does not allow, too few images, a file that can't be written."""
+    """Plot and print the schedule. Raises UserError for a config that train.py would not take, or too few images."""
     parser = argparse.ArgumentParser(
         prog="plot_schedule.py",
-        usage="plot_schedule.py CONFIG [key=value ...] [--out FILE.png] [--images N]",
-        description="Draw learning rate, momentum and training resolution over a run, before any training.",
+        usage=_USAGE,
+        description="Plot learning rate, momentum and training resolution of a run, without training it.",
     )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="CONFIG key=value",
-        help="a config file, and changes such as optimizer.lr=0.2",
-    )
+    add_config_arguments(parser)
     parser.add_argument("--out", metavar="FILE.png", help="default: work_dirs/<config name>_schedule.png")
     parser.add_argument(
         "--images", type=positive, metavar="N",
-        help="in the training set; default: counted in data.root, or where that is not there ImageNet's 1281167",
+        help="in the training set; default: counted in data.root, or ImageNet's 1281167 if that is missing",
     )  # fmt: skip
-    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_intermixed_args(argv)
-    configs = [word for word in arguments.words if "=" not in word]
-    if len(configs) != 1:
-        asked = f"one config, not {len(configs)}: {', '.join(configs)}" if configs else "which config?"
-        raise UsageError(f"{asked}\nUsage: plot_schedule.py CONFIG [key=value ...] [--out FILE.png] [--images N]")
-    loaded = load_config(configs[0], [word for word in arguments.words if "=" in word])
+    overrides, configs = split_overrides(arguments, ["one config"])
+    if not configs:
+        raise UsageError(f"no config given.\nUsage: {_USAGE}")
+    loaded = load_config(configs[0], overrides)
     path = Path(arguments.out or f"work_dirs/{loaded.name}_schedule.png")
     if path.suffix.lower() != ".png":
-        raise UsageError(f"--out {path}: the drawing is a PNG file.\nName it *.png.")
+        raise UsageError(f"--out {path}: the plot is a PNG file.\nName it *.png.")
     check_names(loaded, None)
     from imagenet_cls.report.plots import plot_panels
 
-    images, counted = training_images(loaded.config.data, arguments.images)
-    course = foresee(loaded.config, images)
-    epochs = [step / course.plan.steps_per_epoch for step in course.steps]
-    panels = {"learning rate": course.lr, "momentum": course.momentum, "resolution (px)": course.size_px}
+    images, source = count_training_images(loaded.config.data, arguments.images)
+    curves = schedule_curves(loaded.config, images)
+    epochs = [step / curves.plan.steps_per_epoch for step in curves.steps]
     try:
-        plot_panels(path, loaded.name, epochs, {label: values for label, values in panels.items() if values})
+        plot_panels(path, loaded.name, epochs, {label: values for label, values in curves.panels().items() if values})
     except OSError as error:
         raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
-    for line in summary(course, images):
-        print(line)
-    if counted is not None:
-        print(counted)
+    print(summary(curves, images))
+    if source is not None:
+        print(source)
     if loaded.config.schedule.name == "plateau":
         print("schedule plateau: drawn as if each evaluation were better than the ones before")
     print(f"wrote {path}")
 
 
-def training_images(data: DataConfig, told: int | None) -> tuple[int, str | None]:
-    """How many images an epoch is made of, and where the number comes from if it was not `told`.
+def count_training_images(data: DataConfig, given: int | None) -> tuple[int, str | None]:
+    """The training images and, unless `given`, where their number comes from. Writes and downloads nothing.
 
-    Files are listed and none is read, written or downloaded. Raises DataError where `data.root` is there and holds
-    something else than the config says.
+    Raises DataError where `data.root` exists and does not hold what the config expects.
     """
-    if told is not None:
-        return told, None
+    if given is not None:
+        return given, None
     has_files = data.name in ("folder", "list", "digits")
-    if data.name == "synthetic" or (has_files and _is_there(data)):
+    if data.name == "synthetic" or (has_files and (Path(data.root).expanduser() / data.train).exists()):
         from imagenet_cls.data import open_datasets
 
         train = open_datasets(data, ("train",)).train
-        assert train is not None, "what is asked for is opened"
+        assert train is not None
         place = data.root if has_files else data.name
         return len(train), f"{len(train):,} training images: counted ({place}); --images takes another number"
     why = f"no {data.root} here" if has_files else f"those of {data.name} are not counted"
-    return IMAGENET_IMAGES, f"{IMAGENET_IMAGES:,} training images: assumed, as in ImageNet ({why}); or say --images N"
+    return IMAGENET_IMAGES, f"{IMAGENET_IMAGES:,} training images: assumed, as in ImageNet ({why}); or give --images N"
 
 
-def _is_there(data: DataConfig) -> bool:
-    return (Path(data.root).expanduser() / data.train).exists()
-
-
-def foresee(config: Config, num_images: int) -> Course:
-    """The course of a run on so many training images. Raises DataError where they do not fill one batch."""
+def schedule_curves(config: Config, num_images: int) -> Curves:
+    """The curves of a run on so many training images. Raises DataError if they do not fill one batch."""
     from imagenet_cls.data import samples_per_epoch, size_px_at
     from imagenet_cls.engine.plan import plan_run
     from imagenet_cls.optim.build import own_momentum
@@ -128,40 +115,32 @@ def foresee(config: Config, num_images: int) -> Course:
     lr, scaling = scaled_lr(config.optimizer, config.train.global_batch_size)
     schedule = build_schedule(config.schedule, lr, plan.steps_per_epoch, plan.epochs)
     steps = range(0, plan.total_steps, math.ceil(plan.total_steps / _MOST_STEPS))
-    own = own_momentum(config.optimizer)
-    momenta = [schedule.momentum(step) for step in steps]
-    moved = [own if momentum is None else momentum for momentum in momenta]
-    sides_px = [size_px_at(config.augment, epoch) for epoch in range(plan.epochs)]
-    return Course(
+    constant = own_momentum(config.optimizer)
+    scheduled = [schedule.momentum(step) for step in steps]
+    momentum = [value for value in (constant if m is None else m for m in scheduled) if value is not None]
+    sizes_px = [size_px_at(config.augment, epoch) for epoch in range(plan.epochs)]
+    return Curves(
         plan=plan,
         scaling=scaling,
         steps=steps,
         lr=[schedule(step) for step in steps],
-        momentum=None if own is None else [value for value in moved if value is not None],
-        size_px=[sides_px[step // plan.steps_per_epoch] for step in steps],
+        momentum=None if constant is None else momentum,
+        size_px=[sizes_px[step // plan.steps_per_epoch] for step in steps],
     )
 
 
-def summary(course: Course, num_images: int) -> list[str]:
-    """A short table: where each value starts and ends, and between which values it moves."""
-    plan = course.plan
+def summary(curves: Curves, num_images: int) -> str:
+    """The steps, then a table: where each value starts and ends, its lowest and its highest."""
+    plan = curves.plan
     epochs = plan.total_steps / plan.steps_per_epoch
     lines = [
         f"{plan.total_steps:,} steps: {epochs:g} epochs of {plan.steps_per_epoch:,}, "
-        f"{plan.global_batch:,} of {num_images:,} images in each"
+        f"{plan.global_batch:,} of {num_images:,} images in each",
+        *filter(None, [curves.scaling]),
+        " " * 16 + "".join(f"{column:>12}" for column in ("start", "lowest", "highest", "end")),
     ]
-    if course.scaling is not None:
-        lines.append(course.scaling)
-    columns = ("start", "lowest", "highest", "end")
-    lines.append(" " * 16 + "".join(f"{column:>12}" for column in columns))
-    for label, values in (
-        ("learning rate", course.lr),
-        ("momentum", course.momentum),
-        ("resolution (px)", course.size_px),
-    ):
-        if values is None:
-            lines.append(f"{label:<16}{'none':>12}")
-            continue
-        ends = (values[0], min(values), max(values), values[-1])
-        lines.append(f"{label:<16}" + "".join(f"{value:>12.4g}" for value in ends))
-    return lines
+    for label, values in curves.panels().items():
+        numbers = (values[0], min(values), max(values), values[-1]) if values else ()
+        texts = [f"{number:.4g}" for number in numbers] or ["none"]
+        lines.append(f"{label:<16}" + "".join(f"{text:>12}" for text in texts))
+    return "\n".join(lines)

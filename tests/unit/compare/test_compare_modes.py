@@ -1,0 +1,138 @@
+"""compare_parallel.py without its runs: which modes are planned, which errors come first, and the table."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import arguments, losses, train_here
+
+from imagenet_cls.commands.compare_outcomes import (
+    Outcome,
+    loss_difference,
+    notes,
+    read_outcome,
+    table,
+    weight_difference,
+)
+from imagenet_cls.commands.compare_parallel import DEMO_SETTINGS, Mode, add_defaults, compare_command, plan_modes
+from imagenet_cls.errors import ConfigError, UserError
+
+CPU = ["device=cpu", "optimizer.lr=0.1"]
+WEIGHTS = {"conv.weight": torch.zeros(2, 3), "bn.running_mean": torch.zeros(2), "steps": torch.tensor(3)}
+ONE = Outcome([2.0, 1.0], WEIGHTS, 100.0, 50.0)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "expected"),
+    [
+        ([], 2, [64, 32, 32, 32, 16, 64]),  # the demo's batch is 64
+        ([], 4, [64, 16, 16, 16, 8, 64]),
+        (["train.micro_batch_size=16"], 2, [16, 16, 16, 16, 8, 32]),
+        (["train.global_batch_size=30"], 2, [30, 15, 15, 15, 5, 30]),  # 15 is accumulated as 5 + 5 + 5
+    ],
+)
+def test_plan_modes_gives_the_images_in_one_forward_pass(overrides: list[str], ranks: int, expected: list[int]) -> None:
+    assert [mode.images_at_once for mode in plan_modes([], [*CPU, *overrides], ranks)] == expected
+
+
+def test_plan_modes_without_gpus_leaves_data_parallel_out() -> None:
+    assert [bool(mode.missing) for mode in plan_modes([], CPU, 2)] == [False, True, False, False, False, False]
+    assert "train.compile" in plan_modes([], [*CPU, "train.compile=true"], 2)[1].missing
+
+
+def test_defaults_are_replaced_by_overrides() -> None:
+    demo = add_defaults([], DEMO_SETTINGS)
+    assert f"model.name={DEMO_SETTINGS['model.name']}" in demo
+    assert add_defaults(["train.max_steps=3"], {"train.max_steps": "12"}) == ["train.max_steps=3"]
+    # Another model, or another optimizer section: the defaults of the old one don't apply.
+    other = add_defaults(["model.name=resnet18", "optimizer={name: adamw, lr: 1e-3}"], DEMO_SETTINGS)
+    keys = [override.partition("=")[0] for override in other]
+    assert [key for key in keys if key.startswith(("model", "optimizer"))] == ["model.name", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["optimizer.lr=fast"], "optimizer.lr"),
+        (["train.global_batch_size=63"], "train.global_batch_size"),
+        (["train.global_batch_size=2"], "2 images on 2 ranks"),
+        (["--ranks", "1"], "--ranks 1"),
+        (["parallel.sync_bn=true"], "parallel.sync_bn"),
+        (["parallel={mode: dp}"], "parallel="),
+        (["seed=1", "seed=2"], "given twice"),
+        (["configs/demo.yaml", "configs/resnet50.yaml"], "configs/resnet50.yaml"),
+    ],
+)
+def test_bad_command_line_is_reported_before_any_run(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        compare_command([*words, "device=cpu"])
+    assert caught.value.exit_code == 2 and expected in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bad_config_of_one_row_is_reported_before_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imagenet_cls.commands.compare_parallel.missing_for_dp", lambda loaded, gpus: "")
+    with pytest.raises(ConfigError, match=r"train\.compile.*parallel\.mode dp"):
+        plan_modes([], [*CPU, "train.compile=true"], 2)
+
+
+def test_rank_of_a_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    with pytest.raises(UserError, match="rank of a launcher"):
+        plan_modes([], CPU, 2)
+
+
+def test_differences_are_the_largest_of_trained_weights() -> None:
+    assert loss_difference([1.0, 2.0, 3.0], [1.5, 2.0, 2.0]) == 1.0
+    assert math.isnan(loss_difference([1.0, math.nan], [1.0, 1.0]))
+    other = WEIGHTS | {"conv.weight": torch.tensor([[0.0, -0.5, 0.1], [0.0, 0.0, 0.2]])}
+    assert weight_difference(other, WEIGHTS) == 0.5
+    assert weight_difference(WEIGHTS | {"bn.running_mean": torch.ones(2)}, WEIGHTS) == 0.0
+
+
+def test_table_and_notes_of_outcomes() -> None:
+    def mode(name: str, missing: str = "") -> Mode:
+        return Mode(name, (), (), 8, f"use of {name}", missing)
+
+    other = Outcome([2.0, 1.25], WEIGHTS, 90.4, 51.0)
+    lines = table([mode("one"), mode("dp", "needs two"), mode("ddp")], [ONE, None, other]).splitlines()
+    assert lines[0].split() == ["at", "once", "first", "loss", "losses", "weights", "img/s", "MiB", "good", "for"]
+    assert lines[1].split()[:8] == ["one", "8", "-", "-", "-", "100", "50", "use"]
+    assert lines[2].split()[:7] == ["dp", *"------"] and lines[2].endswith("not run: needs two")
+    assert lines[3].split()[:7] == ["ddp", "8", "0.0e+00", "2.5e-01", "0.0e+00", "90", "51"]
+    without = Outcome(ONE.losses, {"conv.weight": WEIGHTS["conv.weight"]}, 100.0, 50.0)
+    assert ("no BatchNorm" in notes([ONE]), "no BatchNorm" in notes([without])) == (False, True)
+
+
+@pytest.mark.parametrize("model", ["plain", pytest.param("noisy", marks=pytest.mark.nightly)])
+def test_accumulation_changes_the_result_only_with_batch_norm(digits: Path, tmp_path: Path, model: str) -> None:
+    """A batch at once, and in four parts: BatchNorm sees 64 images, then 16."""
+    outcomes = []
+    for name, micro_batch in (("one", "null"), ("parts", 16)):
+        changes = {"train__max_steps": 4, "train__global_batch_size": 64, "train__micro_batch_size": micro_batch}
+        kwargs = {"model__kwargs": "{dropout: 0.0}"} if model == "noisy" else {}
+        train_here(arguments(digits, tmp_path / name, model, **changes, **kwargs))
+        outcomes.append(read_outcome(tmp_path / name))
+    one, parts = outcomes
+    assert one.losses == losses(tmp_path / "one") and one.images_per_sec > 0 and one.memory_mib > 10
+    differences = [
+        loss_difference(one.losses[:1], parts.losses[:1]),
+        loss_difference(one.losses, parts.losses),
+        weight_difference(one.weights, parts.weights),
+    ]
+    if model == "plain":
+        assert max(differences) < 1e-5
+    else:
+        assert min(differences) > 1e-4
