@@ -1,135 +1,80 @@
-"""`${section.key}` in values, resolved by OmegaConf once all layers are merged.
+"""`${section.key}` in values: replaced once all layers are merged, before types are checked.
 
-Owns which forms are allowed: a key of the config that holds one value or a list. Refuses resolvers (`${oc.env:HOME}`
-and anything else with a colon), since what they bring in would stand in the dump, and escapes. `${` in a value is
-always an interpolation. Called by `load` only.
+Not OmegaConf's interpolation, which also resolves environment variables (`${oc.env:HOME}`), whose values would end up
+in the saved config, and has no limit on the length of the result.
 """
 
-import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from imagenet_cls.config import keys
-from imagenet_cls.config.layers import Entry, Findings
-from imagenet_cls.errors import format_value
+from imagenet_cls.config.layers import Entry, Fault
+from imagenet_cls.errors import Problem, format_value
 from imagenet_cls.lookup import did_you_mean
 
-MAX_CHARACTERS = 10_000
-"""What a value with its interpolations resolved may hold; a few lines of nested ones can stand for gigabytes."""
+MAX_SIZE = 10_000
+"""Limit on the characters of a value with interpolations; a few lines of nested ones could expand to gigabytes."""
 MAX_CHAIN = 20
 
-_ALLOWED = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
-_RESOLVER = re.compile(r"\$\{\s*([^{}:$]*):")
+_REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
-def texts(value: Any) -> Iterator[str]:
-    """Every text in a value, at any depth, keys of dicts included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from texts(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from texts(item)
-
-
-def nested(entries: dict[keys.KeyPath, Entry]) -> dict[str, Any]:
-    """Flat entries as nested plain dictionaries."""
-    whole: dict[str, Any] = {}
+def interpolate(entries: dict[keys.KeyPath, Entry]) -> tuple[dict[keys.KeyPath, Entry], list[Fault]]:
+    """The entries with every `${section.key}` replaced, and the faults. Entries that can't be resolved are left out."""
+    resolver, resolved, faults = _Resolver(entries), {}, []
     for path, entry in entries.items():
-        inner = whole
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[path[-1]] = entry.value
-    return whole
+        try:
+            resolved[path] = Entry(resolver.value(path), entry.origin)
+        except LookupError as error:
+            faults.append(Fault(entry.origin, Problem(".".join(path), str(error.args[0]))))
+    return resolved, faults
 
 
-def interpolate(entries: dict[keys.KeyPath, Entry], findings: Findings) -> dict[keys.KeyPath, Entry]:
-    """The entries with every `${section.key}` replaced. What cannot be replaced goes to `findings` and is left out."""
-    with_dollar = {path for path, entry in entries.items() if any("${" in text for text in texts(entry.value))}
-    if not with_dollar:
-        return entries
-    targets = {".".join(path): path for path in entries}
-    lengths: dict[keys.KeyPath, float] = {}
-    faults = {path: _fault(path, entries[path], targets) for path in with_dollar}
-    for path in with_dollar:
-        if _length(path, entries, targets, lengths, ()) > MAX_CHARACTERS:
-            faults[path] = (
-                faults[path] or f"{format_value(entries[path].value)} leads back to itself, or to far too much text"
-            )
-    whole = OmegaConf.create(nested({path: entry for path, entry in entries.items() if not faults.get(path)}))
-    resolved = {path: entry for path, entry in entries.items() if path not in with_dollar}
-    for path in (path for path in entries if path in with_dollar):
-        message = faults[path]
-        if not message:
-            try:
-                value = _select(whole, path)
-                message = (
-                    ""
-                    if not any("${" in text for text in texts(value))
-                    else f"{format_value(value)} holds a '${{' again"
-                )
-            except OmegaConfBaseException as error:
-                message = f"{format_value(entries[path].value)} can't be resolved: {str(error).splitlines()[0]}"
-        if message:
-            findings.add(entries[path].origin, ".".join(path), message)
-        else:
-            resolved[path] = Entry(value, entries[path].origin)
-    return {path: resolved[path] for path in entries if path in resolved}
+class _Resolver:
+    """Resolves each entry once. Its methods raise LookupError with a message for the user."""
 
+    def __init__(self, entries: dict[keys.KeyPath, Entry]):
+        self.entries = entries
+        self.by_key = {".".join(path): path for path in entries}
+        self.resolved: dict[keys.KeyPath, Any] = {}
 
-def _fault(path: keys.KeyPath, entry: Entry, targets: dict[str, keys.KeyPath]) -> str:
-    """What is wrong with the interpolations of one value as they are written; "" for nothing."""
-    if len(path) == 2 and path[0] in keys.components() and path[1] == "name":
-        return f"{format_value(entry.value)}: a component's name can't be interpolated, since its defaults hang on it"
-    for text in texts(entry.value):
-        rest = _ALLOWED.sub("", text)
-        resolver = _RESOLVER.search(rest)
-        if resolver:
-            name = resolver.group(1).strip()
-            return f"the resolver {name!r} in {format_value(text)} is refused; only ${{section.key}} is allowed"
-        if "${" in rest:
-            return f"{format_value(text)} is refused; '${{' begins ${{section.key}}, and nothing else is allowed"
-        for name in _ALLOWED.findall(text):
-            if name not in targets:
-                inside = any(target.startswith(name + ".") for target in targets)
-                what = (
-                    "is a section; name one of its keys"
-                    if inside
-                    else f"is no key with a value{did_you_mean(name, targets)}"
-                )
-                return f"${{{name}}} {what}"
-    return ""
+    def value(self, path: keys.KeyPath, chain: tuple[keys.KeyPath, ...] = ()) -> Any:
+        raw = self.entries[path].value
+        if path in chain or len(chain) > MAX_CHAIN:
+            raise LookupError(f"{format_value(raw)} refers back to itself")
+        if path not in self.resolved:
+            if path[-1:] == ("name",) and path[0] in keys.components() and len(path) == 2 and "${" in str(raw):
+                raise LookupError(f"{format_value(raw)}: a component's name can't be interpolated")
+            self.resolved[path] = self._replaced(raw, (*chain, path))
+        return self.resolved[path]
 
+    def _replaced(self, value: Any, chain: tuple[keys.KeyPath, ...]) -> Any:
+        if "${" not in str(value):
+            return value
+        if isinstance(value, dict):
+            return dict(zip(value, self._replaced([*value.values()], chain), strict=True))
+        is_text = isinstance(value, str)
+        if is_text and (whole := _REFERENCE.fullmatch(value)):
+            return self._target(whole[1], chain)
+        parts, size = [], 0
+        for n, part in enumerate(_REFERENCE.split(value) if is_text else value):  # of a text: text and names in turn
+            if not is_text:
+                part = self._replaced(part, chain)
+            elif n % 2:
+                part = str(self._target(part, chain))
+            elif "${" in part:
+                raise LookupError(f"{format_value(value)} is not allowed; only ${{section.key}} is, without resolvers")
+            parts.append(part)
+            size += len(str(part))
+            if size > MAX_SIZE:
+                raise LookupError(f"{format_value(value)} expands to more than {MAX_SIZE} characters")
+        if is_text and "${" in "".join(parts):
+            raise LookupError(f"{format_value(value)} has a '${{' after interpolation")
+        return "".join(parts) if is_text else parts
 
-def _length(
-    path: keys.KeyPath,
-    entries: dict[keys.KeyPath, Entry],
-    targets: dict[str, keys.KeyPath],
-    known: dict[keys.KeyPath, float],
-    chain: tuple[keys.KeyPath, ...],
-) -> float:
-    """Characters in a value once resolved, without resolving it; infinite for a circle or too long a chain."""
-    if path in chain or len(chain) > MAX_CHAIN:
-        return math.inf
-    if path not in known:
-        total: float = 0
-        for text in texts(entries[path].value):
-            names = [name for name in _ALLOWED.findall(text) if name in targets]
-            total += len(text) + sum(_length(targets[name], entries, targets, known, (*chain, path)) for name in names)
-        known[path] = total
-    return known[path]
-
-
-def _select(whole: DictConfig, path: keys.KeyPath) -> Any:
-    """One resolved value out of the whole, plain. By parts and not by dotted text: a part may hold dots."""
-    inner: Any = whole
-    for part in path:
-        inner = inner[part]
-    return OmegaConf.to_container(inner, resolve=True) if OmegaConf.is_config(inner) else inner
+    def _target(self, name: str, chain: tuple[keys.KeyPath, ...]) -> Any:
+        if name in self.by_key:
+            return self.value(self.by_key[name], chain)
+        if any(key.startswith(f"{name}.") for key in self.by_key):
+            raise LookupError(f"${{{name}}} is a section; name one of its keys")
+        raise LookupError(f"${{{name}}} is not a key with a value{did_you_mean(name, self.by_key)}")

@@ -1,9 +1,4 @@
-"""The schema, looked at as data: which keys there are, of which types, with which defaults.
-
-Owns reflection over `schema`: dotted keys, type hints, and the words in which a type is explained to a user. Knows no
-file, no layer and no value that a user gave. Called by `reader` (types of scalars), `layers` (known keys), `load`,
-`check`, `document`.
-"""
+"""The schema as data: which keys there are, with which types, defaults and metadata."""
 
 import dataclasses
 import types
@@ -11,23 +6,18 @@ import typing
 from functools import cache
 from typing import Any, Literal
 
+from imagenet_cls.config.fields import KeyInfo
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import format_value
 from imagenet_cls.lookup import nearest
 
 KeyPath = tuple[str, ...]
-"""The parts of a dotted key. Parts of kwargs may themselves contain dots, so this, not the dotted text, is the
-identity.
-"""
-
-
-REMOVED: tuple[KeyPath, KeyPath] = (("data", "on_bad_image"), ("data", "manifest"))
-"""Keys of older configs that are still read, in favour of `data.exclude`."""
+"""The parts of a key. Not the dotted text, since names in kwargs may contain dots."""
 
 
 @cache
 def sections() -> dict[KeyPath, type]:
-    """Every section, by its path, and the dataclass that it becomes. The whole config is the section `()`."""
+    """The dataclass of every section, by its path; `()` is the whole config."""
     found: dict[KeyPath, type] = {}
 
     def add(path: KeyPath, section: type) -> None:
@@ -42,10 +32,7 @@ def sections() -> dict[KeyPath, type]:
 
 @cache
 def leaves() -> dict[KeyPath, Any]:
-    """Every key that holds a value, by its path, and its type hint; `kwargs` are leaves of type `dict[str, Any]`.
-
-    In the order of the schema, those at the top level last, as they stand there.
-    """
+    """The type hint of every key that holds a value, in the order of the schema; `kwargs` are `dict[str, Any]`."""
     in_order = [*(item for item in sections().items() if item[0]), ((), Config)]
     return {
         (*path, name): hint
@@ -63,41 +50,38 @@ def components() -> tuple[str, ...]:
     )
 
 
-_FLAGS = {
-    "per_machine": (
-        "data.root", "data.exclude", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "device",
-        "expect", "imports", "log.tensorboard", "log.plots", "model.checkpoint", "model.pretrained",
-        "distill.teacher.checkpoint", "distill.teacher.pretrained", "parallel.init_method", "parallel.timeout_sec",
-    ),
-    "not_recipe": (
-        "checkpoint", "log", "expect", "device", "imports", "eval.batch_size", "eval.every_epochs", "data.root",
-        "data.exclude", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "train.max_steps",
-        "train.max_nonfinite_steps", "train.deterministic", "train.compile", "train.grad_checkpointing",
-        "train.micro_batch_size", "parallel.mode", "parallel.device_ids", "parallel.output_device",
-        "parallel.backend", "parallel.init_method", "parallel.timeout_sec", "parallel.check_every_steps",
-        "model.pretrained", "model.checkpoint", "distill.teacher.pretrained", "distill.teacher.checkpoint",
-    ),
-}  # fmt: skip
+@cache
+def _field(path: KeyPath) -> "dataclasses.Field[Any]":
+    return next(field for field in dataclasses.fields(sections()[path[:-1]]) if field.name == path[-1])
+
+
+def info(path: KeyPath) -> KeyInfo:
+    """The metadata of a key or section."""
+    return _field(path).metadata.get("info", KeyInfo())
 
 
 @cache
 def keys_with(flag: Literal["per_machine", "not_recipe"]) -> frozenset[str]:
-    """The dotted keys that have a flag. per_machine: machines may differ in them. not_recipe: not compared on resume,
-    since they change how fast, where or how visibly a run goes, but not what it computes."""
-    flagged = _FLAGS[flag]
-    return frozenset(key for key in map(".".join, leaves()) if key in flagged or key.partition(".")[0] in flagged)
+    """The dotted keys with a flag, stated at the key or at a section around it.
+
+    per_machine: the machines of a run may differ in it. not_recipe: it is not compared on resume, since it changes how
+    fast, where or how visibly a run computes, but not what.
+    """
+
+    def has(found: KeyInfo) -> bool:
+        return found.per_machine if flag == "per_machine" else not found.recipe
+
+    return frozenset(".".join(path) for path in leaves() if any(has(info(path[:n])) for n in range(1, len(path) + 1)))
 
 
 def default_of(path: KeyPath) -> Any:
-    """The schema's default of a leaf; `dataclasses.MISSING` never: `optimizer.lr`, which has none, has omegaconf's
-    `???`.
-    """
-    field = next(field for field in dataclasses.fields(sections()[path[:-1]]) if field.name == path[-1])
+    """The schema's default of a leaf; omegaconf's `???` for `optimizer.lr`, which has none."""
+    field = _field(path)
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def value_of(config: Config, path: KeyPath) -> Any:
-    """A leaf's value, or a section."""
+    """The value of a leaf, or a section."""
     value: Any = config
     for name in path:
         value = getattr(value, name)
@@ -105,7 +89,7 @@ def value_of(config: Config, path: KeyPath) -> Any:
 
 
 def is_kwargs(hint: Any) -> bool:
-    """Whether a leaf holds free keyword arguments, which merge key by key."""
+    """Whether a leaf holds keyword arguments, which merge key by key."""
     return typing.get_origin(hint) is dict
 
 
@@ -118,56 +102,47 @@ def split_optional(hint: Any) -> tuple[Any, bool]:
 
 
 def is_text(hint: Any) -> bool:
-    """Whether a key holds text or one of some words, so that what was written counts as it stands (`no`, `1e3`)."""
+    """Whether a key holds text or one of several words, so that a scalar counts as written (`no`, `1e3`)."""
     bare, _ = split_optional(hint)
     return bare is str or typing.get_origin(bare) is Literal
 
 
 def element_hint(hint: Any) -> Any:
-    """What the items of a list of this type are; `Any` for anything that is not a list."""
+    """The type of a list's items; `Any` for other types."""
     bare, _ = split_optional(hint)
     return typing.get_args(bare)[0] if typing.get_origin(bare) is list else Any
 
 
-def words_of(hint: Any) -> str:
-    """A type in a user's words, to stand behind "is not": `a number`, `one of auto, fp32`, `true or false or null`."""
+def describe_type(hint: Any) -> str:
+    """A type as text for an error: `a number`, `one of auto, fp32`, `true or false or null`."""
     bare, optional = split_optional(hint)
-    plain = {
-        float: "a number",
-        int: "a whole number",
-        bool: "true or false",
-        str: "text",
-        list[float]: "a list of numbers",
-        list[int]: "a list of whole numbers",
-    }
+    plain = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+    lists = {float: "a list of numbers", int: "a list of whole numbers", str: "a list of texts"}
     if typing.get_origin(bare) is Literal:
-        words = f"one of {', '.join(map(str, typing.get_args(bare)))}"
+        text = f"one of {', '.join(map(str, typing.get_args(bare)))}"
     elif is_kwargs(bare):
-        words = "a mapping `{name: value}`"
+        text = "a mapping `{name: value}`"
     else:
-        words = plain.get(bare, "a list of texts")
-    return f"{words} or null" if optional else words
+        text = plain[bare] if bare in plain else lists[element_hint(bare)]
+    return f"{text} or null" if optional else text
 
 
 def unknown_key(path: KeyPath) -> tuple[str, KeyPath | None]:
     """The message for a key that does not exist, and the key that was probably meant, if any.
 
-    The nearest names of the same section are offered; else keys of that very name elsewhere (`lr` at the top level is
-    `optimizer.lr`); else the section's keys are listed.
+    Suggests similar names of the same section, else keys of the same name in other sections (`lr` at the top level:
+    `optimizer.lr`); without either, lists the section's keys.
     """
     section, name = path[:-1], path[-1]
+    message = f"unknown key {format_value('.'.join(path))}"
     if (*section, *name.split(".")) in leaves():
         nested = ": {".join(name.split(".")) + ": ..." + "}" * name.count(".")
-        return (
-            f"unknown key {format_value('.'.join(path))}; dots are for the command line, in a file write {nested}",
-            None,
-        )
+        return f"{message}; dots are for the command line, in a file write {nested}", None
     names = [field.name for field in dataclasses.fields(sections()[section])]
     found = [(*section, near) for near in nearest(name, names)]
     found = found or [known for known in [*leaves(), *sections()] if known and known[-1] == name][:3]
-    message = f"unknown key {format_value('.'.join(path))}"
     if found:
         return f"{message}; did you mean {' or '.join(repr('.'.join(known)) for known in found)}?", found[0]
     if "kwargs" in names:
-        message += f"; arguments of its own go into {'.'.join(section)}.kwargs"
+        message += f"; further arguments belong in {'.'.join(section)}.kwargs"
     return f"{message} (allowed: {', '.join(names)})", None

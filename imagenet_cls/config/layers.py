@@ -1,11 +1,7 @@
 """Layers and how they merge: schema defaults < `_base_` files < the file < the command line.
 
-Owns which keys a layer may hold, inheritance by `_base_`, command-line words, and the reset of a component's section
-when its name changes. Does not look at values: types are `load`'s, ranges `check`'s. Called by `load` only.
-
-A layer is flat, a dictionary from path to value, so that every value keeps its own origin and merging is putting one
-dictionary over another. Nothing is raised here for what is wrong in a layer; it is noted in `Findings`, so that all of
-it is reported at once.
+A layer is flat, path -> value, so that each value keeps its origin. Faults are collected and not raised, so that all
+of them are reported at once. Types and ranges are checked after merging (`load`, `check`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,311 +12,271 @@ from typing import Any
 import yaml
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.origin import Origin, format_line, real_path, shown_path
+from imagenet_cls.config.origin import DEFAULT, Origin, real_path, shown_path
 from imagenet_cls.config.reader import UnreadableError
-from imagenet_cls.config.schema import COMPONENT_DEFAULTS, KWARGS_OF
-from imagenet_cls.errors import Problem, format_value
+from imagenet_cls.config.schema import COMPONENT_DEFAULTS, KWARGS_OF, REMOVED
+from imagenet_cls.errors import Problem, format_value, shorten
 from imagenet_cls.lookup import nearest
 
 BASE = "_base_"
-DEFAULT = Origin("default")
 MAX_BASES = 50
-"""How many files a file may name as its bases, and how long a chain of them may be."""
+"""Limit on the bases of a file, and on the length of a chain of them."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One value and where it was written."""
+    """A value and where it was written."""
 
     value: Any
     origin: Origin
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A problem and its place.
+
+    meant: the key whose value is unknown because of it, "" for that of the problem. is_fatal: whether a whole file is
+    missing from the layers, so that further checks make no sense.
+    """
+
+    origin: Origin | None
+    problem: Problem
+    meant: str = ""
+    is_fatal: bool = False
+
+    def affects(self, key: str) -> bool:
+        """Whether the value of `key` is unknown, as it or a section around it is at fault."""
+        wrong = self.meant or self.problem.key
+        return bool(wrong) and (key == wrong or key.startswith(f"{wrong}."))
+
+
 @dataclass
 class Layer:
-    """What one file, or the command line, says. sections: where each section that it mentions begins."""
+    """The content of one file, or of the command line. sections: where each mentioned section begins."""
 
     entries: dict[keys.KeyPath, Entry] = field(default_factory=dict)
     sections: dict[keys.KeyPath, Origin] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    def add_mapping(self, node: yaml.MappingNode, origin_of: Callable[[int], Origin], path: keys.KeyPath = ()) -> None:
+        """Add what stands in a mapping at `path`, a section or keyword arguments. origin_of: the origin of a line."""
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            at = path
+            try:
+                name = reader.key_of(key_node)
+                if name in lines:
+                    raise UnreadableError(f"key {name!r} is given twice; the first is in line {lines[name]}", line)
+                lines[name] = line
+                at = (*path, name)
+                self._add(at, value_node, origin_of(line), origin_of)
+            except UnreadableError as error:
+                self.faults.append(Fault(origin_of(error.line or line), Problem(".".join(at), error.message)))
+
+    def _add(self, path: keys.KeyPath, node: yaml.Node, origin: Origin, origin_of: Callable[[int], Origin]) -> None:
+        hint = keys.leaves().get(path)
+        inside_kwargs = any(keys.is_kwargs(keys.leaves().get(path[:n])) for n in range(1, len(path)))
+        is_section = path in keys.sections() or keys.is_kwargs(hint)
+        if is_section:
+            self.sections[path] = origin
+        if (
+            isinstance(node, yaml.MappingNode)
+            and node.tag == reader.MAP
+            and (is_section or (inside_kwargs and node.value))
+        ):
+            self.add_mapping(node, origin_of, path)
+        elif is_section:
+            self.faults.append(Fault(origin, _not_a_section(path, reader.value_of(node))))
+        elif inside_kwargs or hint is not None or ".".join(path) in REMOVED:
+            self.entries[path] = Entry(reader.value_of(node, Any if hint is None else hint), origin)
+        else:
+            message, meant = keys.unknown_key(path)
+            self.faults.append(Fault(origin, Problem("", message), ".".join(meant or path)))
 
 
-@dataclass
-class Findings:
-    """What is wrong so far, one line each.
-
-    doubtful: dotted keys whose value nobody can rely on, since they or a misspelling of them are among the problems;
-    rules about them are not checked, or one mistake would be reported twice. unreadable: whether a whole file or word
-    is missing from the layers, so that looking further makes no sense.
-    """
-
-    lines: list[str] = field(default_factory=list)
-    doubtful: set[str] = field(default_factory=set)
-    unreadable: bool = False
-
-    def in_doubt(self, key: str) -> bool:
-        """Whether `key`, or a section around it, is among the doubtful."""
-        return any(key == doubtful or key.startswith(doubtful + ".") for doubtful in self.doubtful)
-
-    def add(self, origin: Origin | None, key: str, message: str, doubtful: str = "") -> None:
-        """Note a problem with `key`; `doubtful` where another key than that is put in doubt."""
-        self.lines.append(format_line(origin, Problem(key, message)))
-        self.doubtful.add(doubtful or key)
+def _not_a_section(path: keys.KeyPath, value: Any) -> Problem:
+    key = ".".join(path)
+    remedy = f"write keys below it, such as {key}.NAME: value"
+    if (*path, "name") in keys.leaves() and isinstance(value, str):
+        remedy = f"did you mean {key}.name: {value}?"
+    return Problem(key, f"{format_value(value)} is given for a section; {remedy}")
 
 
-def _may_be_a_path(text: str) -> bool:
-    return bool(text) and "\0" not in text
+def tree_layer(node: yaml.MappingNode, origin: Origin) -> Layer:
+    """The layer of a node tree that has one origin as a whole: an override, a stored config."""
+    layer = Layer()
+    layer.add_mapping(node, lambda line: origin)
+    return layer
+
+
+def file_layers(path: Path) -> list[Layer]:
+    """The layers of a file: those of its bases, depth first, then its own. A file that is reached twice counts once, at
+    its first place. Raises FileNotFoundError if `path` itself is missing."""
+    return _FileReader().layers(path, ())
 
 
 def near_files(path: Path) -> str:
-    """A clause that offers the config files most like a path that does not exist; "" where there are none."""
+    """A clause that suggests config files with a name like that of a missing one; "" if there are none."""
     folder = path.parent if path.parent.is_dir() else Path("configs")
     there = sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
     near = nearest(path.name if path.suffix else f"{path.name}.yaml", [file.name for file in there])
     if near:
         return f"; did you mean {' or '.join(repr(shown_path(folder / name)) for name in near)}?"
-    return f"; in {shown_path(folder)} there are: {', '.join(file.name for file in there[:8])}" if there else ""
+    return f"; {shown_path(folder)} has: {', '.join(file.name for file in there[:8])}" if there else ""
 
 
-class _Walker:
-    """Puts the nodes of one text into a layer. `origin_at` tells the origin of a line of that text."""
-
-    def __init__(self, layer: Layer, findings: Findings, origin_at: Callable[[int], Origin]):
-        self.layer = layer
-        self.findings = findings
-        self.origin_at = origin_at
-
-    def walk(self, node: yaml.MappingNode, path: keys.KeyPath) -> None:
-        """Take in a mapping that stands at `path`: a section, or keyword arguments at any depth."""
-        seen: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            key = ".".join(path)
-            try:
-                name = reader.key_of(key_node)
-                if name in seen:
-                    raise UnreadableError(f"key {name!r} is given twice; the first is in line {seen[name]}", line)
-                seen[name] = line
-                key = ".".join((*path, name))
-                self._take((*path, name), value_node, self.origin_at(line))
-            except UnreadableError as error:
-                self.findings.add(self.origin_at(error.line or line), key, error.message)
-
-    def _take(self, path: keys.KeyPath, node: yaml.Node, origin: Origin) -> None:
-        hint = keys.leaves().get(path)
-        inside_kwargs = any(keys.is_kwargs(keys.leaves().get(path[:length])) for length in range(1, len(path)))
-        if path in keys.sections() or keys.is_kwargs(hint):
-            self.layer.sections[path] = origin
-            if isinstance(node, yaml.MappingNode) and node.tag == reader.MAP:
-                self.walk(node, path)
-            else:
-                self._not_a_section(path, reader.value_of(node), origin)
-        elif inside_kwargs and isinstance(node, yaml.MappingNode) and node.tag == reader.MAP and node.value:
-            self.walk(node, path)
-        elif path in keys.REMOVED:
-            self.layer.entries[path] = Entry(reader.value_of(node, str), origin)
-        elif inside_kwargs or hint is not None:
-            self.layer.entries[path] = Entry(reader.value_of(node, hint if hint is not None else Any), origin)
-        else:
-            message, meant = keys.unknown_key(path)
-            self.findings.add(origin, "", message, doubtful=".".join(meant or path))
-
-    def _not_a_section(self, path: keys.KeyPath, value: Any, origin: Origin) -> None:
-        key = ".".join(path)
-        if value is None:
-            remedy = "write keys below it, or leave it out"
-        elif (*path, "name") in keys.leaves() and isinstance(value, str):
-            remedy = f"did you mean {key}.name: {value}?"
-        else:
-            remedy = f"it holds keys: {key}.NAME: value"
-        self.findings.add(origin, key, f"{format_value(value)} stands where a section is expected; {remedy}")
-
-
-def tree_layer(node: yaml.MappingNode, origin: Origin, findings: Findings) -> Layer:
-    """The layer of a node tree that has one origin as a whole: a command-line word, a stored config."""
-    layer = Layer()
-    _Walker(layer, findings, lambda line: origin).walk(node, ())
-    return layer
-
-
-def file_layers(path: Path, findings: Findings) -> list[Layer]:
-    """The layers of a file: those of its bases, depth first, then its own. A file that is reached twice counts once, at
-    its
-    first place. Raises FileNotFoundError where `path` itself is not there; all else goes to `findings`."""
-    return _FileReader(findings).layers(path, ())
+def _fatal(origin: Origin, message: str) -> Layer:
+    return Layer(faults=[Fault(origin, Problem("", message), is_fatal=True)])
 
 
 class _FileReader:
-    def __init__(self, findings: Findings):
-        self.findings = findings
+    def __init__(self) -> None:
         self.done: set[Path] = set()
 
     def layers(self, path: Path, chain: tuple[Path, ...]) -> list[Layer]:
-        origin = Origin(shown_path(path), path)
+        shown = shown_path(path)
         try:
             root = reader.parse(reader.read_text(path))
         except UnreadableError as error:
-            self._unreadable(Origin(origin.layer, path, error.line), error.message)
-            return []
+            return [_fatal(Origin(shown, path, error.line), error.message)]
         self.done.add(real_path(path))
-        if root is None:  # an empty file says nothing, which is allowed: comments only, say
+        if root is None:  # an empty file is an empty layer
             return []
         if not isinstance(root, yaml.MappingNode) or root.tag != reader.MAP:
-            self._unreadable(origin, "holds no mapping; a config is made of `section:` and, below it, `key: value`")
-            return []
-        base_nodes = [pair for pair in root.value if getattr(pair[0], "value", None) == BASE]
+            return [_fatal(Origin(shown, path), "is not a mapping; write `section:` and, below it, `key: value`")]
+        bases = [pair for pair in root.value if getattr(pair[0], "value", None) == BASE][:1]
         layers = []
-        for key_node, value_node in base_nodes[:1]:
-            layers += self._bases(path, key_node.start_mark.line + 1, value_node, (*chain, path))
-        own = yaml.MappingNode(reader.MAP, [pair for pair in root.value if pair not in base_nodes[:1]])
+        for key_node, value_node in bases:
+            layers += self._bases(Origin(shown, path, key_node.start_mark.line + 1), value_node, (*chain, path))
         layer = Layer()
-        _Walker(layer, self.findings, lambda line: Origin(origin.layer, path, line)).walk(own, ())
+        own = yaml.MappingNode(reader.MAP, [pair for pair in root.value if pair not in bases])
+        layer.add_mapping(own, lambda line: Origin(shown, path, line))
         return [*layers, layer]
 
-    def _bases(self, path: Path, line: int, node: yaml.Node, chain: tuple[Path, ...]) -> list[Layer]:
-        origin = Origin(shown_path(path), path, line)
+    def _bases(self, origin: Origin, node: yaml.Node, chain: tuple[Path, ...]) -> list[Layer]:
         try:
             value = reader.value_of(node, str)
         except UnreadableError as error:
-            self._unreadable(origin, error.message)
-            return []
+            return [_fatal(origin, error.message)]
         names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) and _may_be_a_path(name) for name in names):
-            self._unreadable(origin, f"{BASE}: {format_value(value)} is not a path or a list of paths")
-            return []
+        if not isinstance(names, list) or not all(
+            isinstance(name, str) and name and "\0" not in name for name in names
+        ):
+            return [_fatal(origin, f"{BASE}: {format_value(value)} is not a path or a list of paths")]
         if len(names) > MAX_BASES or len(chain) > MAX_BASES:
-            self._unreadable(origin, f"{BASE}: more than {MAX_BASES} files; let one stand for several")
-            return []
+            return [_fatal(origin, f"{BASE}: more than {MAX_BASES} files")]
         layers: list[Layer] = []
         known = [real_path(file) for file in chain]
         for name in names:
-            base = path.parent / name
+            base = chain[-1].parent / name
             if real_path(base) in known:
-                circle = [*chain[known.index(real_path(base)) :], base]
-                self._unreadable(origin, f"{BASE}: a circle: {' -> '.join(shown_path(file) for file in circle)}")
+                circle = " -> ".join(map(shown_path, [*chain[known.index(real_path(base)) :], base]))
+                layers.append(_fatal(origin, f"{BASE}: a circle: {circle}"))
             elif real_path(base) not in self.done:
                 try:
                     layers += self.layers(base, chain)
                 except FileNotFoundError:
-                    self._unreadable(origin, f"{BASE}: no file {shown_path(base)}{near_files(base)}")
+                    layers.append(_fatal(origin, f"{BASE}: no file {shown_path(base)}{near_files(base)}"))
         return layers
 
-    def _unreadable(self, origin: Origin, message: str) -> None:
-        self.findings.add(origin, "", message)
-        self.findings.unreadable = True
 
+def command_line_layer(overrides: Sequence[str]) -> Layer:
+    """One layer of all `key.sub=value` arguments. The value is YAML, and nothing after `=` is null.
 
-def command_line_layer(words: Sequence[str], findings: Findings) -> Layer:
-    """One layer of all `key.sub=value` words; values are YAML, and nothing behind `=` is null.
-
-    Words have no order, so that a key that is given twice is an error and not a matter of which came last.
+    Overrides have no order, so a key that is given twice is an error.
     """
     whole = Layer()
-    for word in words:
-        origin = Origin(f"command line {word!r}" if len(word) <= 100 else f"command line {word[:97] + '...'!r}")
-        key, equals, text = word.partition("=")
+    for text in overrides:
+        origin = Origin(f"command line {shorten(text, 100)!r}")
+        key, equals, value = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
-            findings.add(origin, "", "is not of the form key=value, such as optimizer.lr=0.1")
+            whole.faults.append(Fault(origin, Problem("", "is not of the form key=value, such as optimizer.lr=0.1")))
             continue
         try:
-            node = reader.parse(text) or yaml.ScalarNode(reader.NULL, "", yaml.Mark("", 0, 0, 0, None, None))
+            node = reader.parse(value) or yaml.ScalarNode(reader.NULL, "", yaml.Mark("", 0, 0, 0, None, None))
         except UnreadableError as error:
-            findings.add(origin, key, f"{error.message} (the value is read as YAML: put quotes around text)")
+            message = f"{error.message} (the value is read as YAML: put quotes around text)"
+            whole.faults.append(Fault(origin, Problem(key, message)))
             continue
         for name in reversed(parts):
             key_node = yaml.ScalarNode(reader.STR, name, node.start_mark)
             node = yaml.MappingNode(reader.MAP, [(key_node, node)], node.start_mark)
         assert isinstance(node, yaml.MappingNode)  # `parts` is never empty
-        part = tree_layer(node, origin, findings)
+        part = tree_layer(node, origin)
         for path, entry in part.entries.items():
             rivals = [other for other in whole.entries if other[: len(path)] == path[: len(other)]]
             if rivals:
-                findings.add(origin, ".".join(path), f"is given twice: {whole.entries[rivals[0]].origin}; keep one")
+                message = f"is given twice: {whole.entries[rivals[0]].origin}; keep one"
+                whole.faults.append(Fault(origin, Problem(".".join(path), message)))
             else:
                 whole.entries[path] = entry
         whole.sections.update(part.sections)
+        whole.faults += part.faults
     return whole
 
 
 @dataclass
 class Merged:
-    """All layers, one over the other.
-
-    resets: for a section whose component changed, the names before and after. heights: which layer wrote a value,
-    counted from 1 upwards; what is at a default is not among them.
-    """
+    """All layers merged. renamed: for a section whose component changed, the names before and after."""
 
     entries: dict[keys.KeyPath, Entry]
-    sections: dict[keys.KeyPath, Origin]
-    resets: dict[str, tuple[str, str]]
-    heights: dict[keys.KeyPath, int] = field(default_factory=dict)
+    sections: dict[keys.KeyPath, Origin] = field(default_factory=dict)
+    renamed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
-def _component_entries(section: str, name: Any) -> dict[keys.KeyPath, Entry]:
-    """The defaults of a component's section: the schema's, and over them the component's own."""
+def _defaults(section: str, name: Any) -> dict[keys.KeyPath, Entry]:
+    """The defaults of a component's section: the schema's, and over them the component's."""
     entries = {
         path: Entry(keys.default_of(path), DEFAULT)
         for path, hint in keys.leaves().items()
         if path[0] == section and not keys.is_kwargs(hint)
     }
     own = COMPONENT_DEFAULTS.get(section, {}).get(name, {}) if isinstance(name, str) else {}
-    origin = Origin(f"default of {name}")
-    for key, value in own.items():
-        if isinstance(value, dict):
-            entries.update({(section, key, kwarg): Entry(item, origin) for kwarg, item in value.items()})
-        else:
-            entries[(section, key)] = Entry(value, origin)
+    for key, values in own.items():
+        for kwarg, value in values.items():
+            entries[(section, key, kwarg)] = Entry(value, Origin(f"default of {name}"))
     return entries
 
 
 def merge(layers: Iterable[Layer]) -> Merged:
-    """Put the layers over the schema's defaults, lowest first."""
-    merged = Merged({}, {}, {})
-    for path in keys.leaves():
-        if len(path) == 1 or path[0] not in keys.components():
-            merged.entries[path] = Entry(keys.default_of(path), DEFAULT)
+    """Merge the layers over the schema's defaults, lowest first."""
+    merged = Merged({path: Entry(keys.default_of(path), DEFAULT) for path in keys.leaves()})
     for section in keys.components():
-        merged.entries.update(_component_entries(section, keys.default_of((section, "name"))))
-    heights: dict[keys.KeyPath, int] = {}
-    for height, layer in enumerate(layers, 1):
-        heights |= dict.fromkeys(layer.entries, height)
-        for section in keys.components():
-            _reset_if_renamed(merged, layer, section)
-        for name, kwargs in KWARGS_OF.items():
-            _forget_kwargs_if_renamed(merged, layer, tuple(name.split(".")), tuple(kwargs.split(".")))
+        _reset(merged, (section,), _defaults(section, keys.default_of((section, "name"))))
+    for layer in layers:
+        for name in [f"{section}.name" for section in keys.components()] + [*KWARGS_OF]:
+            path = tuple(name.split("."))
+            before, new = merged.entries[path].value, layer.entries.get(path)
+            if new is None or new.value == before:
+                continue
+            if name in KWARGS_OF:
+                kwargs = tuple(KWARGS_OF[name].split("."))
+                _reset(merged, kwargs, {kwargs: Entry({}, DEFAULT)})
+            else:
+                _reset(merged, path[:1], _defaults(path[0], new.value))
+                merged.renamed[path[0]] = (before, new.value)
         for path, entry in layer.entries.items():
             _put(merged.entries, path, entry)
         merged.sections.update(layer.sections)
-    schema_order = {path: place for place, path in enumerate(keys.leaves())}
-    in_order = sorted(merged.entries, key=lambda path: schema_order.get(path, schema_order.get(path[:2], 0)))
+    order = {path: place for place, path in enumerate(keys.leaves())}
+    in_order = sorted(merged.entries, key=lambda path: order.get(path, order.get(path[:2], 0)))
     merged.entries = {path: merged.entries[path] for path in in_order}
-    merged.heights = {path: heights[path] for path in in_order if not merged.entries[path].origin.is_default}
     return merged
 
 
-def _reset_if_renamed(merged: Merged, layer: Layer, section: str) -> None:
-    path = (section, "name")
-    before, new = merged.entries[path].value, layer.entries.get(path)
-    if new is None or new.value == before:
-        return
-    kept = {other: entry for other, entry in merged.entries.items() if other[0] != section}
-    merged.entries = {**kept, **_component_entries(section, new.value)}
-    merged.resets[section] = (str(before), str(new.value))
-
-
-def _forget_kwargs_if_renamed(merged: Merged, layer: Layer, name: keys.KeyPath, kwargs: keys.KeyPath) -> None:
-    new = layer.entries.get(name)
-    if new is not None and new.value != merged.entries[name].value:
-        for path in [path for path in merged.entries if path[: len(kwargs)] == kwargs]:
-            del merged.entries[path]
-        merged.entries[kwargs] = Entry(keys.default_of(kwargs), DEFAULT)
+def _reset(merged: Merged, section: keys.KeyPath, entries: dict[keys.KeyPath, Entry]) -> None:
+    """Replace everything below `section` by `entries`."""
+    kept = {path: entry for path, entry in merged.entries.items() if path[: len(section)] != section}
+    merged.entries = {**kept, **entries}
 
 
 def _put(entries: dict[keys.KeyPath, Entry], path: keys.KeyPath, entry: Entry) -> None:
-    """Set one value. Dicts in kwargs merge; anything else replaces what stood there, above or below."""
+    """Set one value. Mappings in kwargs merge; anything else replaces what is above or below its path."""
     below = [other for other in entries if len(other) > len(path) and other[: len(path)] == path]
     if entry.value == {} and below:
-        return  # an empty dict merged into a dict
+        return  # an empty mapping merged into a mapping
     for other in below:
         del entries[other]
     for length in range(2, len(path)):

@@ -1,10 +1,4 @@
-"""The front door of `config`: a path and command-line words in, a checked, plain `Config` out; and back into YAML.
-
-Owns stage 1 of checking as a whole, and the types: OmegaConf converts and checks each value by itself against the
-schema, so that every wrong one is reported and not just the first. Refuses to build a config with any problem left.
-Never imports torch. Called by `cli` (load_config), `engine` (dump_yaml for the run folder; dictionaries for
-checkpoints).
-"""
+"""Load a config: a path and overrides in, a checked `Config` of plain dataclasses out; and back into YAML."""
 
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,13 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.check import check
-from imagenet_cls.config.idle import forgotten
-from imagenet_cls.config.interpolate import interpolate, nested, texts
+from imagenet_cls.config.check import check, ineffective_keys
+from imagenet_cls.config.interpolate import interpolate
 from imagenet_cls.config.layers import (
-    DEFAULT,
     Entry,
-    Findings,
+    Fault,
+    Layer,
     Merged,
     command_line_layer,
     file_layers,
@@ -33,21 +26,21 @@ from imagenet_cls.config.layers import (
     near_files,
     tree_layer,
 )
-from imagenet_cls.config.origin import Origin, format_line, format_problems, nearest_origin, shown_path
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.origin import DEFAULT, Origin, format_line, format_problems, nearest_origin, shown_path
+from imagenet_cls.config.schema import REMOVED, Config
 from imagenet_cls.errors import ConfigError, Problem, UsageError, format_value
 from imagenet_cls.lookup import did_you_mean
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
-"""What is trained where no config is named."""
+"""The default config."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A config and where each part of it came from.
 
-    origins: by dotted key, of values and of the sections that a layer mentions. name: the file's stem, which names the
-    run folder. path: the file that was read. warnings: removed keys that were read, and keys without effect.
+    origins: by dotted key, of values and of the sections that a layer mentions. name: the file's stem, the name of the
+    run folder. path: the file. warnings: about removed keys, and about keys that are set but have no effect.
     """
 
     config: Config
@@ -60,52 +53,52 @@ class Loaded:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
     """Read, merge and check a config. None: the demo.
 
-    overrides: words `key.sub=value`, all together one layer; the value is YAML, and nothing behind `=` is null.
-    Raises UsageError where there is no such file, else ConfigError with one line for each problem, all problems at
-    once.
+    overrides: `key.sub=value` arguments, one layer; values are YAML, and nothing after `=` is null.
+    Raises UsageError if there is no such file, else ConfigError with one line for each problem, all at once.
     """
     file = DEMO if path is None else Path(path)
-    findings = Findings()
     try:
-        layers = file_layers(file, findings)
+        layers = file_layers(file)
     except FileNotFoundError:
         if path is None:
             raise UsageError("the demo config is not installed: name a config, such as configs/resnet50.yaml") from None
         raise UsageError(f"no config {shown_path(file)}{near_files(file)}") from None
-    merged = merge([*layers, command_line_layer(overrides, findings)])
-    if findings.unreadable:
-        raise ConfigError(findings.lines)
-    warnings = _replace_removed(merged)
-    config, origins = _build(merged, findings)
-    doubtful = {key for key in map(".".join, keys.leaves()) if findings.in_doubt(key)}
-    problems = check(config, doubtful, merged.heights)
-    if findings.lines or problems:
-        raise ConfigError([*findings.lines, *format_problems(problems, origins)])
-    return Loaded(config=config, origins=origins, name=file.stem, path=file, warnings=warnings)
+    layers.append(command_line_layer(overrides))
+    if any(fault.is_fatal for layer in layers for fault in layer.faults):
+        raise ConfigError([format_line(fault.origin, fault.problem) for layer in layers for fault in layer.faults])
+    config, origins, faults, warnings = _assemble(layers)
+    unknown = {key for key in map(".".join, keys.leaves()) if any(fault.affects(key) for fault in faults)}
+    lines = [format_line(fault.origin, fault.problem) for fault in faults]
+    lines += format_problems(check(config, unknown), origins)
+    if lines:
+        raise ConfigError(lines)
+    unused = [
+        Problem(key, f"{format_value(keys.value_of(config, tuple(key.split('.'))))} {reason}")
+        for key, reason in ineffective_keys(config).items()
+        if keys.value_of(config, tuple(key.split("."))) != keys.default_of(tuple(key.split(".")))
+    ]
+    return Loaded(config, origins, file.stem, file, [*warnings, *format_problems(unused, origins)])
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """A config as nested dictionaries of plain values, which JSON takes, for checkpoints."""
+    """A config as nested dictionaries of plain values, for JSON."""
     return asdict(config)
 
 
 def config_from_dict(mapping: Mapping[str, Any]) -> Config:
-    """The config that `config_to_dict` took apart. A missing key has the schema's default.
+    """The config that `config_to_dict` converted. A missing key has the schema's default.
 
-    Names and types are checked, ranges and rules are not: what once was trained must load even where a rule is newer.
+    Checks names and types but not ranges and rules, so that old checkpoints load even if a rule is newer.
     Raises ConfigError for unknown keys, wrong types and a missing learning rate.
     """
-    findings = Findings()
     try:
         node = reader.parse(reader.dump(dict(mapping)))
     except (TypeError, reader.UnreadableError) as error:
         raise ConfigError([f"the stored config can't be read: {error}"]) from None
     assert isinstance(node, yaml.MappingNode)  # a dict was dumped
-    merged = merge([tree_layer(node, Origin("the stored config"), findings)])
-    _replace_removed(merged)
-    config, _ = _build(merged, findings)
-    if findings.lines:
-        raise ConfigError(findings.lines)
+    config, _, faults, _ = _assemble([tree_layer(node, Origin("the stored config"))])
+    if faults:
+        raise ConfigError([format_line(fault.origin, fault.problem) for fault in faults])
     return config
 
 
@@ -114,91 +107,104 @@ def dump_yaml(config: Config) -> str:
     return reader.dump(config_to_dict(config))
 
 
-def _replace_removed(merged: Merged) -> list[str]:
-    """Turn data.on_bad_image and data.manifest, which are no more, into data.exclude; return a warning for each."""
-    found = {path: merged.entries.pop(path) for path in keys.REMOVED if path in merged.entries}
-    policy, manifest = (found[path].value if path in found else None for path in keys.REMOVED)
-    exclude = merged.entries[("data", "exclude")]
-    if policy == "exclude" and exclude.origin is DEFAULT:
-        value = "${data.root}/verified_images.json" if manifest is None else manifest
-        merged.entries[("data", "exclude")] = Entry(value, found[keys.REMOVED[0]].origin)
-    return [
-        format_line(entry.origin, Problem(".".join(path), "was replaced by data.exclude, the path of that list"))
-        for path, entry in found.items()
-    ]
-
-
-def _build(merged: Merged, findings: Findings) -> tuple[Config, dict[str, Origin]]:
-    """Merged layers to dataclasses. What has no value or a wrong type is noted and stays at its default; what a higher
-    layer made idle goes back to it."""
+def _assemble(layers: list[Layer]) -> tuple[Config, dict[str, Origin], list[Fault], list[str]]:
+    """Layers -> config, origins, faults and warnings. A value at fault is at its default."""
+    merged = merge(layers)
+    faults = [fault for layer in layers for fault in layer.faults]
+    warnings = _replace_removed(merged.entries)
     origins = {".".join(path): origin for path, origin in merged.sections.items()}
     origins.update({".".join(path): entry.origin for path, entry in merged.entries.items()})
-    entries = interpolate(_without_missing(merged, origins, findings), findings)
+    faults += _missing(merged, origins, faults)
+    entries = {path: entry for path, entry in merged.entries.items() if not _is_missing(entry.value)}
+    entries, unresolved = interpolate(entries)
+    faults += unresolved
     values = {path: keys.default_of(path) for path in keys.leaves()}
-    values[("optimizer", "lr")] = 0.0  # stopgap: the one key that has no default
+    values[("optimizer", "lr")] = 0.0  # a placeholder: the one key without a default
     for path, entry in entries.items():
         if path in values and entry.origin is not DEFAULT:
             try:
                 values[path] = _converted(path, entry.value)
-            except ValueError as fault:
-                findings.add(entry.origin, ".".join(path), str(fault))
-    kwargs = deepcopy(nested({path: entry for path, entry in entries.items() if path not in values}))
+            except ValueError as error:
+                faults.append(Fault(entry.origin, Problem(".".join(path), str(error))))
+    kwargs = deepcopy(_nested({path: entry.value for path, entry in entries.items() if path not in values}))
     for path, hint in keys.leaves().items():
         if keys.is_kwargs(hint):
             values[path] = reduce(lambda inner, name: inner.get(name, {}), path, kwargs)
-    idle = forgotten(_section((), values), merged.heights)
-    values.update({path: keys.default_of(path) for path in idle})
-    origins.update({".".join(path): DEFAULT for path in idle})
-    return _section((), values), origins
+    return _section((), values), origins, faults, warnings
+
+
+def _replace_removed(entries: dict[keys.KeyPath, Entry]) -> list[str]:
+    """Replace removed keys by their successors in `entries`; return a warning for each."""
+    found = {key: entries.pop(tuple(key.split("."))) for key in REMOVED if tuple(key.split(".")) in entries}
+    policy, manifest = (found.get(f"data.{name}", Entry(None, DEFAULT)) for name in ("on_bad_image", "manifest"))
+    if policy.value == "exclude" and entries[("data", "exclude")].origin is DEFAULT:
+        path = manifest.value if manifest.value is not None else "${data.root}/verified_images.json"
+        entries[("data", "exclude")] = Entry(path, policy.origin)
+    return [
+        format_line(entry.origin, Problem(key, f"was replaced by {REMOVED[key]}; see docs/config.md"))
+        for key, entry in found.items()
+    ]
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether `???`, which stands for a missing value, is in it."""
+    if isinstance(value, list | dict):
+        return any(map(_is_missing, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and value.lstrip("\\") == "???"
+
+
+def _missing(merged: Merged, origins: Mapping[str, Origin], faults: Sequence[Fault]) -> list[Fault]:
+    """A fault for each key without a value."""
+    found = []
+    for path, entry in merged.entries.items():
+        key = ".".join(path)
+        if not _is_missing(entry.value) or (entry.origin.is_default and any(fault.affects(key) for fault in faults)):
+            continue
+        message, origin = "has no value yet ('???'): set it in a config or on the command line", entry.origin
+        if entry.origin.is_default:
+            message = f"has no value and no default; set it in a config or on the command line ({key}=VALUE)"
+            if path[0] in merged.renamed:
+                before, after = merged.renamed[path[0]]
+                message = f"has no value: changing {path[0]}.name from {before!r} to {after!r} resets it; set both"
+            origin = nearest_origin(f"{path[0]}.name", origins) or entry.origin
+        found.append(Fault(origin, Problem(key, message)))
+    return found
+
+
+def _nested(flat: dict[keys.KeyPath, Any]) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for path, value in flat.items():
+        inner = whole
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+    return whole
 
 
 def _section(path: keys.KeyPath, values: Mapping[keys.KeyPath, Any]) -> Any:
-    """The dataclass of a section, those below it included."""
+    """The dataclass of a section and those below it."""
     names = [(*path, field.name) for field in fields(keys.sections()[path])]
     inner = {name[-1]: _section(name, values) if name in keys.sections() else values[name] for name in names}
     return keys.sections()[path](**inner)
 
 
-def _without_missing(merged: Merged, origins: Mapping[str, Origin], findings: Findings) -> dict[keys.KeyPath, Entry]:
-    """The entries that have a value; for `???`, which stands for none, and for a key without a default, a problem."""
-    kept = {}
-    for path, entry in merged.entries.items():
-        if not any(text.lstrip("\\") == "???" for text in texts(entry.value)):
-            kept[path] = entry
-            continue
-        key = ".".join(path)
-        if not entry.origin.is_default:
-            findings.add(entry.origin, key, "has no value yet ('???'): set it in a config or on the command line")
-            continue
-        if findings.in_doubt(key):
-            continue  # a misspelling of it is reported already
-        message = f"has no value and no default; set it in a config or on the command line ({key}=VALUE)"
-        if path[0] in merged.resets:
-            before, after = merged.resets[path[0]]
-            change = f"the change of {path[0]}.name from {before!r} to {after!r}"
-            message = f"has no value: {change} forgets it; state both together"
-        findings.add(nearest_origin(f"{path[0]}.name", origins), key, message)
-    return kept
-
-
 @cache
 def _typed_sections() -> dict[keys.KeyPath, DictConfig]:
-    """OmegaConf's view of each section of the schema, in which values are converted. To make it takes 20 ms."""
+    """OmegaConf's typed node of each section, which converts values. Built once, since that takes 20 ms or more."""
     whole: DictConfig = OmegaConf.structured(Config)
     found = {path: OmegaConf.select(whole, ".".join(path)) if path else whole for path in keys.sections()}
-    for section in found.values():  # those of frozen dataclasses are read-only
+    for section in found.values():  # sections of frozen dataclasses are read-only
         OmegaConf.set_readonly(section, False)
     return found
 
 
 def _converted(path: keys.KeyPath, value: Any) -> Any:
-    """A value as its key's type has it. Raises ValueError with what is wrong with it."""
+    """A value in its key's type. Raises ValueError with a message."""
     hint = keys.leaves()[path]
     bare, optional = keys.split_optional(hint)
     if type(value) is bare or (value is None and optional):
         return value
-    # OmegaConf takes numbers and words like 'on' for truth values, and dicts and lists of digits for text; a config
-    # does not.
+    # OmegaConf also converts numbers and texts to booleans, and dicts and lists to text: not here.
     fits = not (bare is bool and not isinstance(value, bool)) and not (bare is str and isinstance(value, list | dict))
     try:
         if fits:
@@ -209,4 +215,4 @@ def _converted(path: keys.KeyPath, value: Any) -> Any:
     except (OmegaConfBaseException, OverflowError, ValueError):
         pass
     near = did_you_mean(value, typing.get_args(bare)) if isinstance(value, str) and keys.is_text(bare) else ""
-    raise ValueError(f"{format_value(value)} is not {keys.words_of(hint)}{near}")
+    raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")

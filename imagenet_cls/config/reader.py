@@ -1,12 +1,8 @@
-"""YAML text to nodes and back: a strict, small subset, safe on text from anybody.
+"""YAML text to nodes and back: a small, strict subset that is safe for text from any source.
 
-Owns what counts as a number, a truth value and null, and what is refused: aliases (they can stand for gigabytes), tags,
-several documents, and what is larger than the limits below, which keep any file's reading under a second or two. Keeps
-each node's line, which is why nodes and not values are handed on. Called by `layers` (reading) and `load` (dumping).
-
-Differs from YAML 1.1 as PyYAML reads it, on purpose: `1e-4` is a number; `010` (octal there), `1:30` (90 there) and
-dates are text. `yes`, `no`, `on`, `off` are truth values as there, except for keys that hold text, where what was
-written counts.
+Nodes keep the line and the text of a scalar. Aliases (they can expand to gigabytes), tags, merge keys, several
+documents, and text beyond the limits below are errors. Differs from PyYAML's YAML 1.1: `1e-4` is a number; `010` (octal
+there), `1:30` (90 there) and dates are text; keys of type text keep `yes`, `no`, `on`, `off` as written.
 """
 
 import re
@@ -20,8 +16,8 @@ from imagenet_cls.config import keys
 
 MAX_DEPTH = 24
 MAX_BYTES = 1 << 19
-MAX_KEYS = 2_000  # about 200 are in the schema
-MAX_VALUES = 30_000  # a weight for each of ImageNet-21k's 21,841 classes fits
+MAX_KEYS = 2_000  # the schema has about 120
+MAX_VALUES = 30_000  # room for a weight of each of ImageNet-21k's 21,841 classes
 MAX_DIGITS = 1_000
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -43,7 +39,7 @@ _IMPLICIT = [
 
 
 class UnreadableError(Exception):
-    """Text that is not the YAML that a config may be. line counts from 1; None: the text as a whole."""
+    """Text that a config may not contain. line counts from 1; None: the text as a whole."""
 
     def __init__(self, message: str, line: int | None = None):
         super().__init__(message)
@@ -52,38 +48,38 @@ class UnreadableError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own form)
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's form)
     depth, keys, values = 0, 0, 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark = self.peek_event().start_mark
+        problem = ""
         if self.check_event(yaml.AliasEvent):
-            problem = "aliases (*name) are refused; share values by _base_ or ${section.key}, or quote the text"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+            problem = "aliases (*name) are not allowed; share values by _base_ or ${section.key}, or quote the text"
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark)
         if isinstance(parent, yaml.MappingNode) and index is None:
             self.keys += 1
         else:
             self.values += 1
-        if self.keys > MAX_KEYS or self.values > MAX_VALUES:
-            too_much = f"more than {MAX_KEYS} keys or {MAX_VALUES} values; a config holds fewer"
-            raise yaml.MarkedYAMLError(problem=too_much, problem_mark=mark)
+        if self.depth > MAX_DEPTH:
+            problem = f"nested more than {MAX_DEPTH} deep"
+        elif self.keys > MAX_KEYS or self.values > MAX_VALUES:
+            problem = f"more than {MAX_KEYS} keys or {MAX_VALUES} values"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
 
 class _Dumper(yaml.SafeDumper):
-    # The same rules as for reading, so that a text is quoted exactly where it would be read as something else.
+    # The same resolvers as for reading, so that a text is quoted exactly where it would be read as something else.
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
-        # Unicode's other ends of a line would be folded into one of ours, but for those that are escaped.
+        # PyYAML would fold Unicode's other line ends into spaces unless they are escaped.
         style = '"' if re.search("[\x85\u2028\u2029]", text) else None
         return self.represent_scalar(STR, text, style)
 
@@ -109,8 +105,8 @@ def read_text(path: Path) -> str:
         data = path.read_bytes()
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise UnreadableError(f"can't be read: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise UnreadableError(f"can't be read: {error.strerror or error}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -122,23 +118,16 @@ def read_text(path: Path) -> str:
 def parse(text: str) -> yaml.Node | None:
     """The node tree of one YAML document; None for an empty one. Raises UnreadableError with the line at fault.
 
-    Not to be changed: who gives the same text again, such as a base of several configs, gets the same tree.
+    The tree is cached, so callers must not change it.
     """
     try:
-        loader = _Loader(text)
-        return loader.get_single_node()
+        return _Loader(text).get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UnreadableError(f"the character {chr(error.character)!r} may not stand in YAML", line) from None
+        raise UnreadableError(f"the character {chr(error.character)!r} is not allowed in YAML", line) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = error.problem or error.context or "not YAML"
-        if "'\\t'" in problem:
-            problem = "a tab where YAML wants spaces; indent with spaces"
-        if "single document" in (error.context or ""):
-            problem = "a second document (`---`); a config is one"
-        if "mapping values are not allowed" in problem:
-            problem = "a ':' that can't stand here; check the indentation, or quote the text"
+        problem = " ".join(filter(None, (error.context, error.problem))) or "not YAML"
         raise UnreadableError(problem, mark.line + 1 if mark else None) from None
 
 
@@ -148,14 +137,14 @@ def key_of(node: yaml.Node) -> str:
     if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALAR_TAGS:
         raise UnreadableError("a key must be plain text", line)
     if node.value == "<<" or not node.value:
-        raise UnreadableError("a merge key (<<) is refused; use _base_" if node.value else "a key is empty", line)
+        raise UnreadableError("merge keys (<<) are not allowed; use _base_" if node.value else "a key is empty", line)
     return node.value
 
 
 def value_of(node: yaml.Node, hint: Any = Any) -> Any:
     """The plain value of a node: None, bool, int, float, str, list, dict. Text-typed keys keep what was written.
 
-    Raises UnreadableError for tags and for numbers that no computer holds.
+    Raises UnreadableError for tags and for numbers that are too large to represent.
     """
     line = node.start_mark.line + 1
     if isinstance(node, yaml.SequenceNode) and node.tag == SEQ:
@@ -169,9 +158,7 @@ def value_of(node: yaml.Node, hint: Any = Any) -> Any:
             found[key] = value_of(item)
         return found
     if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALAR_TAGS:
-        raise UnreadableError(
-            f"the tag {node.tag.replace(_PREFIX, '!!')} is refused; a config holds plain values", line
-        )
+        raise UnreadableError(f"the tag {node.tag.replace(_PREFIX, '!!')} is not allowed; write a plain value", line)
     return _scalar(node.tag, node.value, keys.is_text(hint), line)
 
 
@@ -185,10 +172,8 @@ def _scalar(tag: str, text: str, keep_text: bool, line: int) -> Any:
             return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}[text.lower()]
         if len(text) > MAX_DIGITS:
             raise ValueError
-        if tag == INT:
-            return int(text.replace("_", ""), 0)
         lowered = text.lower().replace("_", "")
-        return float(lowered.replace(".inf", "inf").replace(".nan", "nan"))
+        return int(lowered, 0) if tag == INT else float(lowered.replace(".inf", "inf").replace(".nan", "nan"))
     except (ValueError, KeyError):
         raise UnreadableError(f"{text[:40]!r} can't be read as {tag.removeprefix(_PREFIX)}", line) from None
 

@@ -1,17 +1,73 @@
-"""Every option there is. This file is the manual: one comment for each key, with its unit.
+"""Every key of a config: type, default, range, flags, and a comment that docs/config.md is generated from.
 
-Owns names, types and defaults, and nothing else: ranges and rules across keys are in `check`, reading is in `load`.
-Frozen, plain dataclasses: a part of the program is handed its own section and never the whole config.
-`docs/config.md` is generated from this file: the comment block above a key is its description there.
+A part of the program takes its own section, not the whole config. The metadata of a key is explained in `fields`.
 """
+# ruff: noqa: RUF009 (`key` and `section` return dataclass fields)
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from imagenet_cls.config.fields import (
+    ALPHA,
+    BATCH,
+    COUNT,
+    JITTER,
+    NOT_NEGATIVE,
+    PERCENT,
+    PIXELS,
+    POSITIVE,
+    POSITIVE_SHARE,
+    RATIO,
+    SHARE,
+    SHARE_BELOW_1,
+    Condition,
+    Range,
+    key,
+    section,
+)
+
 Kwargs = dict[str, Any]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
+
+DEVICE = (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, or cuda:1 for a certain one")
+INIT_METHOD = (
+    r"env://|tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):([1-9]\d{0,4})|file:///\S.*",
+    "env://, tcp://host:port or file:///absolute/path",
+)
+
+# When keys have an effect.
+REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
+PROGRESSIVE = Condition(
+    "augment.progressive.epochs and sizes_px",
+    lambda c: c.augment.progressive.epochs is not None or c.augment.progressive.sizes_px is not None,
+)
+JITTERS = Condition(
+    "brightness, contrast, saturation or hue above 0",
+    lambda c: any(getattr(c.augment.color_jitter, name) for name in ("brightness", "contrast", "saturation", "hue")),
+)
+ERASES = Condition("augment.erasing.prob above 0", lambda c: c.augment.erasing.prob > 0)
+MIXES = Condition("mix.mixup_alpha or mix.cutmix_alpha above 0", lambda c: c.mix.is_on)
+MIXES_BOTH_WAYS = Condition("mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_is_on)
+NO_CUTMIX_SIDES = Condition("mix.cutmix_minmax null", lambda c: c.mix.cutmix_minmax is None)
+MIXING_ENDS = Condition(
+    "mixing, and at most train.epochs as its value",
+    lambda c: c.mix.is_on and (c.mix.off_epoch is None or c.mix.off_epoch <= c.train.epochs),
+)
+DISTILS = Condition("distill.kind soft or hard", lambda c: c.distill.kind != "none")
+DISTILS_SOFTLY = Condition("distill.kind soft", lambda c: c.distill.kind == "soft")
+LR_SCALES = Condition("optimizer.lr_base_batch", lambda c: c.optimizer.lr_base_batch is not None)
+WARMS_UP = Condition("schedule.warmup_epochs above 0", lambda c: c.schedule.warmup_epochs > 0)
+WARMS_UP_BY_FACTOR = Condition(
+    "schedule.warmup_epochs above 0 and schedule.warmup_start_lr null",
+    lambda c: c.schedule.warmup_epochs > 0 and c.schedule.warmup_start_lr is None,
+)
+USES_SAM = Condition("train.sam_rho", lambda c: c.train.sam_rho is not None)
+AVERAGES = Condition(
+    "ema.decay or ema.half_life_images", lambda c: c.ema.decay is not None or c.ema.half_life_images is not None
+)
+RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px is None)
 
 
 @dataclass(frozen=True)
@@ -21,26 +77,26 @@ class ModelConfig:
     # A timm model (`resnet50`), `torchvision:resnet50`, or `my_module:my_factory`, found from the working directory.
     name: str = "resnet50"
     # Start from the library's published weights (downloads them once; a timm name may carry a tag: `resnet50.a1_in1k`).
-    pretrained: bool = False
+    pretrained: bool = key(False, recipe=False, per_machine=True)
     # Outputs of the head. null: as many as the data set has classes.
-    num_classes: int | None = None
-    # Weights to start from: a checkpoint of ours (its moving average where it has one) or a run folder (its best
-    # weights), or .pth, .pth.tar, .safetensors of timm, torchvision, pytorch/examples (likewise the average: the first
-    # lines say which). A head of another size is initialised anew, and position embeddings of another grid are resized;
-    # any other difference is an error.
-    checkpoint: str | None = None
-    # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. BatchNorm in there uses
-    # its running statistics as they are; dropout and drop-path stay on.
-    freeze: list[str] = field(default_factory=list)
-    # Train the head only: everything else is as if named in `freeze`.
+    num_classes: int | None = key(None, COUNT)
+    # Weights to start from: a checkpoint folder (its moving average if it has one), a run folder (its best weights), or
+    # a .pth, .pth.tar or .safetensors file of timm, torchvision or pytorch/examples (the average if it has one; the log
+    # says which). A head of another size is initialised, and position embeddings of another grid are resized; any other
+    # mismatch is an error.
+    checkpoint: str | None = key(None, recipe=False, per_machine=True)
+    # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. Their BatchNorm layers
+    # use the running statistics without updating them; dropout and drop-path stay on.
+    freeze: list[str] = key([])
+    # Train the head only: all other parameters are frozen.
     head_only: bool = False
-    # All BatchNorm layers keep their running statistics, weights and biases.
+    # Freeze all BatchNorm layers: running statistics, weights and biases.
     freeze_bn: bool = False
-    # A BatchNorm of its own for each split of the batch (augment.splits), as AugMix training has it. Evaluation uses
-    # the first one only.
+    # Separate BatchNorm layers for each split of the batch (augment.splits), as in AugMix training. Evaluation uses the
+    # first one only.
     split_bn: bool = False
-    # Further arguments of the model's own constructor, such as `{drop_path_rate: 0.05}`.
-    kwargs: Kwargs = field(default_factory=dict)
+    # Further arguments of the model's constructor, such as `{drop_path_rate: 0.05}`.
+    kwargs: Kwargs = key({})
 
 
 @dataclass(frozen=True)
@@ -51,54 +107,54 @@ class DataConfig:
     # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`, or `my_module:my_factory`.
     name: str = "folder"
     # The data set's folder. Relative paths are relative to the working directory.
-    root: str = "data/imagenet"
-    # Training part, below root: a folder of class folders, or for `list` an annotation file. Data sets that come with
-    # parts of their own (torchvision's, factories) are asked for this name.
+    root: str = key("data/imagenet", recipe=False, per_machine=True)
+    # Training part, below root: a folder of class folders, or for `list` an annotation file. Data sets with predefined
+    # parts (torchvision's, factories) get this name as an argument.
     train: str = "train"
-    # Validation part, below root, likewise. null: taken from the training part by val_fraction.
+    # Validation part, likewise. null: split from the training part by val_fraction.
     val: str | None = "val"
-    # Share of the training part that is held out when val is null, 0 to 1: the same images on every machine, since it
-    # is decided class by class by a hash of the path below root.
-    val_fraction: float | None = None
-    # Processes that read and decode, for each rank, at most 256. 0: in the training process itself. null: the CPU
-    # cores that this rank can call its own, at most 16. The same samples come out whatever the number.
-    num_workers: int | None = None
+    # Share of the training part that is held out for validation when val is null. Images are chosen class by class by a
+    # hash of the path below root, so they are the same on every machine.
+    val_fraction: float | None = key(None, Range(0, 1, low_open=True, high_open=True))
+    # Worker processes that read and decode, for each rank. 0: in the training process. null: this rank's share of the
+    # CPU cores, at most 16. The samples don't depend on it.
+    num_workers: int | None = key(None, Range(0, 256), recipe=False, per_machine=True)
     # Batches that each worker prepares ahead.
-    prefetch_batches: int = 2
-    # Longest wait for a batch from a worker, in seconds. Then the run ends, and names the worker and its image.
-    timeout_sec: float = 300.0
+    prefetch_batches: int = key(2, COUNT, recipe=False, per_machine=True)
+    # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.
+    timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
     # The list of bad images that tools/verify_data.py wrote: those of the training part are left out, at most one in
     # 10,000. Any other image that can't be read ends the run, and validation leaves none out. null: leave none out.
-    exclude: str | None = None
-    # Per channel (red, green, blue), of pixel values scaled to 0..1. null: what the model's weights were trained with
-    # where the model says so, else ImageNet's.
-    mean: list[float] | None = None
-    # Likewise, the standard deviation.
-    std: list[float] | None = None
-    # Repeated augmentation: so many views of an image come one after the other, each drawn for itself, and an epoch
-    # covers that much fewer images. 1: each image once.
-    repeats: int = 1
+    exclude: str | None = key(None, recipe=False, per_machine=True)
+    # Mean of each channel (red, green, blue), of pixel values scaled to 0..1. null: the value stated by the model's
+    # pretrained weights, else ImageNet's.
+    mean: list[float] | None = key(None, SHARE, count=3)
+    # Standard deviation of each channel, likewise.
+    std: list[float] | None = key(None, RATIO, count=3)
+    # Repeated augmentation: each drawn image appears this often in a row, each time augmented independently, and an
+    # epoch covers accordingly fewer images. 1: each image once.
+    repeats: int = key(1, Range(1, 100))
     # With repeats: cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
-    repeats_multiple: int | None = None
-    # Further arguments of a data set: `synthetic` takes {train_images, val_images, num_classes, size_px},
-    # torchvision's classes and factories take what their signatures say.
-    kwargs: Kwargs = field(default_factory=dict)
+    repeats_multiple: int | None = key(None, COUNT, needs=REPEATS)
+    # Further arguments of the data set: {train_images, val_images, num_classes, size_px} for `synthetic`; those of the
+    # class or factory for torchvision's data sets and factories.
+    kwargs: Kwargs = key({})
 
 
 @dataclass(frozen=True)
 class ColorJitterConfig:
-    """Largest random change of each property, as torchvision's ColorJitter has it. 0: none."""
+    """Largest random change of each property, as in torchvision's ColorJitter. 0: none."""
 
     # Probability that an image is changed at all.
-    prob: float = 1.0
+    prob: float = key(1.0, SHARE, needs=JITTERS)
     # Factor drawn from [1 - x, 1 + x].
-    brightness: float = 0.0
+    brightness: float = key(0.0, JITTER)
     # Factor drawn from [1 - x, 1 + x].
-    contrast: float = 0.0
+    contrast: float = key(0.0, JITTER)
     # Factor drawn from [1 - x, 1 + x].
-    saturation: float = 0.0
-    # Shift drawn from [-x, x], in turns of the colour circle; at most 0.5.
-    hue: float = 0.0
+    saturation: float = key(0.0, JITTER)
+    # Shift drawn from [-x, x], in turns of the colour circle.
+    hue: float = key(0.0, Range(0, 0.5))
 
 
 @dataclass(frozen=True)
@@ -106,113 +162,121 @@ class ErasingConfig:
     """Random erasing (Zhong et al. 2017): a rectangle of the normalised image is filled, on the device."""
 
     # Probability for an image. 0: none.
-    prob: float = 0.0
+    prob: float = key(0.0, SHARE)
     # What fills it: zeros (`const`), one normal colour (`rand`), or normal noise for each pixel (`pixel`).
-    mode: Literal["const", "rand", "pixel"] = "const"
-    # Most rectangles in one image; their number is drawn from 1 to this, and they share the area.
-    max_count: int = 1
-    # Area, as shares of the image's: [least, most].
-    scale: list[float] = field(default_factory=lambda: [0.02, 1 / 3])
-    # Height / width: [least, most].
-    ratio: list[float] = field(default_factory=lambda: [0.3, 10 / 3])
+    mode: Literal["const", "rand", "pixel"] = key("const", needs=ERASES)
+    # Largest number of rectangles in one image; the number is drawn from 1 to this, and they share the area.
+    max_count: int = key(1, Range(1, 100), needs=ERASES)
+    # Area, as shares of the image's: [smallest, largest].
+    scale: list[float] = key([0.02, 1 / 3], POSITIVE_SHARE, count=2, ascending=True, needs=ERASES)
+    # Height / width: [smallest, largest].
+    ratio: list[float] = key([0.3, 10 / 3], RATIO, count=2, ascending=True, needs=ERASES)
 
 
 @dataclass(frozen=True)
 class ProgressiveConfig:
-    """Training images that grow: a side in pixels as a function of the epoch, straight lines between points."""
+    """Progressive resizing: the side of training images as a piecewise linear function of the epoch."""
 
-    # Epochs of the points, ascending. Before the first and after the last the side stays. null: always size_px.
-    epochs: list[float] | None = None
+    # Epochs of the points, ascending. The side is constant before the first and after the last. null: always size_px.
+    epochs: list[float] | None = key(None, NOT_NEGATIVE, ascending=True)
     # Side at each point, in pixels. The largest is augment.size_px.
     sizes_px: list[int] | None = None
     # Sides are rounded to a multiple of this.
-    multiple_px: int = 32
+    multiple_px: int = key(32, PIXELS, needs=PROGRESSIVE)
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """How a training image is changed. Always this, never what the model library suggests."""
+    """Augmentation of training images. The model library's suggestions are never used."""
 
     # Side of the square training image, in pixels.
-    size_px: int = 224
-    # Sides that grow in the course of the run.
-    progressive: ProgressiveConfig = field(default_factory=ProgressiveConfig)
+    size_px: int = key(224, PIXELS)
+    # Sides that grow during the run.
+    progressive: ProgressiveConfig = section(ProgressiveConfig)
     # Resampling of the random crop. random: bilinear or bicubic, drawn for each image.
     interpolation: Literal["nearest", "bilinear", "bicubic", "random"] = "bilinear"
-    # Area of the random crop, as shares of the image's area: [least, most].
-    scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
-    # Width / height of the random crop: [least, most].
-    ratio: list[float] = field(default_factory=lambda: [0.75, 4 / 3])
+    # Area of the random crop, as shares of the image's area: [smallest, largest].
+    scale: list[float] = key([0.08, 1.0], POSITIVE_SHARE, count=2, ascending=True)
+    # Width / height of the random crop: [smallest, largest].
+    ratio: list[float] = key([0.75, 4 / 3], RATIO, count=2, ascending=True)
     # Probability of a left-right flip.
-    hflip_prob: float = 0.5
+    hflip_prob: float = key(0.5, SHARE)
     # Probability of a top-bottom flip.
-    vflip_prob: float = 0.0
-    # A policy of many operations, behind crop and flips. timm's, in its string form: `rand-m9-mstd0.5-inc1`
+    vflip_prob: float = key(0.0, SHARE)
+    # A policy of many operations, applied after crop and flips. timm's, as its string: `rand-m9-mstd0.5-inc1`
     # (RandAugment), `original`, `originalr`, `v0`, `v0r` (AutoAugment), `augmix-m3-w3`, `3a` (3-Augment of DeiT III).
     # torchvision's: `torchvision:rand_augment`, `torchvision:trivial_augment_wide`, `torchvision:auto_augment`,
     # `torchvision:aug_mix`. Or `my_module:my_factory`. null: none.
     policy: str | None = None
-    # Further arguments of torchvision's policy or an own one, such as `{num_ops: 2, magnitude: 9}`. A layer that
-    # changes the policy starts them anew.
-    policy_kwargs: Kwargs = field(default_factory=dict)
+    # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2, magnitude: 9}`. A layer that
+    # changes the policy resets them.
+    policy_kwargs: Kwargs = key({})
     # Random changes of brightness, contrast, saturation and hue.
-    color_jitter: ColorJitterConfig = field(default_factory=ColorJitterConfig)
-    # Probability of becoming grey.
-    grayscale_prob: float = 0.0
+    color_jitter: ColorJitterConfig = section(ColorJitterConfig)
+    # Probability of conversion to greyscale.
+    grayscale_prob: float = key(0.0, SHARE)
     # Random erasing.
-    erasing: ErasingConfig = field(default_factory=ErasingConfig)
-    # Views of each image in a batch, for the loss `jsd`: the first without policy, colour and erasing. 1: one view.
-    splits: int = 1
+    erasing: ErasingConfig = section(ErasingConfig)
+    # Views of each image in a batch, for the loss `jsd`: the first without policy, colour jitter and erasing.
+    splits: int = key(1, Range(1, 10))
 
 
 @dataclass(frozen=True)
 class MixConfig:
-    """Mixing the images and targets of a micro-batch, on the device. Off where both alphas are 0."""
+    """Mixup and cutmix of the images and targets of a micro-batch, on the device. Off if both alphas are 0."""
 
-    # Of the Beta distribution that mixup's share is drawn from (Zhang et al. 2017). 0: no mixup.
-    mixup_alpha: float = 0.0
+    # Parameter of the beta distribution that mixup's share is drawn from (Zhang et al. 2017). 0: no mixup.
+    mixup_alpha: float = key(0.0, ALPHA)
     # Likewise for cutmix (Yun et al. 2019). 0: no cutmix.
-    cutmix_alpha: float = 0.0
-    # Sides of cutmix's rectangle as shares of the image's, [least, most], in place of its alpha. null: by alpha.
-    cutmix_minmax: list[float] | None = None
-    # Probability that a batch (or pair, or image) is mixed at all.
-    prob: float = 1.0
-    # Probability of cutmix where both are on.
-    switch_prob: float = 0.5
-    # One draw for a whole micro-batch, for each pair in it, or for each image.
-    mode: Literal["batch", "pair", "elem"] = "batch"
+    cutmix_alpha: float = key(0.0, ALPHA, needs=NO_CUTMIX_SIDES)
+    # Sides of cutmix's rectangle as shares of the image's, [smallest, largest], instead of by cutmix_alpha.
+    cutmix_minmax: list[float] | None = key(None, SHARE, count=2, ascending=True)
+    # Probability that a batch (or pair, or image) is mixed.
+    prob: float = key(1.0, SHARE, needs=MIXES)
+    # Probability of cutmix if both are on.
+    switch_prob: float = key(0.5, SHARE, needs=MIXES_BOTH_WAYS)
+    # One draw for the whole micro-batch, for each pair of images, or for each image.
+    mode: Literal["batch", "pair", "elem"] = key("batch", needs=MIXES)
     # No mixing from this epoch on, counted from 0. null: to the end.
-    off_epoch: int | None = None
+    off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXING_ENDS)
+
+    @property
+    def cutmix_is_on(self) -> bool:
+        return self.cutmix_alpha > 0 or self.cutmix_minmax is not None
+
+    @property
+    def is_on(self) -> bool:
+        return self.mixup_alpha > 0 or self.cutmix_is_on
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is minimised."""
+    """The loss function."""
 
     # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, cross-entropy with the Jensen-Shannon
     # divergence between augment.splits views; or `my_module:my_factory`.
     name: str = "cross_entropy"
-    # Share of the target's probability that is spread over all classes, 0 to less than 1.
-    label_smoothing: float = 0.0
-    # Weight of each class, in the order of the classes; only their ratios count. null: all alike.
-    class_weights: list[float] | None = None
+    # Share of the target's probability that is spread over all classes.
+    label_smoothing: float = key(0.0, SHARE_BELOW_1)
+    # Weight of each class, in the order of the classes; only their ratios matter. null: equal weights.
+    class_weights: list[float] | None = key(None, NOT_NEGATIVE)
     # Arguments of the loss: bce {target_threshold (targets above it become 1), sum_classes}, focal {gamma}, jsd
-    # {alpha}, or those of an own one.
-    kwargs: Kwargs = field(default_factory=dict)
+    # {alpha}, or those of a factory.
+    kwargs: Kwargs = key({})
 
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """A trained model to learn from. It sees the images that the model sees, augmented and mixed."""
+    """The teacher model. Its input is the model's, after augmentation and mixing."""
 
     # As model.name. null: no teacher.
-    name: str | None = None
+    name: str | None = key(None, needs=DISTILS)
     # As model.pretrained.
-    pretrained: bool = False
+    pretrained: bool = key(False, needs=DISTILS, recipe=False, per_machine=True)
     # As model.checkpoint.
-    checkpoint: str | None = None
+    checkpoint: str | None = key(None, needs=DISTILS, recipe=False, per_machine=True)
     # As model.kwargs.
-    kwargs: Kwargs = field(default_factory=dict)
+    kwargs: Kwargs = key({})
 
 
 @dataclass(frozen=True)
@@ -223,254 +287,256 @@ class DistillConfig:
     # class (Touvron et al. 2021). A model with a distillation token (timm's deit_*_distilled) learns it with that one.
     kind: Literal["none", "soft", "hard"] = "none"
     # The teacher's share of the loss, 0 to 1.
-    alpha: float = 0.5
+    alpha: float = key(0.5, SHARE, needs=DISTILS)
     # For `soft`: both outputs are divided by it before the softmax.
-    temperature: float = 1.0
-    # Whose outputs.
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    temperature: float = key(1.0, Range(0.01, 1000), needs=DISTILS_SOFTLY)
+    # The teacher.
+    teacher: TeacherConfig = section(TeacherConfig)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights follow gradients."""
+    """The optimizer."""
 
     # `sgd` (momentum 0.9, no Nesterov unless kwargs say so), `adamw`, `rmsprop`: torch's. `lamb`, `rmsproptf`: timm's.
-    # `timm:NAME` for any other of timm's, `timm:lookahead_NAME` with Lookahead around it (evaluated and saved are the
-    # fast weights, also amid its k steps), or `my_module:my_factory`.
+    # `timm:NAME` for any other of timm's, `timm:lookahead_NAME` with Lookahead (the fast weights are evaluated and
+    # saved), or `my_module:my_factory`.
     name: str = "sgd"
-    # Learning rate at its highest, for train.global_batch_size. Has no default, and changing `name` forgets it.
-    lr: float = MISSING
-    # lr is for this global batch: another train.global_batch_size scales it, and the banner says by how much. null: lr
-    # is used as it is written.
-    lr_base_batch: int | None = None
-    # How it scales: with the batch's factor, or with the square root of that.
-    lr_scaling: Literal["linear", "sqrt"] = "linear"
-    # Pull towards zero: a share of the weight a step (times lr), as the optimizer itself defines it.
-    weight_decay: float = 0.0
-    # Likewise for weights and biases of normalisation layers. null: weight_decay.
-    norm_weight_decay: float | None = None
-    # Likewise for all other biases. null: weight_decay.
-    bias_weight_decay: float | None = None
-    # Likewise for class and position tokens, relative position tables, and what a model says to spare. null:
-    # weight_decay.
-    token_weight_decay: float | None = None
-    # Likewise for layer scales and whatever else has at most one dimension. null: weight_decay.
-    scale_weight_decay: float | None = None
-    # Learning rate of each layer, as a factor of that of the layer behind it (the head has 1). null: the same for all.
-    layer_decay: float | None = None
-    # Factors of the learning rate by patterns of parameter names: `{"head.*": 10}`. The first pattern that fits counts.
-    lr_scales: Kwargs = field(default_factory=dict)
+    # Peak learning rate. It has no default, and changing `name` resets it.
+    lr: float = key(MISSING, NOT_NEGATIVE)
+    # The global batch size that lr is meant for: another train.global_batch_size scales lr, and the log says by how
+    # much. null: lr is used as written.
+    lr_base_batch: int | None = key(None, BATCH)
+    # How lr scales: linearly with the batch size, or with its square root.
+    lr_scaling: Literal["linear", "sqrt"] = key("linear", needs=LR_SCALES)
+    # Weight decay, as the optimizer defines it.
+    weight_decay: float = key(0.0, NOT_NEGATIVE)
+    # Weight decay of weights and biases of normalisation layers. null: weight_decay.
+    norm_weight_decay: float | None = key(None, NOT_NEGATIVE)
+    # Weight decay of all other biases. null: weight_decay.
+    bias_weight_decay: float | None = key(None, NOT_NEGATIVE)
+    # Weight decay of class and position tokens, relative position tables, and the model's `no_weight_decay` parameters.
+    # null: weight_decay.
+    token_weight_decay: float | None = key(None, NOT_NEGATIVE)
+    # Weight decay of layer scales and other parameters of at most one dimension. null: weight_decay.
+    scale_weight_decay: float | None = key(None, NOT_NEGATIVE)
+    # Layer-wise decay: factor of each layer's learning rate relative to the next layer's (the head has 1). null: off.
+    layer_decay: float | None = key(None, POSITIVE_SHARE)
+    # Factors of the learning rate by patterns of parameter names: `{"head.*": 10}`. The first match counts.
+    lr_scales: Kwargs = key({})
     # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas: [0.9, 0.95]}`. Lookahead
-    # has `lookahead_alpha` (0.5: how far slow weights go to the fast ones) and `lookahead_k` (6: every so many steps).
-    kwargs: Kwargs = field(default_factory=dict)
+    # takes `lookahead_alpha` (0.5: step of the slow weights towards the fast ones) and `lookahead_k` (6: their steps).
+    kwargs: Kwargs = key({})
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning rate as a pure function of the step."""
+    """The learning rate as a function of the step."""
 
     # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `one_cycle`, `piecewise`, `plateau`, `constant`, or
     # `my_module:my_factory`.
     name: str = "cosine"
-    # Linear warm-up before it, in epochs (fractions allowed).
-    warmup_epochs: float = 0.0
-    # Where the warm-up begins, as a factor of the learning rate.
-    warmup_start_factor: float = 0.01
-    # Where the warm-up begins, as a learning rate, in place of the factor. null: by the factor.
-    warmup_start_lr: float | None = None
-    # true: the schedule starts behind the warm-up (torchvision). false: it starts with the run, and the warm-up covers
+    # Linear warm-up, in epochs (fractions allowed).
+    warmup_epochs: float = key(0.0, NOT_NEGATIVE)
+    # Learning rate at the start of the warm-up, as a factor of optimizer.lr.
+    warmup_start_factor: float = key(0.01, SHARE, needs=WARMS_UP_BY_FACTOR)
+    # Learning rate at the start of the warm-up, instead of the factor. null: by the factor.
+    warmup_start_lr: float | None = key(None, NOT_NEGATIVE, needs=WARMS_UP)
+    # true: the schedule starts after the warm-up (torchvision). false: it starts with the run, and the warm-up replaces
     # its beginning (timm).
-    warmup_prefix: bool = True
-    # Epochs at the end with the learning rate that the schedule has come to.
-    cooldown_epochs: float = 0.0
-    # The learning rate changes between epochs only, as in torchvision's and timm's scripts; false: with every step.
+    warmup_prefix: bool = key(True, needs=WARMS_UP)
+    # Epochs at the end with the schedule's last learning rate.
+    cooldown_epochs: float = key(0.0, NOT_NEGATIVE)
+    # Change the learning rate between epochs only, as in torchvision's and timm's scripts. false: with every step.
     by_epoch: bool = False
     # Arguments of the schedule: cosine {min_lr, cycles, cycle_decay}, step {every_epochs, gamma}, multistep
     # {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor an epoch)}, one_cycle
     # {pct_start, anneal (cos or linear), div_factor, final_div_factor, min_momentum, max_momentum}, piecewise {epochs,
     # factors}, plateau {patience (evaluations), gamma, min_lr, threshold}. Epochs count from where the schedule starts.
-    kwargs: Kwargs = field(default_factory=dict)
+    kwargs: Kwargs = key({})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop."""
+    """The training loop."""
 
     # Passes over the training images, in floor(images / global_batch_size) steps each.
-    epochs: int = 90
-    # End after this many optimizer steps, wherever the schedule is then. null: after the last epoch.
-    max_steps: int | None = None
-    # Images in one optimizer step, over all ranks and micro-batches together.
-    global_batch_size: int = 256
-    # Most images that a device takes at once; the rest of its share is accumulated. null: its whole share at once.
-    micro_batch_size: int | None = None
-    # Arithmetic of forward and backward. auto: bf16 on GPUs that have it, else fp32. fp16 uses a loss scale.
+    epochs: int = key(90, Range(1, 10**6))
+    # End after this many optimizer steps; the schedule is not shortened. null: after the last epoch.
+    max_steps: int | None = key(None, COUNT, recipe=False)
+    # Images in one optimizer step, over all ranks and micro-batches.
+    global_batch_size: int = key(256, BATCH)
+    # Largest number of images in one forward pass of a device; gradients are accumulated over the micro-batches. null:
+    # the device's whole share.
+    micro_batch_size: int | None = key(None, BATCH, recipe=False)
+    # Precision of forward and backward. auto: bf16 on GPUs that support it, else fp32. fp16 uses a loss scale.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile the model.
-    compile: bool = False
-    # Store weights and images channels-last, which convolutions like best.
+    compile: bool = key(False, recipe=False)
+    # Store weights and images in the channels-last memory format, the fastest for convolutions.
     channels_last: bool = True
     # Largest global norm of the gradient; larger ones are scaled down. null: no limit.
-    clip_norm: float | None = None
+    clip_norm: float | None = key(None, POSITIVE)
     # Largest absolute value of each element of the gradient. null: no limit.
-    clip_value: float | None = None
-    # Adaptive clipping (Brock et al. 2021): largest norm of each unit's gradient, as a share of its weights' norm; the
-    # head is spared. null: no limit.
-    clip_agc: float | None = None
-    # Sharpness-aware minimisation (Foret et al. 2020): the gradient is taken where the loss is highest within this
-    # distance of the weights. null: at the weights.
-    sam_rho: float | None = None
-    # With sam_rho: only in every so many steps, since it costs a second pass.
-    sam_every_steps: int = 1
-    # Keep few activations and compute the others anew in the backward pass: less memory, about a third slower.
-    grad_checkpointing: bool = False
-    # Only deterministic kernels on GPUs: slower, the same bits each time. (On a CPU they always are, for a given number
-    # of threads.)
-    deterministic: bool = False
-    # End the run (exit code 6) after this many steps in a row with a loss or gradient that is NaN or infinite. Such a
-    # gradient never changes the weights.
-    max_nonfinite_steps: int = 10
+    clip_value: float | None = key(None, POSITIVE)
+    # Adaptive gradient clipping (Brock et al. 2021): largest norm of each unit's gradient, as a share of its weights'
+    # norm, except for the head. null: no limit.
+    clip_agc: float | None = key(None, POSITIVE)
+    # Sharpness-aware minimisation (Foret et al. 2020): radius of the neighbourhood. null: off.
+    sam_rho: float | None = key(None, POSITIVE)
+    # Use it only every this many steps, since it costs a second pass.
+    sam_every_steps: int = key(1, COUNT, needs=USES_SAM)
+    # Recompute activations in the backward pass: less memory, about a third slower.
+    grad_checkpointing: bool = key(False, recipe=False)
+    # Use deterministic kernels on GPUs only: slower, the same bits each time. (On a CPU kernels are deterministic for a
+    # given number of threads.)
+    deterministic: bool = key(False, recipe=False)
+    # End the run (exit code 6) after this many consecutive steps with a loss or gradient that is NaN or infinite. Such
+    # steps don't change the weights.
+    max_nonfinite_steps: int = key(10, COUNT, recipe=False)
 
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """A second set of weights: the exponential moving average of the trained ones."""
+    """Exponential moving average of the weights."""
 
-    # Share of the average that stays at each update, 0 to 1. null: no average is kept, unless half_life_images says so.
-    decay: float | None = None
-    # In place of decay: after so many training images a weight counts half in the average. It keeps its meaning for any
-    # batch size and every_steps. null: by decay.
-    half_life_images: float | None = None
-    # Update after every so many optimizer steps.
-    every_steps: int = 1
-    # Begin with a small decay that grows to `decay`, as timm does.
-    warmup: bool = False
+    # Decay of the average at each update. null: no average, unless half_life_images is given.
+    decay: float | None = key(None, SHARE_BELOW_1)
+    # Half-life of the average in training images, instead of decay: independent of batch size and every_steps. null: by
+    # decay.
+    half_life_images: float | None = key(None, POSITIVE)
+    # Update every this many optimizer steps.
+    every_steps: int = key(1, COUNT, needs=AVERAGES)
+    # Start with a small decay that grows to `decay`, as in timm.
+    warmup: bool = key(False, needs=AVERAGES)
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """How images are prepared and counted in evaluation. Always this, never what the model library suggests."""
+    """Evaluation. The model library's suggestions for preprocessing are never used."""
 
     # Side of the centre crop, in pixels.
-    crop_px: int = 224
-    # Share of the resized image's short side that the crop takes; sets the resize where resize_px is null.
-    crop_pct: float = 0.875
+    crop_px: int = key(224, PIXELS)
+    # Side of the crop as a share of the resized image's short side; determines the resize if resize_px is null.
+    crop_pct: float = key(0.875, Range(0.01, 1), needs=RESIZES_BY_SHARE)
     # Short side after the resize, in pixels. null: floor(crop_px / crop_pct).
-    resize_px: int | None = None
+    resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
     interpolation: Interpolation = "bilinear"
-    # Average the outputs for each image and its mirror image; predict.py does so, too.
+    # Average the outputs for each image and its mirror image, also in predict.py.
     flip_tta: bool = False
-    # Images on a device at once.
-    batch_size: int = 256
-    # Evaluate after every so many epochs; after the last one always.
-    every_epochs: int = 1
+    # Images in one forward pass of a device.
+    batch_size: int = key(256, BATCH, recipe=False)
+    # Evaluate every this many epochs, and after the last one.
+    every_epochs: int = key(1, COUNT, recipe=False)
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks work together."""
+    """Distributed training."""
 
-    # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs, which is slower and
-    # needs no launcher. `auto`: ddp where there is more than one rank, else none.
-    mode: Literal["auto", "none", "ddp", "dp"] = "auto"
-    # Transport between ranks. auto: nccl on GPUs, gloo on CPUs. mpi: for a torch that was built with MPI, under mpirun.
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    # The GPUs that take part, numbered as CUDA_VISIBLE_DEVICES orders them. Under dp the first one holds the
-    # parameters; of several ranks each takes the one at its local rank's place. null: all that are visible, in order.
-    device_ids: list[int] | None = None
-    # For mode dp: the GPU where the logits are joined and the loss is computed. null: the first of device_ids.
-    output_device: int | None = None
-    # BatchNorm sees the images of all ranks in training (SyncBatchNorm). Changes nothing on one rank.
+    # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs, which is slower but
+    # needs no launcher. `auto`: ddp if there is more than one rank, else none.
+    mode: Literal["auto", "none", "ddp", "dp"] = key("auto", recipe=False)
+    # Backend of torch.distributed. auto: nccl on GPUs, gloo on CPUs. mpi: needs a torch built with MPI, and mpirun.
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = key("auto", recipe=False)
+    # The GPUs to use, numbered in the order of CUDA_VISIBLE_DEVICES. In mode dp the first one holds the parameters; in
+    # mode ddp each rank uses the one at the index of its local rank. null: all visible GPUs, in order.
+    device_ids: list[int] | None = key(None, recipe=False)
+    # For mode dp: the GPU where the logits are gathered and the loss is computed. null: the first of device_ids.
+    output_device: int | None = key(None, NOT_NEGATIVE, recipe=False)
+    # Synchronise BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
     sync_bn: bool = False
-    # How ranks meet: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or `file:///path`.
-    init_method: str = "env://"
+    # Rendezvous of the ranks: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or `file:///path`.
+    init_method: str = key("env://", form=INIT_METHOD, recipe=False, per_machine=True)
     # Longest wait for another rank, in seconds.
-    timeout_sec: float = 600.0
-    # Compare the bits of weights, average and optimizer between ranks after every so many optimizer steps, and before
-    # each checkpoint; ranks that differ end the run. null: never.
-    check_every_steps: int | None = 1000
+    timeout_sec: float = key(600.0, Range(0, 7 * 86_400, low_open=True), recipe=False, per_machine=True)
+    # Compare the bits of weights, moving average and optimizer state between ranks every this many optimizer steps and
+    # before each checkpoint; diverged ranks end the run. null: never.
+    check_every_steps: int | None = key(1000, COUNT, recipe=False)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state is saved. The last step always is."""
+    """When checkpoints are saved. The last step always is."""
 
-    # Save after every so many epochs. null: not by epochs.
-    every_epochs: int | None = 1
-    # Save after every so many optimizer steps. null: not by steps.
-    every_steps: int | None = None
-    # Newest checkpoints that stay; the best one stays besides. null: all.
-    keep_last: int | None = 2
-    # What a failed save means (a full disk, a folder that is gone). stop: the run ends with exit code 5, since what
-    # it computes from there on could be lost, and nobody might notice before its end. continue: it says so, trains on
-    # and saves at the next time; where the last save of a run fails, it ends with 5 all the same.
+    # Save every this many epochs. null: not by epochs.
+    every_epochs: int | None = key(1, COUNT)
+    # Save every this many optimizer steps. null: not by steps.
+    every_steps: int | None = key(None, COUNT)
+    # Number of newest checkpoints to keep, besides the best one. null: all.
+    keep_last: int | None = key(2, COUNT)
+    # What to do when saving fails (a full disk, a missing folder). stop: end the run with exit code 5. continue: log
+    # it, train on and save at the next time; if the last save of the run fails, it ends with exit code 5 too.
     on_error: Literal["stop", "continue"] = "stop"
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is reported."""
+    """Logging."""
 
-    # Optimizer steps between two looks at the loss; metrics.jsonl has every step all the same.
-    every_steps: int = 50
+    # Optimizer steps between two log lines; metrics.jsonl has every step.
+    every_steps: int = key(50, COUNT)
     # Write event files for TensorBoard (rank 0 only).
-    tensorboard: bool = True
-    # Draw the curves of loss, top-1 and learning rate into plots/ at the end (rank 0 only).
-    plots: bool = True
+    tensorboard: bool = key(True, per_machine=True)
+    # Plot loss, top-1 and learning rate into plots/ at the end (rank 0 only).
+    plots: bool = key(True, per_machine=True)
 
 
 @dataclass(frozen=True)
 class ExpectConfig:
-    """What a recipe claims, and what came out here. Changes nothing in a run."""
+    """Published and measured results of a recipe. No effect on a run."""
 
-    # Top-1 that the source claims, in per cent.
-    claimed_top1_pct: float | None = None
-    # Where the claim and the settings are published.
+    # Top-1 accuracy that the source claims, in per cent.
+    claimed_top1_pct: float | None = key(None, PERCENT)
+    # Where claim and settings are published.
     source: str | None = None
-    # Top-1 of a run of this project, in per cent. null: not run.
-    ours_top1_pct: float | None = None
-    # On what the source trained, and for how long.
+    # Top-1 accuracy of a run with this repository, in per cent. null: not run.
+    ours_top1_pct: float | None = key(None, PERCENT)
+    # Hardware and training time of the source.
     hardware: str | None = None
-    # Of a run of this project: hardware, seed, date and duration. Of the settings: `deviates:` and what could not be
-    # expressed, `left out:` and what could, `uncertain:` and what the source does not say for sure.
+    # Of a run with this repository: hardware, seed, date, duration. Of the settings: `deviates:` what can't be
+    # expressed, `left out:` what could be added, `uncertain:` what the source does not state for sure.
     note: str | None = None
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole config: one section for each part of the program."""
+    """A whole config."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    mix: MixConfig = field(default_factory=MixConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    expect: ExpectConfig = field(default_factory=ExpectConfig)
-    # Modules to import before anything is built, so that they can register models with timm.
-    imports: list[str] = field(default_factory=list)
-    # Key of every random draw of the run.
-    seed: int = 0
-    # `auto` (a GPU where there is one, else the CPU), `cpu`, `cuda`, or `cuda:1` for a certain one.
-    device: str = "auto"
+    model: ModelConfig = section(ModelConfig)
+    data: DataConfig = section(DataConfig)
+    augment: AugmentConfig = section(AugmentConfig)
+    mix: MixConfig = section(MixConfig)
+    loss: LossConfig = section(LossConfig)
+    distill: DistillConfig = section(DistillConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    train: TrainConfig = section(TrainConfig)
+    ema: EmaConfig = section(EmaConfig)
+    eval: EvalConfig = section(EvalConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig, recipe=False)
+    log: LogConfig = section(LogConfig, recipe=False)
+    expect: ExpectConfig = section(ExpectConfig, recipe=False, per_machine=True)
+    # Modules to import at the start, for example to register models with timm.
+    imports: list[str] = key([], recipe=False, per_machine=True)
+    # Seed of the run.
+    seed: int = key(0, Range(0, 2.0**63, high_open=True))
+    # `auto` (a GPU if there is one, else the CPU), `cpu`, `cuda`, or `cuda:1` for a certain GPU.
+    device: str = key("auto", form=DEVICE, recipe=False, per_machine=True)
 
 
-# Arguments of what a name names: a layer that writes another name forgets them, where the section as a whole stays.
+# Arguments that a layer resets when it changes the name, where the rest of the section is kept.
 KWARGS_OF: dict[str, str] = {
     "augment.policy": "augment.policy_kwargs",
     "distill.teacher.name": "distill.teacher.kwargs",
 }
 
-# What a component's section falls back to when its name is changed, where that differs from the defaults above.
+# Defaults of single components, where they differ from the section's.
 COMPONENT_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "optimizer": {"sgd": {"kwargs": {"momentum": 0.9}}, "rmsproptf": {"kwargs": {"momentum": 0.9}}},
 }
+
+# Keys of older configs and checkpoints that are still read, and the key that replaces them.
+REMOVED = {"data.on_bad_image": "data.exclude", "data.manifest": "data.exclude"}

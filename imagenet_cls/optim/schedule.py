@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from imagenet_cls.config.check import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from imagenet_cls.config.fields import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from imagenet_cls.config.schema import ScheduleConfig
 from imagenet_cls.errors import ConfigError, Problem, UserError, format_value
 from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, missing_kwargs_problems

@@ -1,10 +1,9 @@
-"""What comes of each config without training it: parameters, groups, rates. Compared by `test_configs_golden.py`.
+"""Parameters, parameter groups and learning rates of each config, without training.
 
-    python tests/configs/golden.py            # prints what differs from golden.json
-    python tests/configs/golden.py --write    # writes golden.json anew, after a change that was meant
+    python tests/configs/golden.py            # prints the differences from golden.json
+    python tests/configs/golden.py --write    # writes golden.json, after an intended change
 
-A config is one line of `golden.json`: a change of it shows as one line of a diff. `configs/quick/` is left out: these
-configs are trained through in the tests.
+golden.json has one line for each config. `configs/quick/` is left out, since tests train these configs.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Kinds of mistakes in configs: hypothesis strategies, each of which draws a shipped config with something changed."""
+"""Hypothesis strategies that draw a shipped config with a mistake in it, one strategy for each kind of mistake."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +10,6 @@ from helpers import REPOSITORY
 from hypothesis import strategies as st
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.check import LISTS, RANGES
 from imagenet_cls.config.load import load_config
 
 SHIPPED = sorted(path.relative_to(REPOSITORY / "configs") for path in (REPOSITORY / "configs").rglob("*.yaml"))
@@ -20,20 +19,21 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 
 @dataclass(frozen=True)
 class Mutation:
-    """beside: the shipped config that it stands beside, as `fuzz.yaml`. named: what a message must hold.
+    """A changed config. beside: the shipped config whose folder it is written to, as `fuzz.yaml`.
 
-    fails: whether it must; None where it may be legal by chance. meant: the key to be suggested in that message.
+    named: text that a message has to contain. fails: whether loading has to fail; None if it may be valid by chance.
+    meant: the key that this message has to suggest.
     """
 
     beside: Path
     text: bytes
-    words: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     named: str = ""
     fails: bool | None = True
     meant: str = ""
 
     def __repr__(self) -> str:  # some texts are long
-        return f"Mutation({self.beside}, {self.text[-200:]!r}, {self.words}, {self.named!r})"
+        return f"Mutation({self.beside}, {self.text[-200:]!r}, {self.overrides}, {self.named!r})"
 
 
 @cache
@@ -42,13 +42,13 @@ def whole(path: Path) -> str:
 
 
 def child_of(path: Path, key: tuple[str, ...], value: str) -> bytes:
-    """A config on top of a shipped one, with one key."""
+    """A config that inherits from a shipped one and sets one key."""
     lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(key)]
     return "\n".join([f"_base_: {path.name}", *lines]).encode() + f" {value}\n".encode()
 
 
 def setting(draw: st.DrawFn, key: tuple[str, ...], value: str, **rest: Any) -> Mutation:
-    """One key of a shipped config set in a file above it, or by a word."""
+    """One key of a shipped config, set in a file that inherits from it or by an override."""
     path = draw(st.sampled_from(RUNNABLE))
     rest = {"named": ".".join(key)} | rest
     if draw(st.booleans()):
@@ -73,8 +73,8 @@ def key_nodes(text: str) -> list[tuple[tuple[str, ...], yaml.Node]]:
     return found
 
 
-def slipped(name: str, kind: str, place: int, letter: str) -> str:
-    """`name` with one slip of the finger at `place`."""
+def with_typo(name: str, kind: str, place: int, letter: str) -> str:
+    """`name` with one typo at `place`."""
     at = place % len(name)
     if kind == "insert":
         return name[:at] + letter + name[at:]
@@ -84,16 +84,16 @@ def slipped(name: str, kind: str, place: int, letter: str) -> str:
     return name[:at] + (letter if kind == "replace" else "") + name[at + 1 :]
 
 
-KINDS_OF_SLIPS = ("insert", "delete", "replace", "swap")
+KINDS_OF_TYPOS = ("insert", "delete", "replace", "swap")
 
 
 @st.composite
-def misspelt(draw: st.DrawFn) -> Mutation:
+def misspelled(draw: st.DrawFn) -> Mutation:
     path = draw(st.sampled_from(SHIPPED))
     text = whole(path)
     key, node = draw(st.sampled_from(key_nodes(text)))
-    slip = (draw(st.sampled_from(KINDS_OF_SLIPS)), draw(st.integers(0, 20)), draw(st.sampled_from(LETTERS)))
-    wrong = slipped(key[-1], *slip)
+    typo = (draw(st.sampled_from(KINDS_OF_TYPOS)), draw(st.integers(0, 20)), draw(st.sampled_from(LETTERS)))
+    wrong = with_typo(key[-1], *typo)
     siblings = [other[-1] for other in [*keys.leaves(), *keys.sections()] if other[:-1] == key[:-1] and other]
     legal = wrong in siblings or not wrong
     text = text[: node.start_mark.index] + wrong + text[node.end_mark.index :]
@@ -104,7 +104,7 @@ def misspelt(draw: st.DrawFn) -> Mutation:
 
 
 @st.composite
-def wrongly_typed(draw: st.DrawFn) -> Mutation:
+def wrong_type(draw: st.DrawFn) -> Mutation:
     key = draw(st.sampled_from(list(keys.leaves())))
     bare, optional = keys.split_optional(keys.leaves()[key])
     never = ["{a: 1}", "[[1], {b: c}]"]
@@ -124,15 +124,14 @@ def wrongly_typed(draw: st.DrawFn) -> Mutation:
 
 @st.composite
 def out_of_range(draw: st.DrawFn) -> Mutation:
-    name = draw(st.sampled_from([*RANGES, *LISTS]))
-    key = tuple(name.split("."))
-    if name in LISTS:
-        count, allowed, ascending = LISTS[name]
+    key = draw(st.sampled_from([key for key in keys.leaves() if keys.info(key).allowed is not None]))
+    allowed, bare, count = keys.info(key).allowed, keys.split_optional(keys.leaves()[key])[0], keys.info(key).count
+    assert allowed is not None
+    if bare not in (int, float):
         wrong = [f"[{', '.join(['-1'] * (count or 3))}]"]
         wrong += [f"[{', '.join(['0.5'] * (count + 1))}]", "[]"] if count else []
-        wrong += ["[0.9, 0.1]"] if ascending and count == 2 else []
+        wrong += ["[0.9, 0.1]"] if keys.info(key).ascending and count == 2 else []
         return setting(draw, key, draw(st.sampled_from(wrong)))
-    allowed, bare = RANGES[name], keys.split_optional(keys.leaves()[key])[0]
     far = [allowed.low - 1, allowed.high + 1, -1e-9, -1, 1e300, float(2**64), allowed.low, allowed.high]
     numbers = [int(n) if bare is int else n for n in far if abs(n) < 1e301]
     wrong = [repr(n) for n in numbers if n not in allowed] + ["-" + "9" * 400] + [".nan", ".inf"] * (bare is float)
@@ -140,7 +139,7 @@ def out_of_range(draw: st.DrawFn) -> Mutation:
 
 
 @st.composite
-def missing(draw: st.DrawFn) -> Mutation:
+def missing_value(draw: st.DrawFn) -> Mutation:
     path = draw(st.sampled_from(RUNNABLE))
     if draw(st.booleans()):
         current = load_config(REPOSITORY / "configs" / path).config.optimizer.name
@@ -151,7 +150,7 @@ def missing(draw: st.DrawFn) -> Mutation:
 
 
 @st.composite
-def given_twice(draw: st.DrawFn) -> Mutation:
+def duplicate_key(draw: st.DrawFn) -> Mutation:
     path = draw(st.sampled_from(SHIPPED))
     text = whole(path)
     if draw(st.booleans()):
@@ -175,23 +174,19 @@ EXCLUSIVE = {
     "parallel.backend": ("parallel.backend=nccl", "device=cpu"),
     "augment.splits": ("augment.splits=3", "mix.mixup_alpha=0.2"),
     "data.exclude": ("data.exclude=m.json", "data.name=synthetic"),
-    "eval.crop_pct": ("eval.crop_pct=0.9", "eval.resize_px=300"),
-    "mix.prob": ("mix.prob=0.3", "mix.mixup_alpha=0", "mix.cutmix_alpha=0"),
-    "schedule.warmup_start_factor": ("schedule.warmup_start_factor=0.3", "schedule.warmup_epochs=0"),
-    "train.sam_every_steps": ("train.sam_every_steps=3", "train.sam_rho=null"),
     "distill.teacher": ("distill.teacher.checkpoint=a", "distill.teacher.pretrained=true", "distill.kind=hard"),
 }
 
 
 @st.composite
-def exclusive(draw: st.DrawFn) -> Mutation:
+def exclusive_keys(draw: st.DrawFn) -> Mutation:
     path, named = draw(st.sampled_from(RUNNABLE)), draw(st.sampled_from(list(EXCLUSIVE)))
     return Mutation(path, f"_base_: {path.name}\n".encode(), tuple(draw(st.permutations(EXCLUSIVE[named]))), named)
 
 
 @st.composite
-def spoilt(draw: st.DrawFn) -> Mutation:
-    """A character too many or too few, or the end missing: often YAML no more, sometimes another value."""
+def corrupted(draw: st.DrawFn) -> Mutation:
+    """A character added or removed, or the end missing: mostly invalid YAML, sometimes another value."""
     path = draw(st.sampled_from(SHIPPED))
     text = whole(path)
     at = draw(st.integers(0, len(text) - 1))
@@ -204,7 +199,7 @@ def spoilt(draw: st.DrawFn) -> Mutation:
 
 
 @st.composite
-def wrongly_encoded(draw: st.DrawFn) -> Mutation:
+def wrong_encoding(draw: st.DrawFn) -> Mutation:
     path = draw(st.sampled_from(RUNNABLE))
     text = f"{whole(path)}\nimports: [hallöchen]\n"
     encoding = draw(st.sampled_from(["utf-16", "utf-16-le", "utf-32", "latin-1", "cp037", "bytes", "nul"]))
@@ -212,12 +207,12 @@ def wrongly_encoded(draw: st.DrawFn) -> Mutation:
         junk = draw(st.binary(min_size=1, max_size=20))
         return Mutation(path, junk + text.encode(), fails=None)
     if encoding == "nul":
-        return Mutation(path, text.replace("\n", "\n\x00", 1).encode(), named="may not stand")
+        return Mutation(path, text.replace("\n", "\n\x00", 1).encode(), named="is not allowed in YAML")
     return Mutation(path, text.encode(encoding), named="fuzz.yaml")
 
 
 @st.composite
-def marked(draw: st.DrawFn) -> Mutation:
+def byte_order_mark(draw: st.DrawFn) -> Mutation:
     """A byte order mark changes nothing."""
     path = draw(st.sampled_from(RUNNABLE))
     return Mutation(path, b"\xef\xbb\xbf" + whole(path).encode(), fails=False)
@@ -241,7 +236,7 @@ TAGS = [
 
 
 @st.composite
-def tagged(draw: st.DrawFn) -> Mutation:
+def yaml_tag(draw: st.DrawFn) -> Mutation:
     key = draw(st.sampled_from([*keys.leaves(), *(section for section in keys.sections() if section)]))
     if keys.is_kwargs(keys.leaves().get(key)):
         key = (*key, "a")
@@ -254,7 +249,7 @@ def in_a_row(piece: str, count: int) -> str:
 
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{in_a_row(f'*a{i - 1}', 10)}]\n" for i in range(1, 10))
 
-# Texts that stand for gigabytes, or for no end, and what is said of them.
+# Texts that would expand to gigabytes or without end, and a part of the error.
 HOSTILE = {
     f"seed: {'[' * 100_000}{']' * 100_000}": "nested",
     f"seed: {'[' * 25}{']' * 25}": "nested",
@@ -270,12 +265,12 @@ HOSTILE = {
     f"imports: [{in_a_row('a', 100_000)}]": "30000 values",
     "\n".join(f"k{i}: 1" for i in range(30_000)): "2000 keys",
     f"model: {{kwargs: {{{', '.join(f'k{i}: 1' for i in range(30_000))}}}}}": "2000 keys",
-    f"expect: {{note: {'x' * (1 << 18)}, source: '{'${expect.note}' * 9}'}}": "far too much",
-    "expect: {note: '${expect.source}', source: '${expect.note}'}": "leads back",
+    f"expect: {{note: {'x' * (1 << 18)}, source: '{'${expect.note}' * 9}'}}": "expands to more than",
+    "expect: {note: '${expect.source}', source: '${expect.note}'}": "refers back",
     f"expect: {{note: '{'${a.' * 10_000}'}}": "expect.note",
-    "!own {seed: 1}": "holds no mapping",
-    "!!python/object:pathlib.Path {seed: 1}": "holds no mapping",
-    "data: {<<: {root: a}}": "merge key",
+    "!own {seed: 1}": "is not a mapping",
+    "!!python/object:pathlib.Path {seed: 1}": "is not a mapping",
+    "data: {<<: {root: a}}": "merge keys",
     "x: &x {root: a}\ndata: {<<: *x}": "aliases",
     "_base_: fuzz.yaml": "circle",
     "_base_: [demo.yaml, nowhere.yaml]": "nowhere.yaml",
@@ -288,12 +283,12 @@ HOSTILE = {
     "_base_: .": "is a folder",
     "_base_: here_and_there.yaml": "symbolic links",
     "_base_: chain_0.yaml": "more than 50",
-    "---\nseed: 1\n---\nseed: 2": "second document",
+    "---\nseed: 1\n---\nseed: 2": "single document",
     f"optimizer: {{lr: {'9' * 10_000}}}": "optimizer.lr",
     f"seed: 0x{'f' * 10_000}": "seed",
     "optimizer: {lr: 1e99999}": "optimizer.lr",
     f"{'k' * 1_000}: 1": "unknown key",
-    f"{'k' * 50_000}: 1": "a ':' that can't stand here",
+    f"{'k' * 50_000}: 1": "mapping values are not allowed",
     f"device: '{'c' * 100_000}'": "device",
     f"train: {{precision: {'f' * 100_000}}}": "train.precision",
 }
@@ -326,7 +321,7 @@ RESOLVERS = [
 
 
 @st.composite
-def resolved(draw: st.DrawFn) -> Mutation:
+def resolver(draw: st.DrawFn) -> Mutation:
     texts = [key for key, hint in keys.leaves().items() if keys.split_optional(hint)[0] is str]
     key = draw(st.sampled_from([*texts, ("model", "kwargs", "a"), ("expect", "note"), ("imports",)]))
     text = draw(st.sampled_from(RESOLVERS))

@@ -1,8 +1,7 @@
-"""The settings of every recipe as their sources publish them, copied by hand: one row for each published recipe.
+"""The settings of every recipe as published by its source, copied by hand: one row for each published recipe.
 
-A row has what differs from `USUAL` and from its family; what it does not mention is as it is there, and what nothing
-mentions is not set at all. Owns the figures, and how a config is laid beside them; `test_configs_settings.py` compares.
-Not held: where images lie, and what changes speed or reports but not what is computed.
+A row has the differences from `USUAL` and from its family. Left out: the location of images, and keys that change speed
+or logging but not what is computed.
 """
 
 from collections.abc import Iterator

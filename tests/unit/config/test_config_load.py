@@ -1,12 +1,10 @@
-"""Loading: layers, bases, resets, overrides, interpolation, provenance, and what OmegaConf agrees with."""
+"""Loading: layers, bases, resets, overrides, interpolation, origins, dictionaries, and removed keys."""
 
 import dataclasses
 import json
 import os
-import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,14 +28,14 @@ def write(name: str, text: str) -> str:
     return name
 
 
-def load(text: str, *words: str) -> Loaded:
-    return load_config(write("x.yaml", text), words)
+def load(text: str, *overrides: str) -> Loaded:
+    return load_config(write("x.yaml", text), overrides)
 
 
 LR = "optimizer: {lr: 0.1}\n"
 
 
-def test_the_result_is_plain_dataclasses_with_the_schemas_defaults() -> None:
+def test_load_returns_plain_dataclasses_with_defaults() -> None:
     loaded = load(LR)
     assert (loaded.name, loaded.path) == ("x", Path("x.yaml"))
     for path, section in keys.sections().items():
@@ -51,7 +49,7 @@ def test_the_result_is_plain_dataclasses_with_the_schemas_defaults() -> None:
     json.dumps(config_to_dict(loaded.config))
 
 
-def test_bases_merge_depth_first_dicts_merge_and_lists_replace() -> None:
+def test_bases_merge_depth_first() -> None:
     write("sub/a0.yaml", "seed: 1\ntrain: {epochs: 1, global_batch_size: 8}\naugment: {scale: [0.1, 0.2]}\n")
     write("sub/a.yaml", "_base_: a0.yaml\nseed: 2\naugment: {scale: [0.3, 0.4]}\n")
     write("b.yaml", "seed: 3\noptimizer: {lr: 0.5, kwargs: {nesterov: true}}\n")
@@ -62,14 +60,14 @@ def test_bases_merge_depth_first_dicts_merge_and_lists_replace() -> None:
     assert config.optimizer.kwargs == {"momentum": 0.9, "nesterov": True}
 
 
-def test_a_base_reached_twice_counts_once_at_its_first_place() -> None:
+def test_base_reached_twice_counts_once() -> None:
     write("root.yaml", LR + "seed: 1\n")
     write("a.yaml", "_base_: root.yaml\nseed: 2\n")
     write("b.yaml", "_base_: root.yaml\nlog: {every_steps: 3}\n")
     assert load("_base_: [a.yaml, b.yaml]\n").config.seed == 2
 
 
-def test_the_merge_agrees_with_omegaconf_where_nothing_is_reset() -> None:
+def test_merge_without_reset_equals_omegaconf() -> None:
     texts = [
         "optimizer: {lr: 0.3, kwargs: {a: {b: 1, c: [1, 2]}}}\nseed: 4\n",
         "optimizer: {kwargs: {a: {b: 2, d: 5}}}\n",
@@ -82,7 +80,7 @@ def test_the_merge_agrees_with_omegaconf_where_nothing_is_reset() -> None:
     assert config_to_dict(ours) == OmegaConf.to_container(theirs)
 
 
-def test_changing_a_components_name_resets_its_section_and_only_that() -> None:
+def test_changed_name_resets_its_section_only() -> None:
     write(
         "base.yaml",
         "optimizer: {lr: 0.1, weight_decay: 1e-4, kwargs: {nesterov: true}}\nschedule: {warmup_epochs: 3}\n",
@@ -94,13 +92,13 @@ def test_changing_a_components_name_resets_its_section_and_only_that() -> None:
     assert back.optimizer.kwargs == {"momentum": 0.9}
 
 
-def test_naming_the_same_component_again_keeps_what_bases_say() -> None:
+def test_same_name_resets_nothing() -> None:
     write("base.yaml", "optimizer: {name: sgd, lr: 0.1, kwargs: {nesterov: true}}\n")
     config = load("_base_: base.yaml\noptimizer: {name: sgd, weight_decay: 0.1}\n").config
     assert (config.optimizer.lr, config.optimizer.kwargs) == (0.1, {"momentum": 0.9, "nesterov": True})
 
 
-def test_another_policy_or_teacher_forgets_the_arguments_of_the_one_before() -> None:
+def test_changed_policy_or_teacher_resets_its_kwargs() -> None:
     write(
         "base.yaml",
         LR
@@ -117,18 +115,18 @@ def test_another_policy_or_teacher_forgets_the_arguments_of_the_one_before() -> 
     assert other.augment.policy_kwargs == {"severity": 2}
 
 
-def test_patterns_of_names_keep_their_dots_and_their_order() -> None:
+def test_names_in_kwargs_keep_dots_and_order() -> None:
     write("base.yaml", 'optimizer: {lr: 0.1, lr_scales: {"head.*": 10, "*.bias": 2, "*": 1}}\n')
     config = load("_base_: base.yaml\n", 'optimizer.lr_scales={"*.bias": 3}').config
     assert list(config.optimizer.lr_scales.items()) == [("head.*", 10), ("*.bias", 3), ("*", 1)]
     assert load("_base_: base.yaml\n", "optimizer.name=adamw", "optimizer.lr=1").config.optimizer.lr_scales == {}
 
 
-def test_changing_the_data_resets_its_root() -> None:
+def test_changed_data_name_resets_root() -> None:
     assert load(LR + "data: {root: /elsewhere}\n", "data.name=digits", "data.val=v").config.data.root == "data/imagenet"
 
 
-def test_changing_the_optimizer_without_lr_says_so() -> None:
+def test_changed_optimizer_without_lr_is_an_error() -> None:
     write("base.yaml", LR)
     with pytest.raises(ConfigError) as caught:
         load("_base_: base.yaml\noptimizer:\n  name: adamw\n")
@@ -137,31 +135,31 @@ def test_changing_the_optimizer_without_lr_says_so() -> None:
     assert "'sgd' to 'adamw'" in line
 
 
-def test_no_learning_rate_at_all_is_an_error() -> None:
+def test_missing_lr_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.lr: has no value and no default"):
         load("seed: 1\n")
 
 
-def test_words_are_one_layer_without_order() -> None:
-    words = [
+def test_overrides_have_no_order() -> None:
+    overrides = [
         "optimizer.kwargs.eps=1e-8",
         "optimizer.name=adamw",
         "optimizer.lr=1e-3",
         "optimizer.kwargs={betas: [0.9, 0.95]}",
     ]
-    forth, back = load(LR, *words).config, load(LR, *reversed(words)).config
+    forth, back = load(LR, *overrides).config, load(LR, *reversed(overrides)).config
     assert forth.optimizer == back.optimizer
     assert forth.optimizer.kwargs == {"eps": 1e-8, "betas": [0.9, 0.95]}
 
 
 @pytest.mark.parametrize("words", [["seed=1", "seed=2"], ["model.kwargs.a=1", "model.kwargs={a: {b: 1}}"]])
-def test_the_same_key_twice_on_the_command_line_is_an_error(words: list[str]) -> None:
+def test_key_given_twice_in_overrides_is_an_error(words: list[str]) -> None:
     for order in (words, words[::-1]):
         with pytest.raises(ConfigError, match=f"is given twice: command line '{order[0]}'".replace("{", "[{]")):
             load(LR, *order)
 
 
-def test_values_of_words_are_yaml() -> None:
+def test_values_of_overrides_are_yaml() -> None:
     data = load(
         LR, "data.val=", "data.val_fraction=0.25", "data.train=no", "data.kwargs.flag=no", "data.kwargs.n=1_000"
     ).config.data
@@ -194,20 +192,20 @@ def test_scalars_in_kwargs(text: str, value: object) -> None:
     assert type(found) is type(value)
 
 
-def test_text_keys_keep_what_was_written() -> None:
+def test_text_keys_keep_text_as_written() -> None:
     data = load(LR + "data: {train: no, root: 1e3}\nexpect: {note: 2020-01-01}\nimports: [on, a.b]\n")
     assert (data.config.data.train, data.config.data.root) == ("no", "1e3")
     assert data.config.expect.note == "2020-01-01"
     assert data.config.imports == ["on", "a.b"]
 
 
-def test_numbers_become_the_keys_type() -> None:
+def test_numbers_convert_to_type_of_key() -> None:
     config = load("optimizer: {lr: 1}\ndata: {mean: [0, 1, 0.5]}\n", "train.clip_norm=1e-1").config
     for number in (config.optimizer.lr, config.train.clip_norm, *(config.data.mean or [])):
         assert type(number) is float
 
 
-def test_interpolation_sees_the_merged_value_and_keeps_types() -> None:
+def test_interpolation_uses_merged_values_and_keeps_types() -> None:
     write("base.yaml", LR + "train: {epochs: 5}\nschedule: {kwargs: {t: '${train.epochs}', l: ['${seed}', 1]}}\n")
     loaded = load(
         "_base_: base.yaml\nexpect: {note: 'lr ${optimizer.lr} seed ${seed}'}\n",
@@ -222,47 +220,45 @@ def test_interpolation_sees_the_merged_value_and_keeps_types() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("${oc.env:HOME}", "the resolver 'oc.env'"),
-        ("a ${oc.decode:x} b", "the resolver 'oc.decode'"),
-        ("${oc.env:${data.root}}", "refused"),
-        ("${${data.root}}", "refused"),
+        ("${oc.env:HOME}", "not allowed"),
+        ("a ${oc.decode:x} b", "not allowed"),
+        ("${oc.env:${data.root}}", "not allowed"),
+        ("${${data.root}}", "not allowed"),
         ("${train.epoch}", "did you mean 'train.epochs'"),
         ("${train}", "is a section"),
-        ("${expect.note}", "leads back to itself"),
-        (r"\${train.epochs}", "refused"),
-        ("${train.epochs", "refused"),
+        ("${expect.note}", "refers back to itself"),
+        (r"\${train.epochs}", "not allowed"),
+        ("${train.epochs", "not allowed"),
     ],
 )
-def test_interpolations_that_are_refused(value: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_interpolation_in_other_form_is_an_error(value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^x.yaml:3: expect.note: .*{message}"):
         load(f"{LR}expect:\n  note: '{value}'\n")
-    assert caught.value.lines[0].startswith("x.yaml:3: expect.note: ")
-    assert message in caught.value.lines[0]
 
 
-def test_a_resolver_cannot_be_put_together_from_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolver_built_from_pieces_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
-    with pytest.raises(ConfigError, match="again") as caught:
+    with pytest.raises(ConfigError, match=r"model.kwargs.e") as caught:
         load(LR + "model: {kwargs: {d: '$', e: '${model.kwargs.d}{oc.env:SECRET}'}}\n")
     assert "hunter2" not in str(caught.value)
 
 
-def test_interpolation_bombs_and_circles_are_refused_at_once() -> None:
-    rungs = "".join(f"    a{i}: '${{model.kwargs.a{i + 1}}}${{model.kwargs.a{i + 1}}}'\n" for i in range(18))
-    started = time.monotonic()
-    with pytest.raises(ConfigError, match="too much text"):
-        load(f"{LR}model:\n  kwargs:\n{rungs}    a18: '{'x' * 50}'\n")
-    with pytest.raises(ConfigError, match="leads back to itself"):
+def test_interpolation_that_expands_or_loops_is_an_error() -> None:
+    steps = "".join(f"    a{i}: '${{model.kwargs.a{i + 1}}}${{model.kwargs.a{i + 1}}}'\n" for i in range(18))
+    lists = "".join(f"    a{i}: ['${{model.kwargs.a{i + 1}}}', '${{model.kwargs.a{i + 1}}}']\n" for i in range(18))
+    for lines in (steps, lists):
+        with pytest.raises(ConfigError, match="expands to more than"):
+            load(f"{LR}model:\n  kwargs:\n{lines}    a18: '{'x' * 50}'\n")
+    with pytest.raises(ConfigError, match="refers back to itself"):
         load(LR + "model: {kwargs: {a: '${model.kwargs.b}${model.kwargs.b}', b: '${model.kwargs.a}'}}\n")
-    assert time.monotonic() - started < 2
 
 
-def test_a_components_name_cannot_be_interpolated() -> None:
+def test_interpolated_component_name_is_an_error() -> None:
     with pytest.raises(ConfigError, match="can't be interpolated"):
         load(LR + "model: {name: '${data.root}'}\n")
 
 
-def test_three_question_marks_ask_a_later_layer_for_a_value() -> None:
+def test_question_marks_require_a_later_value() -> None:
     write("base.yaml", LR + "data:\n  root: ???\n")
     assert load("_base_: base.yaml\n", "data.root=here").config.data.root == "here"
     with pytest.raises(ConfigError, match=r"^base.yaml:3: data.root: has no value yet"):
@@ -285,7 +281,7 @@ def test_origins_name_layer_file_and_line() -> None:
         assert ".".join(path) in origins or keys.is_kwargs(keys.leaves()[path])
 
 
-def test_none_is_the_demo_and_a_file_that_is_missing_is_not_found() -> None:
+def test_missing_file_suggests_similar_name() -> None:
     assert load_config(None, ["seed=7"]).config.seed == 7
     assert load_config(None).name == "demo"
     write("configs/resnet50.yaml", LR)
@@ -293,7 +289,7 @@ def test_none_is_the_demo_and_a_file_that_is_missing_is_not_found() -> None:
         load_config("configs/resnet5O.yaml")
 
 
-def test_dictionaries_come_back_and_fill_up_with_defaults() -> None:
+def test_config_from_dict_restores_and_fills_defaults() -> None:
     config = load(LR, "model.kwargs.x=[1, {y: null}]", "data.mean=[0.1, 0.2, 0.3]").config
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
     assert config_from_dict({"optimizer": {"name": "adamw", "lr": 1}}).optimizer.kwargs == {}
@@ -302,26 +298,37 @@ def test_dictionaries_come_back_and_fill_up_with_defaults() -> None:
             config_from_dict(wrong)
 
 
-def test_a_stored_config_loads_though_a_rule_refuses_it() -> None:
+def test_config_from_dict_skips_ranges() -> None:
     config = dataclasses.replace(load(LR).config, seed=-1)
     assert config_from_dict(config_to_dict(config)) == config
 
 
-def test_config_never_imports_torch_and_starts_fast() -> None:
+def test_config_imports_no_torch() -> None:
     code = (
         "import sys; from imagenet_cls.config.load import load_config; load_config('configs/demo.yaml');"
         "assert not {'torch', 'numpy', 'torchvision', 'timm'} & set(sys.modules), 'a heavy import'"
     )
-    # Processor time, not the clock's: the start of an interpreter waits for little else, and tests share their machine.
-    best = 9.0
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, env={**os.environ, "PYTHONPATH": str(REPO)})
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    assert best < 0.7
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, env={**os.environ, "PYTHONPATH": str(REPO)})
 
 
-def test_a_dump_is_yaml_that_a_user_can_run() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "exclude"),
+    [
+        (["data.on_bad_image=exclude", "data.root=/images"], "/images/verified_images.json"),
+        (["data.on_bad_image=exclude", "data.manifest=a.json"], "a.json"),
+        (["data.on_bad_image=error", "data.manifest=a.json"], None),
+        (["data.on_bad_image=exclude", "data.exclude=b.json"], "b.json"),
+    ],
+)
+def test_removed_keys_are_read_with_a_warning(overrides: list[str], exclude: str | None) -> None:
+    loaded = load(LR, *overrides)
+    assert loaded.config.data.exclude == exclude
+    old = [override for override in overrides if "on_bad_image" in override or "manifest" in override]
+    assert [line.partition(": ")[0] for line in loaded.warnings] == [f"command line {override!r}" for override in old]
+    stored = {"optimizer": {"lr": 1}, "data": {"on_bad_image": "exclude", "manifest": None, "root": "/images"}}
+    assert config_from_dict(stored).data.exclude == "/images/verified_images.json"
+
+
+def test_dump_loads_as_equal_config() -> None:
     config = load(LR, "model.kwargs.eps='1e-4'", "model.kwargs.no='no'", "expect.note='null'", "data.train='~'").config
     assert load_config(write("dump.yaml", dump_yaml(config))).config == config

@@ -15,7 +15,7 @@ REPO = Path(__file__).resolve().parents[3]
 DEMO = str(REPO / "configs" / "demo.yaml")
 
 
-def test_the_tool_runs_from_any_directory_and_prints_a_config_that_loads(tmp_path: Path) -> None:
+def test_tool_prints_a_config_that_loads(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "tools" / "print_config.py"), DEMO, "seed=9"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": "/usr/bin"})
     assert (done.returncode, done.stderr) == (0, "")
@@ -23,7 +23,7 @@ def test_the_tool_runs_from_any_directory_and_prints_a_config_that_loads(tmp_pat
     assert load_config(tmp_path / "printed.yaml").config == load_config(DEMO, ["seed=9"]).config
 
 
-def test_errors_are_lines_on_stderr_without_a_traceback(tmp_path: Path) -> None:
+def test_errors_are_lines_on_stderr(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "tools" / "print_config.py"), DEMO, "sead=9", "train.epochs=x"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -33,9 +33,7 @@ def test_errors_are_lines_on_stderr_without_a_traceback(tmp_path: Path) -> None:
     ]
 
 
-def test_origin_shows_the_place_of_each_value(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_origin_prints_place_of_each_value(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
     assert print_config_main(["configs/resnet50.yaml", "--origin", "seed=3"]) == 0
     printed = capsys.readouterr().out
@@ -52,7 +50,7 @@ def test_origin_shows_the_place_of_each_value(
     assert yaml.safe_load(printed)["train.epochs"] == 90
 
 
-def test_diff_shows_both_values_of_the_keys_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_prints_both_values_of_each_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_config_main([DEMO, "seed=3", "optimizer.kwargs.nesterov=true", "--diff", DEMO]) == 0
     assert capsys.readouterr().out.splitlines() == ["optimizer.kwargs.nesterov: true | (absent)", "seed: 3 | 0"]
     assert print_config_main([DEMO, "model.kwargs.a=1", "--diff", DEMO]) == 0
@@ -61,6 +59,6 @@ def test_diff_shows_both_values_of_the_keys_that_differ(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == ""
 
 
-def test_a_missing_config_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_config_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_config_main([str(REPO / "configs" / "demo.yml")]) == 2
     assert f"did you mean {shown_path(REPO / 'configs' / 'demo.yaml')!r}?" in capsys.readouterr().err

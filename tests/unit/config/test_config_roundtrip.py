@@ -1,4 +1,4 @@
-"""Any config survives being written as YAML, as a dictionary and as JSON, to the last bit."""
+"""Any config is restored exactly from YAML, from a dictionary and from JSON."""
 
 import dataclasses
 import json
@@ -13,28 +13,12 @@ from imagenet_cls.config import keys, reader
 from imagenet_cls.config.load import config_from_dict, config_to_dict, dump_yaml, load_config
 from imagenet_cls.config.schema import COMPONENT_DEFAULTS, Config
 
-# `${` begins an interpolation and `???` means no value: the two texts that no config can hold.
+# Not `${`, which begins an interpolation, and not `???`, which means a missing value.
 TEXT = st.text(max_size=20).filter(lambda text: "${" not in text and text.lstrip("\\") != "???")
 TRAPS = st.sampled_from(
     [
-        "no",
-        "null",
-        "~",
-        "1e-4",
-        "010",
-        "1:30",
-        "0x1F",
-        "2020-01-01",
-        "<<",
-        "=",
-        "a: b",
-        "# x",
-        "",
-        " ",
-        "- a",
-        "a\x85b",
-        "\u2028",
-        "\u2029 ",
+        *("no", "null", "~", "1e-4", "010", "1:30", "0x1F", "2020-01-01", "<<", "=", "a: b", "# x", "", " ", "- a"),
+        *("a\x85b", "\u2028", "\u2029 "),
     ]
 )
 NUMBERS = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)  # others are refused
@@ -71,7 +55,7 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    """Any config, sensible or not: some keys drawn, the others at their defaults."""
+    """Any config, valid or not: some keys drawn, the others at their defaults."""
     config = BASE
     paths = draw(st.lists(st.sampled_from(list(keys.leaves())), max_size=8, unique=True))
     for path in paths:
@@ -84,8 +68,8 @@ def configs(draw: st.DrawFn) -> Config:
     return config
 
 
-def without_own_defaults(config: Config) -> Config:
-    """A component's own defaults come back by themselves, since dicts merge: a stored config always states them."""
+def with_component_defaults(config: Config) -> Config:
+    """With the component's defaults, which a stored config always has."""
     own = COMPONENT_DEFAULTS["optimizer"].get(config.optimizer.name, {})
     kwargs = {**own.get("kwargs", {}), **config.optimizer.kwargs}
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, kwargs=kwargs))
@@ -96,17 +80,17 @@ SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow],
 
 @settings(SETTINGS, max_examples=60)
 @given(configs())
-def test_a_config_survives_json_and_yaml(config: Config) -> None:
-    taken_apart = config_to_dict(without_own_defaults(config))
-    stored = json.loads(json.dumps(taken_apart))
-    back = config_from_dict(stored)  # which reads it by way of YAML
-    assert config_to_dict(back) == taken_apart
-    assert types_of(config_to_dict(back)) == types_of(taken_apart)
+def test_config_roundtrip_through_json_and_yaml(config: Config) -> None:
+    as_dict = config_to_dict(with_component_defaults(config))
+    stored = json.loads(json.dumps(as_dict))
+    back = config_from_dict(stored)
+    assert config_to_dict(back) == as_dict
+    assert types_of(config_to_dict(back)) == types_of(as_dict)
 
 
 @settings(SETTINGS, max_examples=40)
 @given(KWARGS)
-def test_a_dump_loads_as_a_file(tmp_path_factory: pytest.TempPathFactory, kwargs: dict[str, Any]) -> None:
+def test_dumped_kwargs_load_with_equal_types(tmp_path_factory: pytest.TempPathFactory, kwargs: dict[str, Any]) -> None:
     config = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, kwargs=kwargs))
     path = tmp_path_factory.mktemp("dump") / "config.yaml"
     path.write_text(dump_yaml(config), encoding="utf-8")
@@ -122,6 +106,6 @@ def types_of(value: Any) -> Any:
     return [types_of(item) for item in value] if isinstance(value, list) else type(value)
 
 
-def test_a_dump_of_other_than_plain_values_is_a_bug_that_shows() -> None:
+def test_dump_of_other_than_plain_values_raises_type_error() -> None:
     with pytest.raises(TypeError, match="plain values"):
         reader.dump({"a": object()})

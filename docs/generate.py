@@ -1,0 +1,292 @@
+"""Writes docs/config.md from the schema and docs/recipes.md from the configs: `python docs/generate.py`.
+
+`--check` writes nothing, and ends with exit code 1 if a page is out of date.
+"""
+
+import ast
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from imagenet_cls.config import keys, reader, schema  # noqa: E402
+from imagenet_cls.config.load import DEMO, load_config  # noqa: E402
+from imagenet_cls.config.schema import Config  # noqa: E402
+
+CONFIGS = DEMO.parent
+
+CONFIG_INTRODUCTION = """\
+# Config
+
+<!-- Written by `python docs/generate.py` from imagenet_cls/config/schema.py. Don't edit this file. -->
+
+A config is a YAML file of sections. A key that it does not set has the default below.
+`python tools/print_config.py CONFIG` prints the resolved config, `--origin` adds where each value comes from, and
+`--diff OTHER` prints the differences to another config.
+
+## Layers
+
+A config is merged from these layers; later ones override earlier ones:
+
+1. the defaults on this page,
+2. the files listed under `_base_`, depth first, in their order,
+3. the file itself,
+4. the overrides on the command line, `key.sub=value`.
+
+Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing.
+`_base_: [_base_/models/resnet50.yaml, _base_/datasets/imagenet_224.yaml]` holds paths relative to the file. A file that
+is reached twice counts once, at its first place. A circle is an error. An empty file is an empty layer.
+
+## Command line
+
+    python tools/train.py configs/resnet50.yaml seed=1 'augment.scale=[0.2, 1.0]' optimizer.kwargs.nesterov=true
+
+The text after `=` is read as YAML; no text is `null`. Overrides have no order, so setting the same key twice is an
+error.
+
+## Components
+
+`model`, `data`, `loss`, `optimizer` and `schedule` choose something by `name` and pass it `kwargs`. A layer that
+changes the name resets that section to the defaults of the new component, and then applies its own values. So momentum
+meant for `sgd` never reaches `adamw`. The learning rate has no default, so changing the optimizer without setting `lr`
+is an error. Setting the same name again resets nothing.
+
+## Keys without effect
+
+Some keys have an effect only with others: `mix.prob` with mixing, `ema.warmup` with a moving average, `eval.crop_pct`
+if `eval.resize_px` is null. If such a key is set without effect, the run prints a warning at the start.
+
+## Values
+
+- `${section.key}` is replaced by the value of another key (a single value or a list) after all layers are merged.
+  Resolvers such as `${oc.env:HOME}` are errors, so that no saved config contains a secret. A literal `${` is not
+  possible.
+- `1e-4` is a number, also in `kwargs`. `yes`, `no`, `on` and `off` are booleans, except for keys of type text, which
+  keep what is written. `010` and dates are text. Quoted numbers are text in `kwargs`.
+- `???` marks a value that a later layer has to set.
+- Aliases of anchors (`*name`), merge keys (`<<`), tags (`!!...`), duplicate keys in a mapping, and several documents in
+  a file are errors.
+
+## Removed keys
+
+`data.on_bad_image` and `data.manifest` of older configs are still read, with a warning. Use `data.exclude` instead, the
+path of the list: `on_bad_image: exclude` without `manifest` is `exclude: ${data.root}/verified_images.json`.
+
+## Errors
+
+All problems are reported at once, one line each, with exit code 2, before torch is imported:
+
+    configs/mine.yaml:12: optimizer.lr: 'many' is not a number
+    command line 'optimzer.lr=1': unknown key 'optimzer'; did you mean 'optimizer'?
+
+Names of models and optimizers, and their `kwargs`, are checked against the libraries after that, before data is read.
+"""
+
+
+def comments() -> dict[tuple[str, str], str]:
+    """The comment block directly above each key in `schema.py`, by class and key; "" for a key without one."""
+    source = inspect.getsource(schema)
+    lines = source.splitlines()
+    found = {}
+    for node in ast.parse(source).body:
+        for statement in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                block: list[str] = []
+                number = statement.lineno - 2  # the line above, counted from 0
+                while lines[number].strip().startswith("#"):
+                    block.insert(0, lines[number].strip().removeprefix("#").strip())
+                    number -= 1
+                found[(node.name, statement.target.id)] = " ".join(block)  # type: ignore[attr-defined]
+    return found
+
+
+def _type_text(path: keys.KeyPath, hint: object) -> str:
+    bare, optional = keys.split_optional(hint)
+    text = keys.describe_type(bare) if keys.is_text(bare) and bare is not str else inspect.formatannotation(bare)
+    text = "dict" if keys.is_kwargs(bare) else text
+    allowed = keys.info(path).allowed
+    text = text if allowed is None else f"{text}, {allowed}"
+    return f"{text}, or null" if optional else text
+
+
+def _default_text(path: keys.KeyPath) -> str:
+    default = keys.default_of(path)
+    return "none: must be set" if default == "???" else f"`{reader.dump([default]).strip()[1:-1]}`"
+
+
+def _section_lines(path: keys.KeyPath, section: type) -> list[str]:
+    texts = comments()
+    lines = [f"## `{'.'.join(path)}`" if path else "## At the top level", ""]
+    if path:
+        lines += [(section.__doc__ or "").strip(), ""]
+    for leaf, hint in keys.leaves().items():
+        if leaf[:-1] == path:
+            needs = keys.info(leaf).needs
+            lines.append(f"- **`{'.'.join(leaf)}`** ({_type_text(leaf, hint)}; default {_default_text(leaf)}).")
+            lines.append(f"  {texts[(section.__name__, leaf[-1])]}")
+            lines += [f"  Needs {needs.text}."] if needs is not None else []
+    for component, values in schema.COMPONENT_DEFAULTS.get(".".join(path), {}).items():
+        lines += ["", f"Defaults of `{component}`: `{reader.dump([values]).strip()[2:-2]}`"]
+    return [*lines, ""]
+
+
+def config_page() -> str:
+    """docs/config.md."""
+    parts = [section for section in keys.sections().items() if section[0]] + [((), schema.Config)]
+    lines = [line for path, section in parts for line in _section_lines(path, section)]
+    return CONFIG_INTRODUCTION + "\n" + "\n".join(lines).rstrip("\n") + "\n"
+
+
+# Folder of configs -> title, in the order of the page. A new folder needs a line here.
+FAMILIES = {
+    "resnet": "ResNet",
+    "resnext": "ResNeXt",
+    "mobilenet": "MobileNet",
+    "efficientnet": "EfficientNet",
+    "regnet": "RegNet",
+    "densenet": "DenseNet",
+    "ghostnet": "GhostNet",
+    "convnext": "ConvNeXt",
+    "deit": "DeiT",
+    "vit": "ViT",
+    "swin": "Swin",
+    "maxvit": "MaxViT",
+}
+
+RECIPES_INTRODUCTION = """\
+# Recipes
+
+<!-- Written by `python docs/generate.py` from the configs. Don't edit this file. -->
+
+Each config below has the settings of a published recipe, and starts with its paper, its source and its command:
+
+    bash scripts/dist_train.sh configs/resnet/resnet50_tv_v2.yaml 8
+    python tools/plot_schedule.py configs/resnet/resnet50_tv_v2.yaml
+
+**Claimed** is the source's top-1 accuracy on ImageNet-1k's validation set, in per cent, with one centre crop (FFCV's:
+with its mirror image). **Ours** is the accuracy of a run with this repository. **Not run** means that there was none:
+the config is a translation, and the accuracy is the source's.
+
+The batch is that of an optimizer step. If the source states how many images each GPU had, `train.micro_batch_size` has
+that number in most configs, so that BatchNorm sees groups of the same size. A GPU that takes several micro-batches in
+turn sees the same groups as that many GPUs.
+
+The parts of a recipe were compared with independent implementations:
+
+| part | compared with |
+|---|---|
+| learning rate of every step | timm's and torch's schedulers, the formulas of FFCV, NVIDIA, pycls and others |
+| parameters with weight decay | timm's and torchvision's parameter groups |
+| losses | those of timm, torch and torchvision, the formulas |
+| mixup and cutmix | timm's, for the same random draws |
+| policies, erasing, repeated augmentation | timm's pipeline and the order of its samplers |
+| moving averages of the weights | timm's and torchvision's |
+| other resolutions | timm's and torchvision's loading, the formulas |
+| whole optimizer steps | plain torch |
+| size, accuracy and settings of each config | a table copied by hand from the source |
+
+Two published recipes have no config. MosaicML's baseline of ResNet-50 (90 epochs) claims no accuracy to compare with.
+The settings of timm's RegNetY-3.2GF with RandAugment (`regnety_032.ra_in1k`, 81.95 %) are in a gist, not in timm's
+repository.
+"""
+
+NOTES_INTRODUCTION = """\
+## Deviations, omissions and uncertainties
+
+`deviates`: settings of the source that no key expresses, and what happens instead. `left out`: what the source's script
+does in addition, and the keys that add it. `uncertain`: what the source does not state for sure, or what is written
+from memory. The other recipes are believed to have every setting of their source.
+
+In all recipes, random draws have keys of their own; an epoch ends with the last whole batch, where torchvision's script
+also uses the remainder; `train.precision` is `auto`, whatever the source used; and torchvision's moving average copies
+the weights during the warm-up of the learning rate, where here the initial weights fade.
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A config that names a source. path: relative to `configs/`."""
+
+    path: Path
+    config: Config
+
+    @property
+    def family(self) -> str:
+        """The folder of the config; those at the top are ResNets."""
+        return self.path.parent.name or "resnet"
+
+    @property
+    def row(self) -> str:
+        """Its row of the table."""
+        config, expect = self.config, self.config.expect
+        sizes = config.augment.progressive.sizes_px
+        ours = _percent(expect.ours_top1_pct)
+        cells = [
+            f"[`{self.path.stem}`](../configs/{self.path.as_posix()})",
+            f"`{config.model.name}`",
+            str(config.train.epochs),
+            f"{config.train.global_batch_size:,}",
+            f"{'-'.join(map(str, sizes or [config.augment.size_px]))} → {config.eval.crop_px}",
+            _percent(expect.claimed_top1_pct) or "no single figure",
+            ours,
+            "" if ours else "not run",
+            f"{expect.source}; {expect.hardware}" if expect.hardware else str(expect.source),
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+def recipes() -> list[Recipe]:
+    """All recipes, in the order of the page: by family, then by name, numbers in numeric order."""
+    found = []
+    for path in CONFIGS.rglob("*.yaml"):
+        relative = path.relative_to(CONFIGS)
+        if relative.parts[0] != "_base_":
+            config = load_config(path).config
+            if config.expect.source is not None:
+                found.append(Recipe(relative, config))
+    order = list(FAMILIES)
+    return sorted(found, key=lambda recipe: (order.index(recipe.family), _natural(recipe.path.stem)))
+
+
+def recipes_page() -> str:
+    """docs/recipes.md."""
+    found = recipes()
+    lines = []
+    for family, title in FAMILIES.items():
+        rows = [recipe.row for recipe in found if recipe.family == family]
+        header = "| config | model | epochs | batch | px, training → evaluation | claimed | ours | not run | source |"
+        lines += [f"## {title}", "", header, f"|{'---|' * 9}", *rows, ""]
+    names: dict[str, list[str]] = {}  # recipes with the same note share it
+    for recipe in found:
+        if recipe.config.expect.note:
+            names.setdefault(recipe.config.expect.note, []).append(f"`{recipe.path.stem}`")
+    notes = [f"- {', '.join(owners)}: {note}." for note, owners in names.items()]
+    return "\n".join([RECIPES_INTRODUCTION, *lines, NOTES_INTRODUCTION, *notes, ""])
+
+
+def _percent(number: float | None) -> str:
+    return "" if number is None else f"{number:g}"
+
+
+def _natural(name: str) -> list[str | int]:
+    """A sort key with numbers in numeric order: `resnet18_ffcv_88e`, `resnet50_ffcv_16e`, `resnet101`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def main(check_only: bool) -> int:
+    """Write the pages, or check them. Returns the exit code."""
+    pages = {DOCS / "config.md": config_page(), DOCS / "recipes.md": recipes_page()}
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path} {'is out of date: run python docs/generate.py' if check_only else 'written'}")
+        if not check_only:
+            path.write_text(pages[path])
+    return int(check_only and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
