@@ -9,6 +9,7 @@ import argparse
 import os
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,12 @@ import timm
 import torch
 from torch.nn import functional
 
-from imagenet_cls.checkpoint.format import Snapshot, prune, size_bytes, write_checkpoint
-from imagenet_cls.checkpoint.optimizer_state import Progress
-from imagenet_cls.config.schema import EmaConfig
+from imagenet_cls.checkpoint.format import Progress, Snapshot, prune, size_bytes, write_checkpoint
+from imagenet_cls.checkpoint.saver import CheckpointSaver
+from imagenet_cls.config.schema import CheckpointConfig, EmaConfig
 from imagenet_cls.engine.build import Parts
-from imagenet_cls.engine.saving import Behind, take_snapshot
-from imagenet_cls.guards.agreement import tensors_held
-from imagenet_cls.guards.replicas import tensor_hashes
+from imagenet_cls.engine.saving import take_snapshot
+from imagenet_cls.guards.replicas import replicated_tensors, tensor_hashes
 from imagenet_cls.models.ema import build_ema
 
 IMAGES = 1_281_167
@@ -73,12 +73,11 @@ class Training:
 
     def hash(self) -> None:
         """What ranks compare before each save, where there are several."""
-        tensor_hashes(tensors_held(self.model, self.ema.module, self.optimizer))
+        tensor_hashes(replicated_tensors(self.model, self.ema.module, self.optimizer.state))
 
 
 def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, float]]:
     """Rows of (what, seconds)."""
-    behind = Behind()
     copies: list[float] = []
     hashes: list[float] = []
     writes: list[float] = []
@@ -86,24 +85,29 @@ def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, flo
     alone: list[tuple[float, float]] = []
     meanwhile: list[tuple[float, float]] = []
 
-    def write(snapshot: Snapshot, times: list[float]) -> None:
-        times.append(seconds(lambda: write_checkpoint(folder, snapshot)))
+    def write(snapshot: Snapshot) -> None:
+        writes.append(seconds(lambda: write_checkpoint(folder, snapshot)))
         prune(folder, snapshot.state["step"], 1, set())
 
-    def save() -> None:
-        """As `Saver.save` has it: from the loop's call to its going on."""
-        snapshot = training.snapshot()
-        behind.start(lambda: write(snapshot, beside))
-
+    started: list[float] = []
+    saver = CheckpointSaver(
+        folder,
+        CheckpointConfig(keep_last=1),
+        True,
+        training.progress,
+        training.snapshot,
+        lambda: started.append(time.perf_counter()),
+        print,
+    )
     for _ in range(saves):
         hashes.append(seconds(training.hash))
-        write(training.snapshot(), writes)
+        write(training.snapshot())
         alone += [training.timed_step() for _ in range(10)]
-        copies.append(seconds(save))
-        begun = len(beside)
-        while len(beside) == begun:
+        copies.append(seconds(saver.save))
+        while any(thread.name == "checkpoint" for thread in threading.enumerate()):
             meanwhile.append(training.timed_step())
-        behind.wait()
+        beside.append(time.perf_counter() - started[-1])  # to the end of a step, and with the removal of the old one
+        saver.wait()
     rows = [
         ("the loop stands still: copy to host memory", median(copies)),
         ("before it, on several ranks: the hash that they compare", median(hashes)),

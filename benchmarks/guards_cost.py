@@ -21,13 +21,14 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.config.schema import LogConfig, ParallelConfig
+from imagenet_cls.checkpoint.format import Progress, Snapshot
+from imagenet_cls.checkpoint.saver import CheckpointSaver
+from imagenet_cls.config.schema import CheckpointConfig, LogConfig, ParallelConfig
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.saving import Behind
-from imagenet_cls.guards.agreement import digest_of_sources, tensors_held
+from imagenet_cls.guards.agreement import digest_of_sources
 from imagenet_cls.guards.heartbeat import Heartbeat, Member
 from imagenet_cls.guards.nonfinite import NonFiniteGuard
-from imagenet_cls.guards.replicas import ReplicaCheck, tensor_hashes
+from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors, tensor_hashes
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group, init_group
 from imagenet_cls.parallel.signals import StopRequest
@@ -113,12 +114,14 @@ def on_one_rank(calls: int) -> Iterator[Row]:
     yield Row(f"meter: {every} steps read", calls, measured(look, calls), 1 / every)
     batches = meter.time_waiting(iter(lambda: 0, 1))
     yield Row("meter: wait for a batch timed", calls, measured(lambda: next(batches), calls), 1)
-    behind = Behind()
-    yield Row("has a save failed", calls, measured(behind.check, calls), 1)
+    saver = CheckpointSaver(
+        Path("none"), CheckpointConfig(), False, Progress(), lambda: Snapshot({}, {}, {}, {}), lambda: None, print
+    )
+    yield Row("has a save failed", calls, measured(saver.check, calls), 1)
     every = ParallelConfig().check_every_steps or 0
     drift = ReplicaCheck(group, every, 0, dict)
     yield Row("is the ranks' comparison due", calls, measured(lambda: drift.check_if_due(1), calls), 1)
-    held = tensors_held(model, timm.create_model("resnet50"), optimizer)
+    held = replicated_tensors(model, timm.create_model("resnet50"), optimizer.state)
     few = max(3, calls // 500)
     yield Row("hash of weights, average, momentum", few, measured(lambda: tensor_hashes(held), few), 1 / every, _HASH)
 

@@ -67,16 +67,17 @@ def check_output_path(arguments: argparse.Namespace, loaded: Loaded) -> None:
 
 def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, group: "Group") -> None:
     """One rank's part of an evaluation."""
+    from imagenet_cls.data import worker_death
     from imagenet_cls.engine.inference import evaluate_weights
     from imagenet_cls.engine.run import check_agreement
-    from imagenet_cls.guards.memory import explain_resource_errors
+    from imagenet_cls.guards.memory import explain_resource_errors, out_of_memory
     from imagenet_cls.parallel.process_group import run_on_main
 
     check_agreement(loaded, group, training=False)
     words = split_overrides(arguments, ["a config", "a checkpoint"])[1]
     checkpoint = Path(words[1]) if len(words) > 1 else None
     run_on_main(group, lambda: check_output_path(arguments, loaded))
-    with explain_resource_errors():
+    with explain_resource_errors(out_of_memory, worker_death):
         keep_predictions = arguments.out is not None
         origin, results, rows = evaluate_weights(
             loaded.config, checkpoint, group, keep_predictions, arguments.allow_import

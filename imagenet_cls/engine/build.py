@@ -86,6 +86,11 @@ def data_parallel_devices(config: Config) -> Devices:
     return choose_devices(config.device, parallel.device_ids, parallel.output_device, torch.cuda.device_count())
 
 
+def num_devices(config: Config, world_size: int) -> int:
+    """The devices of all ranks together."""
+    return world_size * (len(data_parallel_devices(config).all) if config.parallel.mode == "dp" else 1)
+
+
 def rank_devices(config: Config, group: Group) -> Devices:
     """The devices of this rank."""
     return data_parallel_devices(config) if config.parallel.mode == "dp" else Devices((group.device,), group.device)
@@ -104,7 +109,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     dtype = choose_precision(train.precision, device)
     data = main_first(group, lambda: open_datasets(config.data))
     assert data.train is not None and data.val is not None
-    check_same_data(data, group)
+    check_same_data({"training images": data.train.digest(), "validation images": data.val.digest()}, group)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     devices = rank_devices(config, group)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)

@@ -5,8 +5,8 @@ Stage 1 (keys, types, ranges) is `config.check`, which needs no torch.
 
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data import data_problems, mixing_problems, policy_problems, repeats_problem
-from imagenet_cls.engine.build import data_parallel_devices
-from imagenet_cls.engine.plan import accumulation_for, batch_problem
+from imagenet_cls.engine.build import num_devices
+from imagenet_cls.engine.plan import batch_problem, micro_batch_for
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.check import model_problems
@@ -57,12 +57,11 @@ def rank_problems(config: Config, world_size: int, training: bool = True) -> lis
         return [Problem("parallel.mode", f"{mode!r} {purpose}, but {world_size} ranks were started; use 'ddp'")]
     if not training:
         return []
-    devices = world_size * (len(data_parallel_devices(config).all) if mode == "dp" else 1)
+    devices = num_devices(config, world_size)
     train = config.train
     problem = batch_problem(train, devices, "GPUs" if mode == "dp" else "ranks")
     if problem is not None:
         return [problem]
-    accumulation = accumulation_for(train.global_batch_size, devices, train.micro_batch_size)
-    loader_batch = train.global_batch_size // world_size // accumulation
+    loader_batch = micro_batch_for(train, devices) * devices // world_size
     repeats = repeats_problem(config.data.repeats_multiple, world_size)
     return mixing_problems(config.mix, loader_batch, train.global_batch_size) + ([] if repeats is None else [repeats])

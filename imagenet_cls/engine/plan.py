@@ -44,6 +44,12 @@ def accumulation_for(global_batch: int, num_devices: int, micro_batch_size: int 
     return next(k for k in range(1, share + 1) if share % k == 0 and share // k <= limit)
 
 
+def micro_batch_for(train: TrainConfig, num_devices: int) -> int:
+    """Images of one device at once. num_devices: of all ranks together."""
+    k = accumulation_for(train.global_batch_size, num_devices, train.micro_batch_size)
+    return train.global_batch_size // (num_devices * k)
+
+
 def batch_problem(train: TrainConfig, num_devices: int, what: str = "ranks") -> Problem | None:
     """A global batch that does not divide among the devices; names the nearest ones that do."""
     size = train.global_batch_size

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from imagenet_cls.checkpoint.format import Snapshot
-from imagenet_cls.checkpoint.optimizer_state import Progress, load_optimizer
+from imagenet_cls.checkpoint.format import Progress, Snapshot, checkpoint_content
+from imagenet_cls.checkpoint.optimizer_state import load_optimizer
 from imagenet_cls.checkpoint.select import load_newest, load_newest_in
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.engine.options import RunOptions
@@ -35,7 +35,8 @@ def restore(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progr
             snapshot, damaged = load_newest_in(options.resume_from)
         if snapshot is None:
             return None
-        changes = check_resumable(snapshot.state, parts, options.allow_change)
+        with checkpoint_content(snapshot.path):
+            changes = check_resumable(snapshot.state, parts, options.allow_change)
         step = snapshot.state["progress"]["step"]
         messages = [f"{line}; using an older checkpoint" for line in damaged]
         messages += [f"resumed from {snapshot.path} at step {step}", *changes]
@@ -54,20 +55,21 @@ def restore(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progr
     if known is None:
         missing = [f"no checkpoint to resume from in {folder.path}: starting from scratch"] if options.resume else []
         return None, missing
-    _load_weights(snapshot, parts.model, broadcast_tensors(snapshot.model if snapshot else None, group))
-    tensors = broadcast_tensors(snapshot.optimizer if snapshot else None, group)
-    before, now = known["state"]["config"]["optimizer"]["kwargs"], parts.config.optimizer.kwargs
-    changed = [name for name in {*before, *now} if before.get(name) != now.get(name)]
-    needed = state_names(parts.config.optimizer) if changed else ()
-    load_optimizer(parts.model, parts.optimizer, tensors, known["numbers"], changed, needed)
-    if known["has_ema"]:
-        ema = broadcast_tensors(snapshot.ema if snapshot else None, group)
-        if parts.ema.module is not None:
-            _load_weights(snapshot, parts.ema.module, ema)
-    else:
-        parts.ema.set(parts.model)
-    if parts.scaler.is_enabled() and known["state"]["scaler"]:
-        parts.scaler.load_state_dict(known["state"]["scaler"])
+    with checkpoint_content(snapshot.path if snapshot else folder.checkpoints):
+        _load_weights(snapshot, parts.model, broadcast_tensors(snapshot.model if snapshot else None, group))
+        tensors = broadcast_tensors(snapshot.optimizer if snapshot else None, group)
+        before, now = known["state"]["config"]["optimizer"]["kwargs"], parts.config.optimizer.kwargs
+        changed = [name for name in {*before, *now} if before.get(name) != now.get(name)]
+        needed = state_names(parts.config.optimizer) if changed else ()
+        load_optimizer(parts.model, parts.optimizer, tensors, known["numbers"], changed, needed)
+        if known["has_ema"]:
+            ema = broadcast_tensors(snapshot.ema if snapshot else None, group)
+            if parts.ema.module is not None:
+                _load_weights(snapshot, parts.ema.module, ema)
+        else:
+            parts.ema.set(parts.model)
+        if parts.scaler.is_enabled() and known["state"]["scaler"]:
+            parts.scaler.load_state_dict(known["state"]["scaler"])
     parts.statistics.remember()
     return Progress(**known["state"]["progress"]), known["messages"]
 

@@ -6,34 +6,36 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from math import isfinite
 
 from torch import Tensor, nn
 
-from imagenet_cls.checkpoint.format import checkpoint_path, list_checkpoints
-from imagenet_cls.checkpoint.optimizer_state import Progress
+from imagenet_cls.checkpoint.format import Progress, checkpoint_path, list_checkpoints
+from imagenet_cls.checkpoint.optimizer_state import state_holder
+from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import Loaded, dump_yaml, format_problems
 from imagenet_cls.config.schema import Config
-from imagenet_cls.data import TrainBatch
-from imagenet_cls.engine.build import Parts, build, data_parallel_devices
+from imagenet_cls.data import TrainBatch, worker_death
+from imagenet_cls.engine.build import Parts, build, data_parallel_devices, num_devices
 from imagenet_cls.engine.check import config_problems, rank_problems
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.options import RunOptions, starts_from
+from imagenet_cls.engine.plan import micro_batch_for
 from imagenet_cls.engine.restore import restore
-from imagenet_cls.engine.resume import versions
 from imagenet_cls.engine.run_folder import RunFolder
-from imagenet_cls.engine.saving import Saver, too_little_room
+from imagenet_cls.engine.saving import describe_run, disk_space_warning, take_snapshot
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.summary import final_message, startup_table
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import ConfigError, Problem, Stopped
-from imagenet_cls.guards.agreement import check_same_code, check_same_config, tensors_held
+from imagenet_cls.guards.agreement import check_same_code, check_same_config, versions
 from imagenet_cls.guards.heartbeat import start_heartbeat
-from imagenet_cls.guards.memory import explain_resource_errors
-from imagenet_cls.guards.nonfinite import NonFiniteGuard
-from imagenet_cls.guards.replicas import ReplicaCheck
+from imagenet_cls.guards.memory import explain_resource_errors, out_of_memory
+from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
+from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.models.freeze import set_training
 from imagenet_cls.parallel.collectives import gather_to_main
 from imagenet_cls.parallel.environment import RankInfo
@@ -73,7 +75,9 @@ def raise_problems(problems: list[Problem], loaded: Loaded) -> None:
 
 def train_run(loaded: Loaded, options: RunOptions, group: Group) -> None:
     """Carry out a whole run on this rank. Raises Stopped (after a save) or another UserError."""
-    with explain_resource_errors(loaded.config, group.world_size):
+    micro_batch = micro_batch_for(loaded.config.train, num_devices(loaded.config, group.world_size))
+    explain_memory = partial(out_of_memory, config=loaded.config, micro_batch=micro_batch)
+    with explain_resource_errors(explain_memory, worker_death):
         if options.dry_run:
             dry_run(loaded.config, group)
         else:
@@ -125,11 +129,10 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
             run_on_main(group, folder.clear)
         with open_reporter(parts, options, restored) as reporter:
             progress = restored or Progress()
-            with Saver(parts, progress, folder, reporter) as saver:
+            with open_saver(parts, progress, folder, reporter) as saver:
                 if group.is_main:
-                    folder.begin(jobs)
-                    folder.describe(dump_yaml(config), versions())
-                    messages += filter(None, [too_little_room(parts, folder)])
+                    folder.begin(jobs, dump_yaml(config), versions())
+                    messages += filter(None, [disk_space_warning(parts, folder.checkpoints)])
                 reporter.table(startup_table(parts, options.work_dir, progress))
                 reporter.config(dump_yaml(config))
                 for message in parts.messages:
@@ -137,7 +140,7 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
                 for message in messages:
                     reporter.event(progress.step, message)
                 Run(parts, progress, reporter, saver, stop).to_the_end(folder)
-                saver.finish()
+                run_on_main(group, saver.wait)
                 if config.log.plots:
                     reporter.plot()
                 reporter.message(final_message(parts, progress, options.work_dir))
@@ -188,10 +191,28 @@ def open_reporter(parts: Parts, options: RunOptions, restored: Progress | None) 
     )
 
 
+def open_saver(parts: Parts, progress: Progress, folder: RunFolder, reporter: Reporter) -> CheckpointSaver:
+    description = describe_run(parts) if parts.group.is_main else {}
+
+    def before_write() -> None:
+        folder.check_present()
+        reporter.sync()  # first, so that no checkpoint is newer than the records
+
+    return CheckpointSaver(
+        folder.checkpoints,
+        parts.config.checkpoint,
+        parts.group.is_main,
+        progress,
+        take_snapshot=lambda: take_snapshot(parts, progress, description),
+        before_write=before_write,
+        report=lambda line: reporter.event(progress.step, line),
+    )
+
+
 class Run:
     """What the loop needs besides the computation: batches, reports, evaluations, stop requests and saves."""
 
-    def __init__(self, parts: Parts, progress: Progress, reporter: Reporter, saver: Saver, stop: StopRequest):
+    def __init__(self, parts: Parts, progress: Progress, reporter: Reporter, saver: CheckpointSaver, stop: StopRequest):
         self.parts, self.progress = parts, progress
         self.reporter, self.saver, self.stop = reporter, saver, stop
         self.meter = Meter(parts.group, parts.plan.global_batch)
@@ -206,7 +227,7 @@ class Run:
             parts.group,
             parts.config.parallel.check_every_steps,
             progress.step,
-            lambda: tensors_held(parts.model, parts.ema.module, parts.optimizer),
+            lambda: replicated_tensors(parts.model, parts.ema.module, state_holder(parts.optimizer).state),
         )
 
     def to_the_end(self, folder: RunFolder) -> None:
@@ -217,7 +238,7 @@ class Run:
         except StopRequested as request:
             self.log_steps()
             self.save()
-            self.saver.finish()
+            run_on_main(self.parts.group, self.saver.wait)
             step, total = self.progress.step, self.parts.plan.total_steps
             raise Stopped(
                 f"stopped by {signal.Signals(request.signal_number).name} after step {step} of {total}, "
@@ -269,8 +290,9 @@ class Run:
         self.nonfinite.check(records, self.meter.own_losses)
 
     def save(self) -> None:
-        """Save in the background, after comparing the replicas."""
+        """Save in the background. Diverged or non-finite weights must not replace a good checkpoint: raises instead."""
         self.replicas.check(self.progress.step)
+        check_finite_weights(self.parts.model, self.progress.step, self.parts.group)
         self.saver.save()
 
     @property

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from imagenet_cls.checkpoint.format import checkpoint_path
-from imagenet_cls.checkpoint.optimizer_state import Progress
+from imagenet_cls.checkpoint.format import Progress, checkpoint_path
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.build import Parts
 from imagenet_cls.models.freeze import is_still

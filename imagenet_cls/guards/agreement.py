@@ -1,12 +1,11 @@
-"""Do all ranks run the same thing? Each machine has its own code, command line and data folder, and they may differ.
+"""Checks at the start that all ranks run the same code, config and data: each machine has its own copy of them.
 
-Ranks that differ would train different recipes into one model, or call different collectives and hang. Called by
-`engine.run` (code and configs, before anything is built), `engine.build` (images, before the model is) and
-`engine.train` (what the ranks hold).
+Ranks that differ would train different recipes into one model, or wait for each other in different collectives.
 """
 
 import hashlib
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,35 +16,23 @@ import safetensors
 import timm
 import torch
 import torchvision
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import imagenet_cls
-from imagenet_cls.checkpoint.optimizer_state import state_holder
+from imagenet_cls.config.keys import keys_with
 from imagenet_cls.config.load import config_to_dict
 from imagenet_cls.config.schema import Config
-from imagenet_cls.data import DataSets
 from imagenet_cls.errors import ConfigError, DataError, UsageError
-from imagenet_cls.guards.replicas import weights_of
 from imagenet_cls.lookup import import_from_here, is_factory_name
 from imagenet_cls.parallel.collectives import find_differences
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group, reported_by_main
 
-# What may differ from machine to machine.
-_LOCAL = {
-    "data.root", "data.exclude", "data.num_workers", "data.prefetch_batches", "data.timeout_sec", "device", "expect",
-    "imports", "log.tensorboard", "log.plots",
-    "model.checkpoint", "model.pretrained", "distill.teacher.checkpoint", "distill.teacher.pretrained",
-    "parallel.init_method", "parallel.timeout_sec",
-}  # fmt: skip
-
 
 def check_same_code(config: Config, group: Group) -> None:
-    """Raise UsageError on every rank unless all run the same code: of this package, of the modules that the config
-    names, and the same versions of what computes. A collective.
+    """Raise UsageError, on all ranks, unless they have the same code of this package and of the modules that the config
+    names, and the same versions of the libraries. A collective.
 
-    Before the configs are compared: another version may have other keys.
+    To be called before the configs are compared: other versions may have other keys.
     """
     if group.control is None:
         return
@@ -54,20 +41,20 @@ def check_same_code(config: Config, group: Group) -> None:
     code = {f"the code of {name}": digest_of_sources(path) for name, path in sources.items()}
     if different := find_differences(own | code, group):
         ranks = sorted({rank for listed in different.values() for rank in listed})
-        known = [f"{name} {own[name]}" if name in own else name for name in different]
+        names = [f"{name} {own[name]}" if name in own else name for name in different]
         raise reported_by_main(
             UsageError(
-                f"not the same on {name_ranks(ranks)} of {group.world_size} as here, on rank 0: {', '.join(known)}\n"
-                "Give every machine the same code and the same environment, and start again."
+                f"{name_ranks(ranks)} of {group.world_size} and rank 0 differ in: {', '.join(names)}\n"
+                "Install the same code and the same libraries on every machine."
             ),
             group,
         )
 
 
 def user_modules(config: Config) -> dict[str, Path]:
-    """Where the modules lie that a config names, in `imports` or as `my_module:my_factory`: a file, or a folder.
+    """The files or folders of the modules that a config names, in `imports` or as `my_module:my_factory`.
 
-    One that can't be imported is left out; the checks of names have words for it.
+    Modules that can't be imported are left out: the check of names reports them.
     """
     texts = [value for value in flatten(config_to_dict(config)).values() if isinstance(value, str)]
     names = {text.partition(":")[0] for text in texts if is_factory_name(text)} | set(config.imports)
@@ -80,7 +67,7 @@ def user_modules(config: Config) -> dict[str, Path]:
 
 
 def digest_of_sources(path: Path) -> str:
-    """Over the names and bytes of all Python files below a folder, or of one file."""
+    """A digest of the names and contents of all Python files in a folder, or of one file."""
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
         digest.update(file.relative_to(path.parent).as_posix().encode() + b"\0")
@@ -89,63 +76,39 @@ def digest_of_sources(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries whose arithmetic ends up in the weights, and of this package."""
+    """Versions of this package and of the libraries that weights may depend on."""
     libraries = (imagenet_cls, torch, torchvision, timm, safetensors, numpy, PIL)
     return {module.__name__: module.__version__ for module in libraries}
 
 
 def check_same_config(config: Config, group: Group) -> None:
-    """Raise ConfigError on every rank unless all have the same config, but for a machine's own keys. A collective."""
-    own = {key: repr(value) for key, value in settings_of(config).items()}
-    own = {key: value for key, value in own.items() if key not in _LOCAL and key.partition(".")[0] not in _LOCAL}
+    """Raise ConfigError, on all ranks, unless all have the same config but for `per_machine` keys. A collective."""
+    own = {key: repr(value) for key, value in settings_of(config).items() if key not in keys_with("per_machine")}
     lines = [
-        f"{key}: not the same on {name_ranks(ranks)} as on rank 0; start every rank with the same config and changes"
+        f"{key}: {name_ranks(ranks)} and rank 0 differ; start all ranks with the same config and overrides"
         for key, ranks in find_differences(own, group).items()
     ]
     if lines:
         raise reported_by_main(ConfigError(lines), group)
 
 
-def check_same_data(data: DataSets, group: Group) -> None:
-    """Raise DataError on every rank unless all see the same images. A collective."""
-    assert data.train is not None and data.val is not None
-    own = {"training images": data.train.digest(), "validation images": data.val.digest()}
-    for name, ranks in find_differences(own, group).items():
+def check_same_data(digests: Mapping[str, str], group: Group) -> None:
+    """Raise DataError, on all ranks, unless all have the same images. A collective.
+
+    digests: by what they are of, such as `training images`.
+    """
+    for name, ranks in find_differences(dict(digests), group).items():
         raise reported_by_main(
             DataError(
-                f"the {name} on {name_ranks(ranks)} are not those of rank 0: other files, or other classes.\n"
-                "Give every machine the same data set; its place (data.root) may differ."
+                f"the {name} of {name_ranks(ranks)} are not those of rank 0: other files, or other classes.\n"
+                "Give every machine the same data set; its location (data.root) may differ."
             ),
             group,
         )
 
 
-def tensors_held(model: nn.Module, ema: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a step changes and that is the same on every rank, by name: weights, BatchNorm's statistics, their
-    average, optimizer state.
-
-    model, ema: themselves, no wrappers. Buffers of a model's own are each rank's, and not among them. The tensors are
-    the real ones, not copies.
-    """
-    own = own_buffers(model)
-    tensors = {name: tensor for name, tensor in weights_of(model).items() if name not in own}
-    if ema is not None:
-        tensors |= {f"the average's {name}": tensor for name, tensor in weights_of(ema).items() if name not in own}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in state_holder(optimizer).state.items():
-        name = names[id(parameter)]
-        tensors |= {f"{key} of {name}": value for key, value in state.items() if isinstance(value, Tensor)}
-    return tensors
-
-
-def own_buffers(model: nn.Module) -> set[str]:
-    """The names of all buffers that are not BatchNorm's: nobody makes them agree (`parallel.wrap`)."""
-    modules = [(name, module) for name, module in model.named_modules() if not isinstance(module, _BatchNorm)]
-    return {f"{name}.{key}".lstrip(".") for name, module in modules for key, _ in module.named_buffers(recurse=False)}
-
-
 def settings_of(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted key, and the order of `optimizer.lr_scales`: the first pattern that fits counts."""
+    """Every value by its dotted key, and the order of `optimizer.lr_scales`: the first pattern that matches counts."""
     return flatten(config_to_dict(config)) | {"optimizer.lr_scales": list(config.optimizer.lr_scales)}
 
 

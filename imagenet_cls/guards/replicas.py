@@ -1,10 +1,8 @@
-"""Do all ranks hold the same bits? A hash of every tensor, made where the tensor lies, and compared between ranks.
+"""Detects diverged replicas: ranks whose weights, buffers, EMA or optimizer state differ in any bit.
 
-Ranks that have come apart stay apart: they apply the same gradients to different weights, losses look well, and nothing
-shows. So the bits are compared at the start, every `parallel.check_every_steps` steps and before each checkpoint.
-
-Owns the hash, the comparison and its words. Refuses to mend: which rank is right is not known. Called by
-`parallel.wrap` (start), `engine.train` (later) and `engine.build` (the teacher's identity).
+They apply the same gradients to different weights, and no loss shows it. So a hash of every tensor is compared at the
+start, every `parallel.check_every_steps` steps and before each checkpoint. Which rank is right is not known, so nothing
+is repaired.
 """
 
 import hashlib
@@ -12,34 +10,36 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group, reported_by_main
 
-# 2**64 divided by the golden ratio, as a signed number: multiples of it are spread evenly over 64 bits.
+# 2**64 divided by the golden ratio, as a signed number: its multiples are spread evenly over 64 bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-# What bits are read as. Not more than 32 at once: a product keeps only the lowest bit of the highest of 64.
+# By element size, what bits are read as. At most 32 at once: of the highest of 64 bits a product keeps only the lowest.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
-# Words of a row: as many as fit into a core's own memory with their products. And rows at once: on a GPU a launch costs
-# more, and what products take there stays small beside a model.
+# Numbers in a row: they and their products fit into the cache of a CPU core. On a GPU a kernel launch costs more, so
+# more rows are processed at once.
 _ROW = 2**16
 _ROWS_ON_CPU, _ROWS_ON_GPU = 1, 64
 
-# Names that an error lists.
+# Tensors that an error names.
 _SHOWN = 3
 
 
 class ReplicaCheck:
-    """Compares the ranks again and again in a run. One for each start; every rank makes the same calls.
+    """Compares the ranks during a run. Every rank makes the same calls.
 
-    every_steps: `parallel.check_every_steps`, None for never. start_step: at which rank 0 handed out the state.
-    tensors: all that must be equal, by name, as it is when asked for.
+    every_steps: `parallel.check_every_steps`, None for never. start_step: where all ranks got rank 0's state. tensors:
+    returns all tensors that must be equal, by name (`replicated_tensors`).
     """
 
     def __init__(
@@ -51,13 +51,14 @@ class ReplicaCheck:
         self.tensors = tensors
 
     def check_if_due(self, step: int) -> None:
-        """`check`, in every so many steps."""
+        """`check`, every `every_steps` steps."""
         if self.every_steps is not None and step % self.every_steps == 0:
             self.check(step)
 
     def check(self, step: int) -> None:
-        """Raise ResourceError, on every rank, unless all hold the same bits after `step`. A collective; waits for the
-        device. Does nothing twice for a step, or where the config wants no checks.
+        """Raise ResourceError, on all ranks, where they have diverged after `step`. A collective; waits for the device.
+
+        Does nothing for a step that was checked already, or where checks are off.
         """
         if self.every_steps is None or self.agreed_at == step:
             return
@@ -66,58 +67,83 @@ class ReplicaCheck:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those that no checkpoint keeps included."""
+    """Parameters and buffers by name, including non-persistent buffers."""
     return dict(chain(model.named_parameters(), model.named_buffers()))
+
+
+def replicated_tensors(
+    model: nn.Module, ema: nn.Module | None, optimizer_state: Mapping[Tensor, Mapping[str, Any]]
+) -> dict[str, Tensor]:
+    """All tensors that a step changes and that are the same on every rank, by name; not copies.
+
+    model, ema: without wrappers. Buffers other than BatchNorm's are left out: nothing keeps them equal
+    (`parallel.wrap`).
+    """
+    own = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if not isinstance(module, _BatchNorm)
+        for name, _ in module.named_buffers(recurse=False)
+    }
+    tensors = {name: tensor for name, tensor in weights_of(model).items() if name not in own}
+    if ema is not None:
+        tensors |= {f"EMA of {name}": tensor for name, tensor in weights_of(ema).items() if name not in own}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer_state.items():
+        name = names[id(parameter)]
+        tensors |= {f"{key} of {name}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return tensors
 
 
 @torch.no_grad()
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A 64-bit hash of the bits of each tensor, of any shape, dtype and device; memory formats make no difference.
+    """A 64-bit hash of the bits of each tensor, of any shape, dtype, device and memory format.
 
     Multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast", section 3): the sum, modulo
-    2**64, of words of at most 32 bits, each times an odd number that belongs to its place. An odd factor can be undone,
-    so a change within one word always changes the sum; other changes go unseen with a chance of about 2**-32 or less.
-    Unlike there, the factors are not random but mixed from the place, so that all ranks have the same. Whole numbers
-    add up to the same in any order, so every device gives the same hash.
+    2**64, of integers of at most 32 bits, each times an odd factor for its position. Multiplying by an odd number is
+    invertible, so a change of one integer always changes the sum; others go unseen with a chance of about 2**-32.
+    Unlike there, the factors are not random but derived from the position, so that they are the same on all ranks.
+    Integer sums do not depend on the order, so every device gives the same hash. (torch.hash_tensor is an XOR: blind to
+    the order of elements and to changes that come in pairs.)
 
-    Runs on the tensors' own devices, a few kernels for each tensor, and waits for each device once.
+    Runs on each tensor's device, a few kernels for each tensor, and waits for each device once.
     """
-    words = {name: _as_integers(tensor) for name, tensor in tensors.items()}
+    integers = {name: _as_integers(tensor) for name, tensor in tensors.items()}
     sums: dict[str, int] = {}
-    for device in {tensor.device for tensor in words.values()}:
+    for device in {tensor.device for tensor in integers.values()}:
         factors = _factors(2 * _ROW, device)
-        here = {name: _hash(tensor, factors) for name, tensor in words.items() if tensor.device == device}
+        here = {name: _hash(tensor, factors) for name, tensor in integers.items() if tensor.device == device}
         sums |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
     return {name: sums[name] for name in tensors}
 
 
-def _hash(words: Tensor, factors: Tensor) -> Tensor:
-    """Of whole numbers (elements,): an int64 scalar on their device. factors: of the places in a row, then of the rows.
+def _hash(integers: Tensor, factors: Tensor) -> Tensor:
+    """An int64 scalar, on the device of `integers` (elements,). factors: of the positions in a row, then of the rows.
 
-    A word's factor is the product of its row's and its place's, so that a few will do for any length.
+    The factor of an element is the product of both, so that few are enough for any length.
     """
     in_row, of_row = factors.split(_ROW)
-    whole = words.numel() // _ROW * _ROW
-    at_once = _ROWS_ON_CPU if words.device.type == "cpu" else _ROWS_ON_GPU
-    rows = [(in_row * some).sum(1) for some in words[:whole].view(-1, _ROW).split(at_once)]
-    rest = words[whole:]
+    in_rows = integers.numel() // _ROW * _ROW
+    at_once = _ROWS_ON_CPU if integers.device.type == "cpu" else _ROWS_ON_GPU
+    rows = [(in_row * some).sum(1) for some in integers[:in_rows].view(-1, _ROW).split(at_once)]
+    rest = integers[in_rows:]
     sums = torch.cat([*rows, (in_row[: rest.numel()] * rest).sum().view(1)])
     return (sums * of_row[: sums.numel()]).sum()
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """The bits of a tensor's elements, in logical order: whole numbers, (elements,), two or more for a wide one."""
+    """The bits of a tensor in logical order, as integers (elements,), or more for elements of over 32 bits."""
     return tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int32))
 
 
 def _factors(count: int, device: torch.device) -> Tensor:
-    """An odd 64-bit number for each place, (count,)."""
+    """An odd 64-bit number for each position, (count,)."""
     mixed = torch.arange(1, count + 1, device=device).mul_(_GOLDEN)
     return mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN).bitwise_or_(1)
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest over names, shapes, types and bits of every parameter and buffer, the same on every device."""
+    """A digest of the names, shapes, dtypes and bits of all parameters and buffers, the same on every device."""
     weights = weights_of(model)
     kinds = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in weights.items()}
     return _digest([kinds, tensor_hashes(weights)])
@@ -128,10 +154,10 @@ def _digest(rows: object) -> str:
 
 
 def diverged_ranks(tensors: Mapping[str, Tensor], group: Group) -> tuple[dict[int, str], list[str]]:
-    """Which ranks hold other bits than most, with their hosts, and in which tensors; empty where all agree.
+    """The ranks whose tensors differ from the majority's, with their hosts, and the names of these tensors.
 
-    A collective, with the same answer on every rank: the digests first, 32 bytes of each rank, and only where these
-    differ a list. With no majority, those are apart that differ from rank 0.
+    A collective, with the same result on all ranks; ({}, []) where all agree. Without a majority, rank 0 is the
+    reference. Each rank sends 32 bytes, and its hashes only where the ranks differ.
     """
     if group.control is None:
         return {}, []
@@ -145,51 +171,50 @@ def diverged_ranks(tensors: Mapping[str, Tensor], group: Group) -> tuple[dict[in
     everything: list[tuple[str, dict[str, int]]] = [("", {})] * group.world_size
     dist.all_gather_object(everything, (socket.gethostname(), sums), group=group.control)
     expected = everything[reference][1]
-    apart = {rank: everything[rank][0] for rank, digest in enumerate(digests) if digest != digests[reference]}
-    names = {*expected}.union(*(everything[rank][1] for rank in apart))
-    different = {name for name in names if any(everything[rank][1].get(name) != expected.get(name) for rank in apart)}
-    order = [*expected, *sorted(names - expected.keys())]
-    return apart, [name for name in order if name in different]
+    diverged = {rank: everything[rank][0] for rank, digest in enumerate(digests) if digest != digests[reference]}
+    names = dict.fromkeys([*expected, *(name for rank in diverged for name in everything[rank][1])])
+    return diverged, [
+        name for name in names if any(everything[rank][1].get(name) != expected.get(name) for rank in diverged)
+    ]
 
 
 def check_same_weights(model: nn.Module, group: Group) -> None:
-    """Raise ResourceError, on every rank, unless all start with the same weights and buffers. A collective."""
-    apart, names = diverged_ranks(weights_of(model), group)
-    if apart:
+    """Raise ResourceError, on all ranks, unless they start with the same weights and buffers. A collective."""
+    diverged, names = diverged_ranks(weights_of(model), group)
+    if diverged:
         raise reported_by_main(
             ResourceError(
-                f"{len(apart)} of {group.world_size} ranks start from other weights than the rest: {_where(apart)}, in "
+                f"the start weights of {_where(diverged)} of {group.world_size} differ from the other ranks', in "
                 f"{_some(names)}.\n"
-                "Check that all machines have the same code, config and versions; else suspect the network or a memory."
+                "Check that all machines have the same code, config and versions; else suspect the network or memory."
             ),
             group,
         )
 
 
 def check_replicas(tensors: Mapping[str, Tensor], step: int, agreed_at: int, group: Group) -> None:
-    """Raise ResourceError, on every rank, unless all hold the same bits after `step`. A collective.
+    """Raise ResourceError, on all ranks, unless all have the same bits after `step`. A collective.
 
-    It is no mistake in a config: a device, a memory or the network gave a rank other numbers, so it is told as what
-    else gives out in a machine (exit code 5). agreed_at: the step after which all were last seen to agree.
+    A device, a memory or the network is defective, not the config: hence exit code 5. agreed_at: the last step after
+    which all ranks agreed.
     """
-    apart, names = diverged_ranks(tensors, group)
-    if apart:
-        verb = "hold" if len(apart) > 1 else "holds"
+    diverged, names = diverged_ranks(tensors, group)
+    if diverged:
         raise reported_by_main(
             ResourceError(
-                f"{_where(apart)} of {group.world_size} {verb} other bits than the rest after step {step}, in "
-                f"{_some(names)}.\n"
-                "Suspect a GPU or a memory there, GPUs of different kinds, or a model that changes itself by what one "
-                "rank sees; parallel.check_every_steps=null trains it unchecked.\n"
-                f"All agreed after step {agreed_at}, and no checkpoint was written since: go on with --resume."
+                f"diverged replicas: {_where(diverged)} of {group.world_size} differ from the rest after step {step}, "
+                f"in {_some(names)}.\n"
+                "Suspect a GPU or memory there, GPUs of different kinds, or a model that changes itself by its input; "
+                "parallel.check_every_steps=null turns this check off.\n"
+                f"All ranks agreed after step {agreed_at}, and no checkpoint was saved since: resume with --resume."
             ),
             group,
         )
 
 
-def _where(apart: Mapping[int, str]) -> str:
-    hosts = list(dict.fromkeys(apart.values()))
-    return f"{name_ranks(list(apart))} ({', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''})"
+def _where(diverged: Mapping[int, str]) -> str:
+    hosts = list(dict.fromkeys(diverged.values()))
+    return f"{name_ranks(list(diverged))} ({', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''})"
 
 
 def _some(names: list[str]) -> str:

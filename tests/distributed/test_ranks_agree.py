@@ -77,9 +77,9 @@ def test_a_buffer_of_a_models_own_is_each_ranks(rank_server: RankServer, digits:
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"optimizer.lr": 0.5}, 2, "optimizer.lr: not the same on rank 1 as on rank 0"),
-        ({"data.val_fraction": 0.5}, 2, "data.val_fraction: not the same on rank 1 as on rank 0"),
-        ({"data.root": "OTHER"}, 3, "the training images on rank 1 are not those of rank 0"),
+        ({"optimizer.lr": 0.5}, 2, "optimizer.lr: rank 1 and rank 0 differ"),
+        ({"data.val_fraction": 0.5}, 2, "data.val_fraction: rank 1 and rank 0 differ"),
+        ({"data.root": "OTHER"}, 3, "the training images of rank 1 are not those of rank 0"),
     ],
 )
 def test_ranks_that_differ_end_before_they_train(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from imagenet_cls.checkpoint.optimizer_state import Progress
+from imagenet_cls.checkpoint.format import Progress
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval

@@ -1,28 +1,25 @@
 """tools/average_checkpoints.py: the mean of checkpoints, which evaluates and predicts like any other."""
 
 import json
-import runpy
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import DEMO, REPOSITORY, arguments, evaluations, newest, train_here
+from helpers import DEMO, arguments, evaluations, newest, train_here
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from imagenet_cls.checkpoint.format import _manifest, _write_json
-from imagenet_cls.commands.average_checkpoints import Average, choose
+from imagenet_cls.checkpoint.format import write_manifest
+from imagenet_cls.commands.average_checkpoints import average_command, choose, mean_of_weights
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.program import main
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.report.log import close_log
-
-average_command = runpy.run_path(str(REPOSITORY / "tools" / "average_checkpoints.py"))["average_command"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,18 +61,21 @@ def mean_of(paths: list[Path], name: str = "model.safetensors") -> dict[str, tor
     }
 
 
-def test_equals_torchs_averaged_model() -> None:
+def test_mean_of_weights_equals_torch_averaged_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 5))
-    reference, average = AveragedModel(model, use_buffers=True), Average()
-    for number in range(7):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter))
-        model(torch.randn(4, 3, 8, 8))
-        reference.update_parameters(model)
-        average.add(Path(str(number)), model.state_dict())
-    result, expected = average.result(), reference.module.state_dict()
+    reference = AveragedModel(model, use_buffers=True)
+
+    def states() -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+        for number in range(7):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+            model(torch.randn(4, 3, 8, 8))
+            reference.update_parameters(model)
+            yield Path(str(number)), model.state_dict()
+
+    result, expected = mean_of_weights(states()), reference.module.state_dict()
     assert result.keys() == expected.keys() and result["1.num_batches_tracked"] == 7
     for key, value in result.items():
         assert value.dtype == expected[key].dtype
@@ -83,12 +83,11 @@ def test_equals_torchs_averaged_model() -> None:
             torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-6, msg=key)
 
 
-def test_half_precision_is_summed_in_double() -> None:
-    """A thousand times 1 + 1/128, whose sum bfloat16 can't hold, gives 1 + 1/128 again."""
-    average = Average()
-    for _ in range(1000):
-        average.add(Path("x"), {"weight": torch.full((3,), 1 + 1 / 128, dtype=torch.bfloat16)})
-    assert average.result()["weight"].tolist() == [1 + 1 / 128] * 3
+def test_mean_of_weights_half_precision_is_summed_in_double() -> None:
+    """A thousand times 1 + 1/128, whose sum bfloat16 can't represent."""
+    state = {"weight": torch.full((3,), 1 + 1 / 128, dtype=torch.bfloat16)}
+    mean = mean_of_weights((Path("x"), state) for _ in range(1000))
+    assert mean["weight"].tolist() == [1 + 1 / 128] * 3
 
 
 @pytest.mark.parametrize("kind", ["raw", "ema"])
@@ -96,7 +95,7 @@ def test_the_newest_of_a_run(run: Path, digits: Path, tmp_path: Path, call: Call
     """The file holds the mean; test.py and predict.py take the folder; state.json says what it is made of."""
     code, out, err = call(average_command, run, "--last", 3, "--weights", kind, "--out", tmp_path / "swa")
     assert (code, err) == (0, "") and "3 checkpoints (step-0000033, step-0000044, step-0000055)" in out
-    assert "running statistics" in out and "not estimated anew" in out
+    assert "running statistics" in out
     folder = load_newest_in(tmp_path / "swa")
     weights = load_file(folder / "model.safetensors")
     expected = mean_of(checkpoints(run)[-3:], {"raw": "model.safetensors", "ema": "ema.safetensors"}[kind])
@@ -148,8 +147,7 @@ def set_results(run: Path, top1: list[float]) -> None:
 
 
 def seal(path: Path) -> None:
-    (path / "manifest.json").unlink()
-    _write_json(path / "manifest.json", _manifest(path))
+    write_manifest(path)
 
 
 def test_which_checkpoints_are_chosen(run: Path, tmp_path: Path) -> None:
@@ -164,7 +162,7 @@ def test_which_checkpoints_are_chosen(run: Path, tmp_path: Path) -> None:
     assert chosen("last", 2) == [3, 4]
     assert chosen("best", 3) == [1, 3, 4]
     assert chosen("improving", 3) == [0, 1, 3]  # 71.9 and 72.5 were no records
-    with pytest.raises(CheckpointError, match=r"3 checkpoints fit --improving 4 .*5 are there"):
+    with pytest.raises(CheckpointError, match=r"--improving 4 finds 3 checkpoints of 5"):
         choose(copy, "improving", 4, "raw")
 
 
@@ -208,19 +206,19 @@ def test_what_does_not_belong_together(run: Path, digits: Path, tmp_path: Path, 
         (
             (first, blurred, "--out", out),
             4,
-            f"{blurred} is of another model than {first}: helpers:plain, and helpers:noisy",
+            f"{blurred} has another model than {first}: helpers:plain {{}}, and helpers:noisy {{}}",
         ),
-        ((first, blurred, "--out", tmp_path / "out.safetensors"), 4, "helpers:plain, and helpers:noisy"),
-        ((first, wide, "--out", out), 4, "helpers:noisy {'width': 8}, and helpers:noisy"),
+        ((first, blurred, "--out", tmp_path / "out.safetensors"), 4, "helpers:plain {}, and helpers:noisy {}"),
+        ((first, wide, "--out", out), 4, "helpers:noisy {'width': 8}, and helpers:noisy {}"),
         ((tmp_path / "8.safetensors", first, "--out", tmp_path / "out.safetensors"), 4, "another model"),
         ((first, other, "--out", out), 4, "other classes"),
         ((first, damaged, "--out", out), 4, "damaged"),
-        ((wide, first, "--weights", "ema", "--out", out), 4, "no average"),
+        ((wide, first, "--weights", "ema", "--out", out), 4, "no EMA"),
         ((first, "--out", out), 2, "two checkpoints or more"),
-        ((first, second, "--last", 2, "--out", out), 2, "from one run folder"),
-        ((run, "--last", 9, "--out", out), 4, "5 checkpoints fit --last 9"),
+        ((first, second, "--last", 2, "--out", out), 2, "takes one run folder"),
+        ((run, "--last", 9, "--out", out), 4, "--last 9 finds 5 checkpoints"),
         ((first, tmp_path / "nowhere", "--out", out), 4, "nowhere"),
-        ((first, second, "--out", taken), 2, "not written over"),
+        ((first, second, "--out", taken), 2, "not overwritten"),
     ]:
         got, _, err = call(average_command, *words)
         assert got == code and text in err and len(err.splitlines()) <= 3, (words, err)
@@ -247,4 +245,4 @@ def test_weights_alone_from_anywhere(run: Path, digits: Path, tmp_path: Path, ca
     code, _, err = call(average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
     assert code == 2 and "--out average.safetensors" in err
     code, _, err = call(average_command, first, second, "--out", out)
-    assert code == 2 and "not written over" in err
+    assert code == 2 and "not overwritten" in err

@@ -202,7 +202,9 @@ def test_too_little_room_is_said_at_the_start(digits: Path, disk: Path, capfd: p
         return "\n".join(line for line in capfd.readouterr().out.splitlines() if "three checkpoints" in line)
 
     fill(disk, 240_000)
-    match = re.fullmatch(rf"{disk}/run has ([\d,]+) bytes free, and three .* need ([\d,]+): saving may fail", start(2))
+    match = re.fullmatch(
+        rf"{disk}/run has ([\d,]+) bytes free, but three .* need ([\d,]+) more: saving may fail", start(2)
+    )
     assert match is not None
     free, needed = (int(number.replace(",", "")) for number in match.groups())
     weights = sum(parameter.nbytes for parameter in net(10).parameters())

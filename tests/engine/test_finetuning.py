@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import torchvision
 from helpers import REPOSITORY, arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file, save_file
 
+from imagenet_cls.commands.average_checkpoints import average_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.program import main
 from imagenet_cls.commands.test import evaluate_command
@@ -25,12 +25,11 @@ from imagenet_cls.report.log import close_log
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 COMMANDS = re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)
 FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
-AVERAGE = runpy.run_path(str(REPOSITORY / "tools" / "average_checkpoints.py"))["average_command"]
 TOOLS = {
     "train": train_command,
     "test": evaluate_command,
     "predict": predict_command,
-    "average_checkpoints": AVERAGE,
+    "average_checkpoints": average_command,
 }
 # Small ones in place of what the page names.
 SMALL = {
@@ -278,7 +277,10 @@ def test_a_checkpoint_at_another_size(digits: Path, tmp_path: Path, call: Callab
         ({"model.freeze": "[conv1.*]", "model.head_only": "true"}, ["model.freeze", "keep one"]),
         ({"model.name": "test_vit", "model.freeze_bn": "true"}, ["model.freeze_bn", "has no BatchNorm"]),
         ({"model.name": "torchvision:resnet18", "train.grad_checkpointing": "true"}, ["train.grad_checkpointing"]),
-        ({"model.name": "helpers:plain", "train.grad_checkpointing": "true"}, ["train.grad_checkpointing", "Sequential"]),
+        (
+            {"model.name": "helpers:plain", "train.grad_checkpointing": "true"},
+            ["train.grad_checkpointing", "Sequential"],
+        ),
         ({"model.name": "helpers:plain", "model.freeze": "[zebra]"}, ["model.freeze", "its parts: 0.*"]),
         ({"model.split_bn": "true"}, ["model.split_bn", "augment.splits is 1"]),
         (

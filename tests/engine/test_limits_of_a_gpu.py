@@ -61,5 +61,5 @@ def test_memory_that_runs_out_is_told_with_batch_image_size_peak_and_total(tmp_p
     first, second, third = str(error.value).splitlines()
     total = torch.cuda.get_device_properties(0).total_memory / 2**30
     sizes = r"8 images at once of 16 px \(\d+ of 16 px in evaluation\)"
-    assert re.fullmatch(rf"memory ran out on cuda:0: {sizes}, peak \S+ of {total:.2f} GiB", first)
+    assert re.fullmatch(rf"out of memory on cuda:0: {sizes}, peak \S+ of {total:.2f} GiB", first)
     assert "CUDA out of memory" in second and third.count(", or ") == 2

@@ -44,7 +44,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_a_restart_goes_on_with_its_own_run_only(digits: Path, part: Path) -> None:
     """Its first attempt was refused; the second has no more right to the folder."""
     before = files(part)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already holds a run"):
         train_here(words(digits, part))
     assert files(part) == before
 
@@ -53,7 +53,7 @@ def test_a_restart_goes_on_with_its_own_run_only(digits: Path, part: Path) -> No
 def test_a_restart_of_another_job_takes_no_run_over(digits: Path, part: Path) -> None:
     """The number of its process is the same, as in containers, and another process has it."""
     (part / ".job").write_text(f"ranks of process {os.getppid()} on {socket.gethostname()}, started at 7\n")
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already holds a run"):
         train_here(words(digits, part))
 
 
@@ -208,13 +208,13 @@ def test_a_checkpoint_on_a_disk_that_is_not_there_is_damaged(
     shutil.rmtree(last)
     last.symlink_to(tmp_path / "unmounted")
     train_here(words(digits, part, "--resume", "train.max_steps=17"))
-    assert f"{last}: not a whole checkpoint" in " ".join(capsys.readouterr().out.split())
+    assert f"{last}: not a complete checkpoint" in " ".join(capsys.readouterr().out.split())
     (part / "checkpoints" / "step-best.old").rmdir()  # no checkpoint of ours, so it is still there
     assert not last.is_symlink() and state_digest(part) == state_digest(runs / "part")
     for path in list_checkpoints(part / "checkpoints"):
         shutil.rmtree(path)
     last.symlink_to(tmp_path / "unmounted")
-    with pytest.raises(CheckpointError, match="none of 1 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="all 1 checkpoints are damaged"):
         train_here(words(digits, part, "--resume"))
 
 

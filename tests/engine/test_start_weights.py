@@ -52,7 +52,7 @@ def test_overwrite_never_removes_what_the_run_starts_from(first: Path, digits: P
     named = [key, str(first / inside)] if key.startswith("--") else [f"{key}={first / inside}"]
     if key.startswith("distill"):
         named += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
-    with pytest.raises(UsageError, match=rf"^{key}: .* lies in .*--overwrite would remove\.\n.*--work-dir"):
+    with pytest.raises(UsageError, match=rf"^{key}: .* is in .*--overwrite would remove\.\n.*--work-dir"):
         train_here([*arguments(digits, first), *named, "--overwrite"])
     assert files(first) == before
 

@@ -1,4 +1,4 @@
-"""The hash that ranks are compared by: what it must see, and what it must not."""
+"""The hash that detects diverged replicas. On several ranks: tests/distributed."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_cls.guards import replicas as drift
-from imagenet_cls.guards.replicas import ReplicaCheck, model_digest, tensor_hashes, weights_of
+from imagenet_cls.guards import replicas
+from imagenet_cls.guards.replicas import ReplicaCheck, model_digest, replicated_tensors, tensor_hashes, weights_of
 from imagenet_cls.parallel.environment import RankInfo, name_ranks
 from imagenet_cls.parallel.process_group import Group
 
@@ -32,19 +32,19 @@ def reference(tensor: torch.Tensor) -> int:
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
     total = 0
     for place, word in enumerate(tensor.contiguous().reshape(-1).view(kind).tolist()):
-        row, column = divmod(place, drift._ROW)
-        total += word * factor(column + 1) * factor(drift._ROW + row + 1)
+        row, column = divmod(place, replicas._ROW)
+        total += word * factor(column + 1) * factor(replicas._ROW + row + 1)
     return signed(total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_a_sum_over_bits_times_odd_numbers(dtype: torch.dtype) -> None:
+def test_hash_equals_the_formula(dtype: torch.dtype) -> None:
     tensor = (100 * torch.randn(5, 7, generator=torch.Generator().manual_seed(0))).to(dtype)
     assert hash_of(tensor) == reference(tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_single_bit_of_every_element_counts(dtype: torch.dtype) -> None:
+def test_hash_changes_with_every_bit(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, 2, dtype=dtype)
     bits = tensor.view(-1).view(torch.uint8)
     seen = {hash_of(tensor)}
@@ -57,7 +57,7 @@ def test_every_single_bit_of_every_element_counts(dtype: torch.dtype) -> None:
     assert len(seen) == len(flips) + 1
 
 
-def test_what_a_sum_of_numbers_would_not_see() -> None:
+def test_hash_changes_where_a_sum_of_values_would_not() -> None:
     """Two values that change places, changes that cancel, signs of zero, NaN."""
     a = torch.tensor([1.0, 2.0, 3.0, 0.0, math.nan])
     for b in (a[[1, 0, 2, 3, 4]], a + torch.tensor([1.0, -2.0, 1.0, 0.0, 0.0]), a * torch.tensor([1, 1, 1, -1, 1])):
@@ -65,7 +65,7 @@ def test_what_a_sum_of_numbers_would_not_see() -> None:
     assert hash_of(a.clone()) == hash_of(a)
 
 
-def test_the_order_in_memory_makes_no_difference() -> None:
+def test_hash_ignores_the_memory_format() -> None:
     images = torch.randn(2, 3, 4, 5)
     assert hash_of(images.to(memory_format=torch.channels_last)) == hash_of(images)
     assert hash_of(images.transpose(0, 1).contiguous().transpose(0, 1)) == hash_of(images)
@@ -74,10 +74,10 @@ def test_the_order_in_memory_makes_no_difference() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("length", [0, 3, 4, 11, 12])
-def test_large_tensors_are_hashed_row_by_row(monkeypatch: pytest.MonkeyPatch, length: int, at_once: int) -> None:
+def test_hash_of_several_rows_equals_the_formula(monkeypatch: pytest.MonkeyPatch, length: int, at_once: int) -> None:
     """However many rows at once: the same on every device."""
-    monkeypatch.setattr(drift, "_ROW", 4)
-    monkeypatch.setattr(drift, "_ROWS_ON_CPU", at_once)
+    monkeypatch.setattr(replicas, "_ROW", 4)
+    monkeypatch.setattr(replicas, "_ROWS_ON_CPU", at_once)
     tensor = torch.arange(length, dtype=torch.float32)
     assert hash_of(tensor) == reference(tensor)
     seen = {hash_of(tensor)}
@@ -89,14 +89,14 @@ def test_large_tensors_are_hashed_row_by_row(monkeypatch: pytest.MonkeyPatch, le
     assert len(seen) == 1 + length * (length - 1) // 2
 
 
-def test_all_tensors_at_once_in_their_order() -> None:
+def test_tensor_hashes_keeps_the_order() -> None:
     tensors = {"b": torch.ones(3), "a": torch.ones(3), "empty": torch.empty(0), "number": torch.tensor(7)}
     sums = tensor_hashes(tensors)
     assert list(sums) == list(tensors) and sums["a"] == sums["b"] == hash_of(torch.ones(3)) and sums["empty"] == 0
     assert tensor_hashes({}) == {}
 
 
-def test_a_digest_tells_names_shapes_types_and_buffers_apart() -> None:
+def test_model_digest_depends_on_names_shapes_dtypes_and_buffers() -> None:
     def model(name: str = "x", shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32) -> nn.Module:
         made = nn.BatchNorm1d(2)
         made.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
@@ -110,7 +110,7 @@ def test_a_digest_tells_names_shapes_types_and_buffers_apart() -> None:
     assert model_digest(changed) != model_digest(model())
 
 
-def test_one_rank_alone_is_never_checked() -> None:
+def test_replica_check_of_one_rank_does_nothing() -> None:
     def never() -> dict[str, torch.Tensor]:
         raise AssertionError("nothing to compare with")
 
@@ -119,6 +119,19 @@ def test_one_rank_alone_is_never_checked() -> None:
     check.check(2)
 
 
-def test_ranks_in_a_sentence() -> None:
+def test_name_ranks() -> None:
     assert name_ranks([3]) == "rank 3" and name_ranks([0, 2]) == "ranks 0, 2"
     assert name_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
+
+
+def test_replicated_tensors_leaves_out_buffers_that_are_not_synchronized() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2))
+    model.register_buffer("own", torch.zeros(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    tensors = replicated_tensors(model, model, optimizer.state)
+    names = {"0.weight", "0.bias", "1.weight", "1.bias"}
+    averaged = names | {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    expected = averaged | {f"EMA of {name}" for name in averaged} | {f"momentum_buffer of {name}" for name in names}
+    assert tensors.keys() == expected and tensors["0.weight"] is model[0].weight

@@ -1,4 +1,4 @@
-"""A run's state, taken apart and put together again, for fused optimizers on channels-last weights above all."""
+"""Optimizer state through named tensors and JSON, above all for fused optimizers on channels-last weights."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import timm.optim
 import torch
 from torch import nn
 
-from imagenet_cls.checkpoint.optimizer_state import Progress, copy_to_host, load_optimizer, optimizer_to_tensors
+from imagenet_cls.checkpoint.optimizer_state import copy_to_host, load_optimizer, optimizer_to_tensors
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.optim.build import build_optimizer, optimizer_problems, state_names
@@ -51,8 +51,8 @@ def through_files(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_second_half_ends_in_the_same_bits(name: str) -> None:
-    """Six steps, against three, taken apart, given to a model and optimizer of other values, and three more."""
+def test_resumed_optimizer_ends_in_the_same_bits(name: str) -> None:
+    """Six steps, against three, a save, a load into a model and optimizer with other values, and three more."""
     whole = network()
     steps(whole, optimizer_for(whole, name), 0, 6)
 
@@ -64,7 +64,7 @@ def test_a_second_half_ends_in_the_same_bits(name: str) -> None:
 
     second = network()
     fresh = optimizer_for(second, name)
-    steps(second, fresh, 100, 2)  # state of its own, to be replaced
+    steps(second, fresh, 100, 2)  # its state is to be replaced
     second.load_state_dict(weights)
     load_optimizer(second, fresh, tensors, numbers)
     for parameter, state in fresh.state.items():
@@ -77,7 +77,7 @@ def test_a_second_half_ends_in_the_same_bits(name: str) -> None:
         assert torch.equal(second.state_dict()[key], value), key
 
 
-def test_what_is_taken_shares_no_memory_with_the_run() -> None:
+def test_optimizer_to_tensors_copies() -> None:
     model = network()
     optimizer = optimizer_for(model, "sgd")
     steps(model, optimizer, 0, 2)
@@ -88,12 +88,12 @@ def test_what_is_taken_shares_no_memory_with_the_run() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in {**weights, **tensors}.items())
 
 
-def test_other_groups_of_parameters_are_refused() -> None:
+def test_load_optimizer_other_groups_is_an_error() -> None:
     model = network()
     tensors, numbers = optimizer_to_tensors(model, optimizer_for(model, "sgd"))
     config = OptimizerConfig(lr=0.1, kwargs=KWARGS["sgd"])
     other = build_optimizer(config, parameter_groups(model, config))
-    with pytest.raises(CheckpointError, match=r"1 groups of \[6\] parameters, the checkpoint 2 of \[2, 4\]"):
+    with pytest.raises(CheckpointError, match=r"groups of \[6\] parameters, the checkpoint of \[2, 4\]"):
         load_optimizer(model, other, tensors, numbers)
 
 
@@ -107,8 +107,8 @@ class Remembering(torch.optim.SGD):
         super().step(closure)
 
 
-def test_state_that_would_be_lost_is_refused_before_the_run() -> None:
-    """Tensors within lists are what `optimizer_to_tensors` does not look for."""
+def test_optimizer_with_tensors_in_lists_is_a_problem() -> None:
+    """`optimizer_to_tensors` would lose them."""
     problems = optimizer_problems(OptimizerConfig(name=f"{__name__}:Remembering", lr=0.1))
     assert [problem.key for problem in problems] == ["optimizer.name"]
     assert "tensors within its 'history'" in problems[0].message
@@ -119,13 +119,14 @@ def every_timm_optimizer() -> Iterator[str]:
     yield from ("timm:lookahead_adamw", "timm:lookahead_sgd")  # wrappers, whose state is the wrapped optimizer's
 
 
-def test_every_optimizer_that_is_let_in_can_be_taken_apart() -> None:
-    """Those of timm that pass the check: their state survives files, and nothing of it is left behind."""
-    let_in = 0
+@pytest.mark.nightly
+def test_every_accepted_timm_optimizer_survives_save_and_load() -> None:
+    """Of timm, all that pass the check of names."""
+    accepted = 0
     for name in every_timm_optimizer():
         if optimizer_problems(OptimizerConfig(name=name, lr=0.01)):
             continue
-        let_in += 1
+        accepted += 1
         model = network()
         config = OptimizerConfig(name=name, lr=0.01, **DECAYS)
         optimizer = build_optimizer(config, parameter_groups(model, config))
@@ -142,15 +143,10 @@ def test_every_optimizer_that_is_let_in_can_be_taken_apart() -> None:
                 torch.testing.assert_close(after["state"][index][key], value, rtol=0, atol=0, msg=f"{name} {key}")
         for old, new in zip(before["param_groups"], after["param_groups"], strict=True):
             assert old == new, name
-    assert let_in > 30
+    assert accepted > 30
 
 
-def test_progress_survives_json() -> None:
-    progress = Progress(7, 5, {"raw": {"top1_pct": 12.5, "step": 5}}, {"raw": {"top1_pct": 12.5}})
-    assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress
-
-
-def test_arguments_that_were_changed_since_hold_where_the_state_allows_it() -> None:
+def test_load_optimizer_changed_arguments_keep_their_new_values() -> None:
     model = network()
     optimizer = optimizer_for(model, "sgd")
     steps(model, optimizer, 0, 2)
@@ -173,11 +169,11 @@ def test_arguments_that_were_changed_since_hold_where_the_state_allows_it() -> N
     steps(model, optimizer, 0, 2)
     config = OptimizerConfig("adamw", lr=0.05, kwargs={"amsgrad": True}, **DECAYS)
     changed = build_optimizer(config, parameter_groups(model, config))
-    with pytest.raises(CheckpointError, match="needs max_exp_avg_sq, which the checkpoint lacks"):
+    with pytest.raises(CheckpointError, match="needs max_exp_avg_sq: not in the checkpoint"):
         load_optimizer(model, changed, *optimizer_to_tensors(model, optimizer), ["amsgrad"], state_names(config))
 
 
-def test_a_weight_decay_that_was_changed_since_holds() -> None:
+def test_load_optimizer_weight_decay_comes_from_the_config() -> None:
     model = nn.Linear(2, 3)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1, "lr_scale": 1.0}]
     tensors, numbers = optimizer_to_tensors(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, what is noticed, and what a kill at any moment leaves."""
+"""The checkpoint folder: what is written is read, damage is found, and a kill at any moment leaves intact ones."""
 
 import json
 import os
@@ -13,30 +13,21 @@ import pytest
 import torch
 
 from imagenet_cls.checkpoint.format import (
+    Progress,
     Snapshot,
-    _canonical,
-    _digest,
-    _manifest,
-    _write_json,
     checkpoint_path,
     list_checkpoints,
     prune,
     read_checkpoint,
     step_of,
     write_checkpoint,
+    write_manifest,
 )
-from imagenet_cls.checkpoint.optimizer_state import Progress
 from imagenet_cls.checkpoint.select import load_best, load_newest, load_newest_in
 from imagenet_cls.errors import CheckpointError, ResourceError
 
-FILES = (
-    "model.safetensors",
-    "ema.safetensors",
-    "optimizer.safetensors",
-    "optimizer.json",
-    "state.json",
-    "manifest.json",
-)
+TENSORS = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
+FILES = (*TENSORS, "optimizer.json", "state.json", "manifest.json")
 
 
 def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
@@ -44,24 +35,13 @@ def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
     return Snapshot(
         model=weights,
         ema={name: tensor + 1 for name, tensor in weights.items()},
-        optimizer={
-            "conv.weight//momentum_buffer": torch.arange(6.0).view(2, 3),
-            "conv.weight//step": torch.tensor(3.0),
-        },
+        optimizer={"conv.weight//exp_avg": torch.arange(6.0).view(2, 3), "conv.weight//step": torch.tensor(3.0)},
         optimizer_numbers={"groups": [{"lr": 0.1, "betas": [0.9, 0.999]}], "parameters": {}, "on_host": []},
         state={
             "step": step,
             "progress": Progress(step=step, best=best).to_dict(),
-            "num_classes": 2,
             "classes": ["ärger", "b"],
-            "data_digest": "",
-            "plan": {"steps_per_epoch": 11},
-            "world_size": 1,
-            "cpu_threads": 1,
-            "versions": {},
-            "config": {},
-            "scaler": {},
-            "preprocessing": {"mean": [0.5], "std": [0.5]},
+            "config": {"z": 1, "a": 2},
             "note": value,
         },
     )
@@ -77,7 +57,7 @@ def assert_same(a: Snapshot, b: Snapshot) -> None:
     assert a.state == b.state
 
 
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
+def test_write_and_read_returns_the_same(tmp_path: Path) -> None:
     written = snapshot(1234)
     path = write_checkpoint(tmp_path / "checkpoints", written)
     assert path == tmp_path / "checkpoints" / "step-0001234" == checkpoint_path(tmp_path / "checkpoints", 1234)
@@ -85,22 +65,25 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing temporary is left
     back = read_checkpoint(path)
     assert_same(back, written)
-    assert back.path == path
+    assert back.path == path and list(back.state["config"]) == ["z", "a"]
     written.ema = None
     assert read_checkpoint(write_checkpoint(tmp_path, written)).ema is None
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_flipped_bit_and_every_truncation_is_noticed(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.nightly)])
+def test_read_flipped_bit_or_truncated_or_missing_file_is_an_error(tmp_path: Path, name: str, stride: int) -> None:
     path = write_checkpoint(tmp_path, snapshot(1))
     file = path / name
     whole = file.read_bytes()
-    for position in range(len(whole)):
+    # The manifest's digest of itself is for older versions, and not verified.
+    last = whole.index(b'"sha256"') if name == "manifest.json" else len(whole)
+    for position in range(0, last, stride):
         for bit in (position % 8, (position + 5) % 8):  # two in each byte, and all eight over eight bytes
             file.write_bytes(whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :])
             with pytest.raises(CheckpointError, match="step-0000001"):
                 read_checkpoint(path)
-    for length in {0, 1, 7, 8, 9, *range(0, len(whole) - 1, 37), len(whole) - 2}:
+    for length in {0, 1, 7, 8, 9, *range(0, len(whole) - 1, 37 * stride), len(whole) - 2}:
         file.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             read_checkpoint(path)
@@ -111,7 +94,43 @@ def test_every_flipped_bit_and_every_truncation_is_noticed(tmp_path: Path, name:
         read_checkpoint(path)
 
 
-def test_a_damaged_one_is_named_and_an_older_one_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null", '{"progress": 1}', '{"format": 99}'])
+def test_read_malformed_state_is_an_error(tmp_path: Path, text: str) -> None:
+    """With digests that match."""
+    path = write_checkpoint(tmp_path, snapshot(1))
+    (path / "state.json").write_text(text)
+    write_manifest(path)
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(path)
+    assert str(error.value).count("\n") == 1 and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "optimizer.json"])
+def test_read_file_left_out_of_the_manifest_is_an_error(tmp_path: Path, file: str) -> None:
+    path = write_checkpoint(tmp_path, snapshot(1))
+    (path / file).unlink()
+    write_manifest(path)
+    with pytest.raises(CheckpointError, match=file.removesuffix(".safetensors")):
+        read_checkpoint(path)
+
+
+OUTSIDE = [("../step-0000001/state.json", ""), ("/dev/zero", ""), ("x", "/dev/zero")]
+
+
+@pytest.mark.parametrize(("name", "target"), OUTSIDE)
+def test_read_manifest_naming_other_files_is_an_error(tmp_path: Path, name: str, target: str) -> None:
+    """A folder from elsewhere must not make us read files outside of it, or an endless one."""
+    path = write_checkpoint(tmp_path, snapshot(1))
+    manifest = json.loads((path / "manifest.json").read_text())
+    if target:
+        (path / name).symlink_to(target)
+    manifest["files"][name] = manifest["files"]["state.json"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"no file '{name}'"):
+        read_checkpoint(path)
+
+
+def test_load_newest_skips_and_names_damaged_ones(tmp_path: Path) -> None:
     assert load_newest(tmp_path / "none") == (None, [])
     for step in (1, 2, 10):
         write_checkpoint(tmp_path, snapshot(step))
@@ -120,75 +139,12 @@ def test_a_damaged_one_is_named_and_an_older_one_is_used(tmp_path: Path) -> None
     (tmp_path / "notes").mkdir()
     found, damage = load_newest(tmp_path)
     assert found is not None and found.state["step"] == 1
-    assert [("step-0000010" in damage[0], "ema.safetensors" in damage[0]), ("step-0000002" in damage[1], True)] == [
-        (True, True), (True, True),
-    ]  # fmt: skip
+    assert len(damage) == 2 and "step-0000010" in damage[0] and "ema.safetensors" in damage[0]
+    assert "step-0000002" in damage[1]
     (tmp_path / "step-0000001" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="none of 3 checkpoints is whole") as error:
+    with pytest.raises(CheckpointError, match="--overwrite") as error:
         load_newest(tmp_path)
-    assert "--overwrite" in str(error.value) and str(error.value).count("\n") < 3
-
-
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    """Whole, so that its digests fit, but of another time."""
-    foreign = snapshot(1)
-    foreign.state["format"] = 99
-    with pytest.raises(CheckpointError, match="another format"):
-        read_checkpoint(write_checkpoint(tmp_path, foreign))
-
-
-def test_what_a_manifest_names_lies_in_the_folder_and_is_a_file(tmp_path: Path) -> None:
-    """A folder that came from elsewhere must not make us read another's files, or one without an end."""
-    path = write_checkpoint(tmp_path, snapshot(1))
-    listed = json.loads((path / "manifest.json").read_text())["files"]
-    for name, place in (("../step-0000001/state.json", None), ("/dev/zero", None), ("endless", "/dev/zero")):
-        if place is not None:
-            (path / name).symlink_to(place)
-        files = listed | {name: listed["state.json"]}
-        (path / "manifest.json").write_text(json.dumps({"files": files, "sha256": _digest(_canonical(files))}))
-        with pytest.raises(CheckpointError, match=f"not a whole checkpoint .no file '{name}'"):
-            read_checkpoint(path)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null", '{"progress": 1}'])
-def test_a_state_that_is_none_is_an_error_in_words(tmp_path: Path, text: str) -> None:
-    path = write_checkpoint(tmp_path, snapshot(1))
-    (path / "state.json").write_text(text)
-    (path / "manifest.json").unlink()
-    _write_json(path / "manifest.json", _manifest(path))
-    with pytest.raises(CheckpointError, match=r"can't be read|written in another format"):
-        read_checkpoint(path)
-
-
-FORGED = {
-    "state.json": [("classes", None), ("num_classes", "10"), ("world_size", True), ("preprocessing", {"mean": 1}),
-                   ("progress", {"step": "x"}), ("config", []), ("versions", 1), ("step", None)],
-    "optimizer.json": [("groups", {}), ("on_host", None), ("parameters", [])],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("file", "name", "value"), [(file, *case) for file, cases in FORGED.items() for case in cases])
-def test_what_is_missing_or_of_another_type_is_named(tmp_path: Path, file: str, name: str, value: object) -> None:
-    """With digests that fit: nobody who reads a checkpoint meets a surprise later. None: the name is left out."""
-    path = write_checkpoint(tmp_path, snapshot(1))
-    content = json.loads((path / file).read_text())
-    content[name] = value
-    (path / file).write_text(json.dumps({key: item for key, item in content.items() if item is not None}))
-    (path / "manifest.json").unlink()
-    _write_json(path / "manifest.json", _manifest(path))
-    with pytest.raises(CheckpointError, match=f"can't be read: {file}: {name}") as told:
-        read_checkpoint(path)
-    assert str(told.value).count("\n") == 1
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "optimizer.json"])
-def test_a_file_that_is_left_out_is_named(tmp_path: Path, file: str) -> None:
-    path = write_checkpoint(tmp_path, snapshot(1))
-    for gone in (file, "manifest.json"):
-        (path / gone).unlink()
-    _write_json(path / "manifest.json", _manifest(path))
-    with pytest.raises(CheckpointError, match=f"can't be read: '{file}' is missing"):
-        read_checkpoint(path)
+    assert str(error.value).count("\n") < 3
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -201,8 +157,8 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_damaged_newer_checkpoint_does_not_push_out_those_written_after_it(tmp_path: Path) -> None:
-    """Step 9 was damaged, so the run went on from step 4: what it saves from there must stay."""
+def test_prune_damaged_newer_checkpoint_does_not_count(tmp_path: Path) -> None:
+    """Step 9 is damaged, so the run has resumed from step 4: what it saves from there must stay."""
     for step in (4, 9):
         write_checkpoint(tmp_path, snapshot(step))
     (tmp_path / "step-0000009" / "model.safetensors").write_bytes(b"")
@@ -212,7 +168,7 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_those_written_after_it(tmp
     assert found is not None and found.state["step"] == 5 and len(damage) == 1
 
 
-def test_a_run_folder_means_its_best_for_use_and_its_newest_to_go_on(tmp_path: Path) -> None:
+def test_load_best_and_load_newest_in_of_a_run_folder(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     best = {"raw": {"top1_pct": 70.0, "step": 1}, "ema": {"top1_pct": 80.0, "step": 2}}
     for step in (1, 2, 3):
@@ -227,29 +183,20 @@ def test_a_run_folder_means_its_best_for_use_and_its_newest_to_go_on(tmp_path: P
         assert load_newest_in(named)[0].state["step"] == 3
     assert found(folder / "step-0000001") == (1, None, 0)
     assert load_newest_in(folder / "step-0000001")[0].state["step"] == 1
-    (folder / "step-0000003" / "state.json").write_text("{}")  # the newest tells nothing: the next one does
-    assert found(tmp_path) == (2, "ema", 1)
-    assert load_newest_in(tmp_path)[0].state["step"] == 2
+    (folder / "step-0000002" / "model.safetensors").write_bytes(b"")
+    assert found(tmp_path) == (3, None, 1)  # the best one is damaged: the newest
     shutil.rmtree(folder / "step-0000002")
-    assert found(tmp_path) == (1, None, 1)  # the best is gone: the newest whole
+    (folder / "step-0000003" / "state.json").write_text("{}")
+    assert found(tmp_path) == (1, None, 1)
     (folder / "step-0000001" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match="none of 2"):
+    with pytest.raises(CheckpointError):
         load_best(tmp_path)
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         load_best(tmp_path / "nothing")
 
 
-def test_a_damaged_best_is_passed_over_and_named(tmp_path: Path) -> None:
-    for step in (1, 2):
-        write_checkpoint(tmp_path, snapshot(step, raw={"top1_pct": 70.0, "step": 1}))
-    (tmp_path / "step-0000001" / "model.safetensors").write_bytes(b"")
-    chosen, kind, damage = load_best(tmp_path)
-    assert (chosen.state["step"], kind, len(damage)) == (2, None, 1)
-    assert "step-0000001" in damage[0]
-
-
 def killed_at(moment: int, folder: Path, written: Snapshot) -> bool:
-    """Write in a child that is killed before its n-th access to the file system; whether it was, or got to the end."""
+    """Write in a child that is killed before its n-th access to the file system; false where it ended before that."""
     child = os.fork()
     if child == 0:
         left = moment
@@ -270,8 +217,8 @@ def killed_at(moment: int, folder: Path, written: Snapshot) -> bool:
 
 
 @pytest.mark.parametrize("same_step", [True, False])
-def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path, same_step: bool) -> None:
-    """The only checkpoint there is, replaced by one of the same step or followed by a newer one."""
+def test_write_killed_at_any_moment_leaves_intact_checkpoints(tmp_path: Path, same_step: bool) -> None:
+    """The only checkpoint is replaced by one of the same step, or followed by a newer one."""
     old = snapshot(5, value=0.25)
     new = snapshot(5 if same_step else 6, value=0.75)
     outcomes = set()
@@ -283,7 +230,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path, same
         assert found is not None and damage == [], moment
         outcomes.add(found.state["note"])
         assert_same(found, new if found.state["note"] == 0.75 else old)
-        # The next write finds its way through whatever was left, and leaves nothing of it.
+        # The next write succeeds, and removes what the kill left.
         write_checkpoint(folder, snapshot(7))
         names = {path.name for path in folder.iterdir()}
         assert "step-0000007" in names and names <= {"step-0000005", "step-0000006", "step-0000007"}, names
@@ -293,16 +240,16 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path, same
     assert not was_killed and moment > 15 and outcomes == {0.25, 0.75}
 
 
-def test_a_disk_that_refuses_leaves_what_was_there(tmp_path: Path) -> None:
+def test_write_failing_disk_leaves_older_checkpoints(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, snapshot(1))
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="could not write"):
         write_checkpoint(tmp_path / "file", snapshot(2))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for most_bytes in (100, 190, 400):  # in the weights, in the optimizer, in the manifest: as on a disk that fills up
+    for most_bytes in (100, 190, 300):  # in the weights, in the optimizer, in the manifest
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
         try:
-            with pytest.raises(ResourceError, match="could not write"):
+            with pytest.raises(ResourceError, match=r"could not write .* bytes needed, .* free\)"):
                 write_checkpoint(tmp_path, snapshot(2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
