@@ -38,27 +38,26 @@ def evaluation_parser() -> argparse.ArgumentParser:
         description="Evaluate a checkpoint or run folder, foreign weights, or (model.pretrained=true) published ones.",
     )
     add_config_arguments(parser)
-    parser.add_argument("--out", metavar="FILE", help="write a row for each image: .csv, or else a JSON object a line")
+    parser.add_argument("--out", metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON")
     add_allow_import(parser)
     add_rank_options(parser)
     return parser
 
 
 def load_for_testing(arguments: argparse.Namespace) -> Loaded:
-    changes, words = split_overrides(arguments, ["a config", "a checkpoint"])
-    if not words:
-        raise UsageError("which config?\nUsage: test.py CONFIG [CHECKPOINT] [key=value ...]")
-    return load_config(words[0], changes)
+    """Stage 1 of checking. Imports no torch."""
+    overrides, paths = split_overrides(arguments, ["a config", "a checkpoint"])
+    if not paths:
+        raise UsageError("no config given.\nUsage: test.py CONFIG [CHECKPOINT] [key=value ...]")
+    return load_config(paths[0], overrides)
 
 
 def check_output_path(arguments: argparse.Namespace, loaded: Loaded) -> None:
-    """Raise UsageError where --out could not be written, or would replace a file: before the evaluation, which may take
-    an hour, not after. Leaves nothing behind: an evaluation that fails has no rows.
-    """
+    """Raise UsageError, before a long evaluation, if --out can't be written or would replace a file. Leaves no file."""
     if arguments.out is not None:
         path = Path(arguments.out)
         if path.is_file() and path.stat().st_size > 0:
-            raise UsageError(f"{path} is there already\nName another file with --out, or move that one away.")
+            raise UsageError(f"{path} already exists.\nName another file with --out, or move that one away.")
         is_new = not os.path.lexists(path)
         write_rows(path, [], mode="a")
         if is_new:
@@ -74,31 +73,29 @@ def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, group: "Group")
     from imagenet_cls.parallel.process_group import run_on_main
 
     check_agreement(loaded, group, training=False)
-    words = split_overrides(arguments, ["a config", "a checkpoint"])[1]
-    checkpoint = Path(words[1]) if len(words) > 1 else None
+    _, paths = split_overrides(arguments, ["a config", "a checkpoint"])
+    checkpoint = Path(paths[1]) if len(paths) > 1 else None
     run_on_main(group, lambda: check_output_path(arguments, loaded))
     with explain_resource_errors(out_of_memory, worker_death):
         keep_predictions = arguments.out is not None
-        origin, results, rows = evaluate_weights(
-            loaded.config, checkpoint, group, keep_predictions, arguments.allow_import
-        )
+        result = evaluate_weights(loaded.config, checkpoint, group, keep_predictions, arguments.allow_import)
     if not group.is_main:
         return
-    print(origin)
-    for kind, result in results.items():
+    print("\n".join(result.messages))
+    for kind, metrics in result.metrics.items():
         print(
-            f"{kind}: top-1 {result['top1_pct']:.3f} %  top-5 {result['top5_pct']:.3f} %  loss {result['loss']:.4f}  "
-            f"over {result['images']} images in {result['seconds']:.1f} s"
+            f"{kind}: top-1 {metrics['top1_pct']:.3f} %  top-5 {metrics['top5_pct']:.3f} %  "
+            f"loss {metrics['loss']:.4f}  over {metrics['images']} images in {metrics['seconds']:.1f} s"
         )
     if arguments.out is not None:
-        write_rows(Path(arguments.out), rows)
-        print(f"wrote {len(rows)} predictions to {arguments.out}")
+        write_rows(Path(arguments.out), result.predictions)
+        print(f"wrote {len(result.predictions)} predictions to {arguments.out}")
 
 
 def write_rows(path: Path, rows: Iterable[dict], mode: str = "w") -> None:
-    """Predictions as a file: CSV where it is called .csv, else one JSON object a line."""
+    """Write predictions: as CSV if the file is called .csv, else one JSON object on each line."""
     try:
-        # surrogateescape: a file name may be any bytes, and comes out as it is.
+        # surrogateescape: an image's name may be any bytes.
         with path.open(mode, newline="", encoding="utf-8", errors="surrogateescape") as file:
             if path.suffix == ".csv":
                 write_csv(file, rows)
@@ -109,7 +106,7 @@ def write_rows(path: Path, rows: Iterable[dict], mode: str = "w") -> None:
 
 
 def write_csv(file: IO[str], rows: Iterable[dict]) -> None:
-    """Columns: image, target (where known), then class and probability of each rank."""
+    """Columns: image, target (if known), then class and probability, likeliest first."""
     writer = csv.writer(file, lineterminator="\n")
     for number, row in enumerate(rows):
         known = {"target": row["target"]} if "target" in row else {}

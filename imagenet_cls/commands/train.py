@@ -41,19 +41,19 @@ def train_parser() -> argparse.ArgumentParser:
     run = parser.add_argument_group("the run folder")
     run.add_argument("--work-dir", metavar="DIR", help="where the run writes (default: work_dirs/<config name>)")
     run.add_argument(
-        "--resume", action="store_true", help="go on from the newest whole checkpoint; fresh where there is none"
+        "--resume", action="store_true", help="resume from the newest whole checkpoint; from scratch if there is none"
     )
     run.add_argument(
         "--resume-from", metavar="CKPT",
-        help="go on from this checkpoint: its weights, optimizer and step; with --resume where the folder has none",
+        help="resume from this checkpoint: weights, optimizer and step; with --resume only if the folder has none",
     )  # fmt: skip
-    run.add_argument("--overwrite", action="store_true", help="remove the run that the folder holds and start anew")
+    run.add_argument("--overwrite", action="store_true", help="remove the run in the folder and start from scratch")
     run.add_argument(
         "--allow-change", metavar="KEY", action="append", default=[],
-        help="let this key (or section) of the config differ from the checkpoint's; may be repeated",
+        help="allow this key (or section) of the config to differ from the checkpoint's; may be repeated",
     )  # fmt: skip
     run.add_argument(
-        "--dry-run", action="store_true", help="check, show what would happen, try one batch; write nothing"
+        "--dry-run", action="store_true", help="check everything, print the plan, try one batch; write nothing"
     )
     add_rank_options(parser)
     parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
@@ -62,16 +62,16 @@ def train_parser() -> argparse.ArgumentParser:
 
 def load_for_training(arguments: argparse.Namespace) -> Loaded:
     """Stage 1 of checking. Imports no torch."""
-    changes, configs = split_overrides(arguments, ["one config"])
+    overrides, configs = split_overrides(arguments, ["one config"])
     if arguments.syncbn:
-        changes.append("parallel.sync_bn=true")
+        overrides.append("parallel.sync_bn=true")
     for key in arguments.allow_change:
         check_allowed_key(key)
-    return load_config(configs[0] if configs else None, changes)
+    return load_config(configs[0] if configs else None, overrides)
 
 
 def check_allowed_key(key: str) -> None:
-    """Raise UsageError for what is neither a key of a config, nor a section, nor below one's `kwargs`."""
+    """Raise UsageError for a key that is no key or section of a config, and not below a section's `kwargs`."""
     known = {".".join(path): hint for path, hint in {**sections(), **leaves()}.items() if path}
     below_kwargs = any(key.startswith(f"{name}.") and is_kwargs(hint) for name, hint in known.items())
     if key not in known and not below_kwargs:
@@ -79,10 +79,10 @@ def check_allowed_key(key: str) -> None:
 
 
 def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
-    """What the words and the environment say about the run.
+    """The options of a run from the command line and the environment.
 
-    torchrun starts the same command again after a failure (its run ids are seldom unique, so its process counts), and
-    SLURM a job that it requeued; torchrun may run in a job of SLURM's.
+    torchrun restarts the same command after a failure (its process identifies it: its run ids are seldom unique), and
+    SLURM a job that it requeued; torchrun may run inside a SLURM job.
     """
     jobs = {}
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
@@ -102,7 +102,7 @@ def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
 
 
 def process_name(pid: int) -> str:
-    """With the time of its start where the system tells it: in containers the same numbers come again."""
+    """A name with the time of its start, if /proc has it: containers reuse process ids."""
     try:
         since = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -114,7 +114,7 @@ def check_work_dir(arguments: argparse.Namespace, loaded: Loaded) -> None:
     from imagenet_cls.engine.run_folder import RunFolder
 
     options = run_options(arguments, loaded)
-    if not options.dry_run and not options.restarted_by:  # what a restart means, the folder tells
+    if not options.dry_run and not options.restarted_by:  # after a restart, the folder decides
         folder = RunFolder(options.work_dir)
         folder.check_free(options.resume, options.overwrite)
         if options.overwrite:

@@ -6,7 +6,7 @@ import pytest
 
 from imagenet_cls.config.schema import Config, DataConfig, EvalConfig
 from imagenet_cls.data import open_datasets
-from imagenet_cls.engine.differences import differences
+from imagenet_cls.engine.differences import evaluation_differences
 
 PIXELS = {"mean": [0.5] * 3, "std": [0.2] * 3}
 
@@ -42,7 +42,7 @@ def test_training_images_among_those_evaluated(root: Path, trained: dict, tested
         {(root / part / source.name(i)).resolve() for i in range(len(source))}
         for part, source in ((before.data.train, train), (now.data.val or now.data.train, val))
     ]
-    lines = differences(now, before, PIXELS, root / "checkpoints" / "step-0000001")
+    lines = evaluation_differences(now, before, PIXELS, root / "checkpoints" / "step-0000001")
     assert any(line.startswith("warning") for line in lines) == bool(places[0] & places[1])
     assert (not lines) == (trained == tested and trained.get("val") != "train")
 
@@ -50,10 +50,10 @@ def test_training_images_among_those_evaluated(root: Path, trained: dict, tested
 def test_the_same_folder_by_another_path(root: Path) -> None:
     before = Config(data=DataConfig(root=str(root), val=None, val_fraction=0.2))
     now = Config(data=DataConfig(root=str(root / "train"), train=".", val=None, val_fraction=0.4))
-    assert any(line.startswith("warning") for line in differences(now, before, PIXELS, root))
+    assert any(line.startswith("warning") for line in evaluation_differences(now, before, PIXELS, root))
 
 
 def test_what_only_costs_time_is_not_told(root: Path) -> None:
     data = DataConfig(root=str(root))
     before = Config(data=data, eval=EvalConfig(batch_size=1, every_epochs=2))
-    assert differences(Config(data=data), before, PIXELS, root) == []
+    assert evaluation_differences(Config(data=data), before, PIXELS, root) == []
