@@ -1,7 +1,4 @@
-"""What `tools/print_config.py` shows: a resolved config, where each value came from, how two configs differ.
-
-Owns the text that is printed and the exit code. Called by the tool only; starts nothing and writes nothing.
-"""
+"""Print a resolved config, where each value came from, or the differences between two configs."""
 
 import argparse
 import sys
@@ -33,29 +30,25 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML on one line, so that it can be pasted behind `key=`."""
+    """A value as YAML on one line, as the command line takes it after `key=`."""
     return reader.dump([value]).strip()[1:-1]
 
 
 def origin_lines(loaded: Loaded) -> list[str]:
-    """`key: value  # where`, one line for each value. A value that was interpolated names the line of the `${...}`."""
+    """`key: value  # where`, one line for each value. An interpolated value has the line of its `${...}`."""
     pairs = {key: f"{key}: {_text(value)}" for key, value in flatten(loaded.config).items()}
     width = min(max(map(len, pairs.values())), 60)
     return [f"{text:<{width}}  # {loaded.origins.get(key, 'default')}" for key, text in pairs.items()]
 
 
 def diff_lines(mine: Config, other: Config) -> list[str]:
-    """`key: value of mine | value of other`, one line for each key where they differ; none for equal configs.
-
-    Keyword arguments are compared one by one, so that `kwargs: {}` against some of them is not a line of its own.
-    """
+    """`key: value of mine | value of other`, for each difference. Keyword arguments are compared one by one."""
     left = {key: _text(value) for key, value in flatten(mine).items()}
     right = {key: _text(value) for key, value in flatten(other).items()}
-    every_key = dict.fromkeys([*left, *right])
     return [
         f"{key}: {left.get(key, ABSENT)} | {right.get(key, ABSENT)}"
-        for key in every_key
-        if left.get(key, ABSENT) != right.get(key, ABSENT) and {left.get(key), right.get(key)} != {None, "{}"}
+        for key in dict.fromkeys([*left, *right])
+        if left.get(key) != right.get(key) and {left.get(key), right.get(key)} != {None, "{}"}
     ]
 
 
@@ -65,12 +58,12 @@ def main() -> None:
 
 
 def print_config_main(argv: Sequence[str]) -> int:
-    """The tool: print, and return the exit code. 0: printed. 2: a config or a command line that is wrong, on stderr."""
-    parser = argparse.ArgumentParser(prog="print_config.py", description="Show a config as a run would see it.")
+    """Print, and return the exit code. 2: a wrong config or command line, with the errors on stderr."""
+    parser = argparse.ArgumentParser(prog="print_config.py", description="Print a resolved config.")
     parser.add_argument("config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=0.2")
-    parser.add_argument("--origin", action="store_true", help="behind each value, the place that it came from")
-    parser.add_argument("--diff", metavar="OTHER", help="only the keys that differ from this config, both values")
+    parser.add_argument("--origin", action="store_true", help="add where each value comes from")
+    parser.add_argument("--diff", metavar="OTHER", help="print only the differences to this config")
     args = parser.parse_intermixed_args(argv)
     try:
         loaded = load_config(args.config, args.overrides)
@@ -83,6 +76,8 @@ def print_config_main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    for line in loaded.warnings:
+        print(line, file=sys.stderr)
     for line in lines:
         print(line)
     return 0

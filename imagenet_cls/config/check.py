@@ -19,7 +19,7 @@ MODEL_KWARGS = {
 }
 
 
-def check(config: Config, unknown: Collection[str] = ()) -> list[Problem]:
+def value_problems(config: Config, unknown: Collection[str] = ()) -> list[Problem]:
     """What is out of range or does not fit together, in the order of the schema.
 
     unknown: dotted keys whose values are wrong for another reason: they and rules that read them are not checked.

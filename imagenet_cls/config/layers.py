@@ -217,15 +217,6 @@ def command_line_layer(overrides: Sequence[str]) -> Layer:
     return whole
 
 
-@dataclass
-class Merged:
-    """All layers merged. renamed: for a section whose component changed, the names before and after."""
-
-    entries: dict[keys.KeyPath, Entry]
-    sections: dict[keys.KeyPath, Origin] = field(default_factory=dict)
-    renamed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-
-
 def _defaults(section: str, name: Any) -> dict[keys.KeyPath, Entry]:
     """The defaults of a component's section: the schema's, and over them the component's."""
     entries = {
@@ -240,36 +231,25 @@ def _defaults(section: str, name: Any) -> dict[keys.KeyPath, Entry]:
     return entries
 
 
-def merge(layers: Iterable[Layer]) -> Merged:
-    """Merge the layers over the schema's defaults, lowest first."""
-    merged = Merged({path: Entry(keys.default_of(path), DEFAULT) for path in keys.leaves()})
-    for section in keys.components():
-        _reset(merged, (section,), _defaults(section, keys.default_of((section, "name"))))
+def merge(layers: Iterable[Layer]) -> dict[keys.KeyPath, Entry]:
+    """The layers merged over the schema's defaults, lowest first."""
+    entries: dict[keys.KeyPath, Entry] = {}
+    for path in keys.leaves():
+        if path[0] not in keys.components():
+            entries[path] = Entry(keys.default_of(path), DEFAULT)
+        elif path[1:] == ("name",):
+            entries |= _defaults(path[0], keys.default_of(path))
     for layer in layers:
         for name in [f"{section}.name" for section in keys.components()] + [*KWARGS_OF]:
             path = tuple(name.split("."))
-            before, new = merged.entries[path].value, layer.entries.get(path)
-            if new is None or new.value == before:
-                continue
-            if name in KWARGS_OF:
-                kwargs = tuple(KWARGS_OF[name].split("."))
-                _reset(merged, kwargs, {kwargs: Entry({}, DEFAULT)})
-            else:
-                _reset(merged, path[:1], _defaults(path[0], new.value))
-                merged.renamed[path[0]] = (before, new.value)
+            new = layer.entries.get(path)
+            if new is not None and new.value != entries[path].value:
+                reset = tuple(KWARGS_OF[name].split(".")) if name in KWARGS_OF else path[:1]
+                entries = {other: entry for other, entry in entries.items() if other[: len(reset)] != reset}
+                entries |= {reset: Entry({}, DEFAULT)} if name in KWARGS_OF else _defaults(path[0], new.value)
         for path, entry in layer.entries.items():
-            _put(merged.entries, path, entry)
-        merged.sections.update(layer.sections)
-    order = {path: place for place, path in enumerate(keys.leaves())}
-    in_order = sorted(merged.entries, key=lambda path: order.get(path, order.get(path[:2], 0)))
-    merged.entries = {path: merged.entries[path] for path in in_order}
-    return merged
-
-
-def _reset(merged: Merged, section: keys.KeyPath, entries: dict[keys.KeyPath, Entry]) -> None:
-    """Replace everything below `section` by `entries`."""
-    kept = {path: entry for path, entry in merged.entries.items() if path[: len(section)] != section}
-    merged.entries = {**kept, **entries}
+            _put(entries, path, entry)
+    return entries
 
 
 def _put(entries: dict[keys.KeyPath, Entry], path: keys.KeyPath, entry: Entry) -> None:

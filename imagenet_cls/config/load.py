@@ -13,13 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.check import check, ineffective_keys
+from imagenet_cls.config.check import ineffective_keys, value_problems
 from imagenet_cls.config.interpolate import interpolate
 from imagenet_cls.config.layers import (
     Entry,
     Fault,
     Layer,
-    Merged,
     command_line_layer,
     file_layers,
     merge,
@@ -69,7 +68,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     config, origins, faults, warnings = _assemble(layers)
     unknown = {key for key in map(".".join, keys.leaves()) if any(fault.affects(key) for fault in faults)}
     lines = [format_line(fault.origin, fault.problem) for fault in faults]
-    lines += format_problems(check(config, unknown), origins)
+    lines += format_problems(value_problems(config, unknown), origins)
     if lines:
         raise ConfigError(lines)
     unused = [
@@ -111,12 +110,11 @@ def _assemble(layers: list[Layer]) -> tuple[Config, dict[str, Origin], list[Faul
     """Layers -> config, origins, faults and warnings. A value at fault is at its default."""
     merged = merge(layers)
     faults = [fault for layer in layers for fault in layer.faults]
-    warnings = _replace_removed(merged.entries)
-    origins = {".".join(path): origin for path, origin in merged.sections.items()}
-    origins.update({".".join(path): entry.origin for path, entry in merged.entries.items()})
+    warnings = _replace_removed(merged)
+    origins = {".".join(path): origin for layer in layers for path, origin in layer.sections.items()}
+    origins.update({".".join(path): entry.origin for path, entry in merged.items()})
     faults += _missing(merged, origins, faults)
-    entries = {path: entry for path, entry in merged.entries.items() if not _is_missing(entry.value)}
-    entries, unresolved = interpolate(entries)
+    entries, unresolved = interpolate({path: entry for path, entry in merged.items() if not _is_missing(entry.value)})
     faults += unresolved
     values = {path: keys.default_of(path) for path in keys.leaves()}
     values[("optimizer", "lr")] = 0.0  # a placeholder: the one key without a default
@@ -153,21 +151,17 @@ def _is_missing(value: Any) -> bool:
     return isinstance(value, str) and value.lstrip("\\") == "???"
 
 
-def _missing(merged: Merged, origins: Mapping[str, Origin], faults: Sequence[Fault]) -> list[Fault]:
+def _missing(entries: dict[keys.KeyPath, Entry], origins: Mapping[str, Origin], faults: Sequence[Fault]) -> list[Fault]:
     """A fault for each key without a value."""
     found = []
-    for path, entry in merged.entries.items():
-        key = ".".join(path)
-        if not _is_missing(entry.value) or (entry.origin.is_default and any(fault.affects(key) for fault in faults)):
-            continue
-        message, origin = "has no value yet ('???'): set it in a config or on the command line", entry.origin
-        if entry.origin.is_default:
-            message = f"has no value and no default; set it in a config or on the command line ({key}=VALUE)"
-            if path[0] in merged.renamed:
-                before, after = merged.renamed[path[0]]
-                message = f"has no value: changing {path[0]}.name from {before!r} to {after!r} resets it; set both"
-            origin = nearest_origin(f"{path[0]}.name", origins) or entry.origin
-        found.append(Fault(origin, Problem(key, message)))
+    for path, entry in entries.items():
+        key, origin = ".".join(path), entry.origin
+        if _is_missing(entry.value) and not (origin.is_default and any(fault.affects(key) for fault in faults)):
+            message = "has no value; set it in a config or on the command line"
+            if origin.is_default:
+                message += f" (it has no default, and a change of {path[0]}.name resets it)"
+                origin = nearest_origin(f"{path[0]}.name", origins) or origin
+            found.append(Fault(origin, Problem(key, message)))
     return found
 
 

@@ -1,6 +1,5 @@
 """Rules across keys that need no library, file or device. Each yields (key, message) for what does not fit together."""
 
-import re
 from collections.abc import Iterator
 
 from imagenet_cls.config.schema import Config
@@ -177,14 +176,8 @@ def _data_parallel(c: Config) -> Found:
         yield "parallel.sync_bn", "synchronises ranks, and parallel.mode dp has one; use ddp and several ranks"
 
 
-def _port(c: Config) -> Found:
-    port = re.fullmatch(r"tcp://.*:(\d+)", c.parallel.init_method)
-    if port and int(port[1]) > 65535:
-        yield "parallel.init_method", f"port {port[1]} is out of range: 1 to 65535"
-
-
 RULES = (
     *(_weights, _freezing, _split_batch_norm, _parts_of_data, _list_files, _excluded_files, _sizes, _micro_batch),
     *(_repeats, _warmup, _progressive, _mixing, _cutmix_sides, _splits, _distillation, _clipping, _sam, _average),
-    *(_cpu, _devices, _data_parallel, _port),
+    *(_cpu, _devices, _data_parallel),
 )

@@ -72,7 +72,7 @@ RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px i
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained."""
+    """The model."""
 
     # A timm model (`resnet50`), `torchvision:resnet50`, or `my_module:my_factory`, found from the working directory.
     name: str = "resnet50"
@@ -101,7 +101,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the images come from."""
+    """The data set."""
 
     # `folder` (root/train/CLASS/*.JPEG), `list` (files of `path label` lines or CSV), `digits` (scikit-learn's, written
     # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`, or `my_module:my_factory`.

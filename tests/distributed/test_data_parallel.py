@@ -15,7 +15,7 @@ import torch
 from helpers import TRAIN, arguments, evaluations, losses, newest, noisy, run, state_digest, train_here
 from torch import nn
 
-from imagenet_cls.config.check import check
+from imagenet_cls.config.check import value_problems
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, TrainConfig
 from imagenet_cls.engine.plan import plan_run
@@ -47,7 +47,7 @@ def config_of(device: str = "auto", batch: int = 256, compiled: bool = False, **
     ],
 )
 def test_what_fits_together(good: dict[str, Any]) -> None:
-    assert check(config_of(**good)) == []
+    assert value_problems(config_of(**good)) == []
 
 
 @pytest.mark.parametrize(
@@ -66,20 +66,20 @@ def test_what_fits_together(good: dict[str, Any]) -> None:
     ],
 )
 def test_what_does_not(wrong: dict[str, Any], key: str) -> None:
-    assert [problem.key for problem in check(config_of(**wrong))] == [key]
+    assert [problem.key for problem in value_problems(config_of(**wrong))] == [key]
 
 
 def test_dp_is_one_rank() -> None:
-    assert check(config_of(mode="dp", device="cpu"), 1) == []
-    (problem,) = check(config_of(mode="dp"), 2)
+    assert value_problems(config_of(mode="dp", device="cpu"), 1) == []
+    (problem,) = value_problems(config_of(mode="dp"), 2)
     assert problem.key == "parallel.mode" and "2 ranks were started" in problem.message
 
 
 def test_a_batch_that_does_not_divide_among_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    (problem,) = check(config_of(mode="dp", batch=256), 1)
+    (problem,) = value_problems(config_of(mode="dp", batch=256), 1)
     assert problem.message == "256 images do not divide among 3 GPUs; nearest that do: 255 or 258"
-    assert check(config_of(mode="dp", batch=256, device_ids=[0, 2]), 1) == []
+    assert value_problems(config_of(mode="dp", batch=256, device_ids=[0, 2]), 1) == []
 
 
 # ------------------------------------------------------------------------------------------- the devices

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from imagenet_cls.config import keys
-from imagenet_cls.config.check import check, ineffective_keys
+from imagenet_cls.config.check import ineffective_keys, value_problems
 from imagenet_cls.config.load import config_from_dict, dump_yaml, load_config
 from imagenet_cls.config.schema import Config
 
@@ -27,7 +27,7 @@ def config_of(**dotted: Any) -> Config:
 
 
 def keys_at_fault(**dotted: Any) -> list[str]:
-    return [problem.key for problem in check(config_of(**dotted))]
+    return [problem.key for problem in value_problems(config_of(**dotted))]
 
 
 def test_defaults_have_no_problems() -> None:
@@ -47,7 +47,7 @@ RANGED = [path for path in keys.leaves() if keys.info(path).allowed and keys.ele
 @pytest.mark.parametrize("path", RANGED, ids=".".join)
 def test_range_includes_its_ends_and_nothing_outside(path: keys.KeyPath) -> None:
     def is_rejected(number: float) -> bool:
-        problems = check(config_of(**{"__".join(path): number}))
+        problems = value_problems(config_of(**{"__".join(path): number}))
         return any(problem.key == ".".join(path) and "out of range" in problem.message for problem in problems)
 
     allowed, bare = keys.info(path).allowed, keys.split_optional(keys.leaves()[path])[0]
@@ -72,7 +72,7 @@ def test_range_includes_its_ends_and_nothing_outside(path: keys.KeyPath) -> None
         ({"data__std": [0.1, 0.2, 0.3]}, {"data__std": [0.1, 0.2, 0.0]}),
         ({"device": "cuda:3"}, {"device": "cuda3"}),
         ({"parallel__init_method": "tcp://node-1:29500"}, {"parallel__init_method": "tcp://node-1"}),
-        ({"parallel__init_method": "tcp://[::1]:29500"}, {"parallel__init_method": "tcp://a:70000"}),
+        ({"parallel__init_method": "tcp://[::1]:29500"}, {"parallel__init_method": "tcp://a:0"}),
         ({"parallel__init_method": "file:///tmp/x"}, {"parallel__init_method": "file://x"}),
         ({"imports": ["a.b"]}, {"imports": ["a/b.py"]}),
         ({"mix__mixup_alpha": 0.001}, {"mix__mixup_alpha": 1e-4}),
@@ -135,7 +135,7 @@ def test_kwargs_of_a_factory_are_not_checked() -> None:
 
 def test_rule_is_skipped_if_one_of_its_keys_is_wrong() -> None:
     assert keys_at_fault(train__global_batch_size=-1, train__micro_batch_size=8) == ["train.global_batch_size"]
-    assert check(config_of(data__val=None), unknown={"data.val_fraction"}) == []
+    assert value_problems(config_of(data__val=None), unknown={"data.val_fraction"}) == []
 
 
 def test_check_reads_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
