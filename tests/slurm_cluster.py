@@ -73,13 +73,13 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         for words in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "127.0.0.1"], ["slurmd", "-D", "-N", "127.0.0.2"]):
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             daemons.append(subprocess.Popen(words, env=os.environ | env, start_new_session=True, **quiet))
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while "idle" not in (listing := states(env)) or "2 idle" not in listing:
             assert time.monotonic() < end, f"the cluster did not come up: {listing}; see {folder}/*.log"
             time.sleep(0.2)
         yield env
     finally:
-        subprocess.run(["scancel", "--user", user], env=os.environ | env, timeout=10)
+        subprocess.run(["scancel", "--user", user], env=os.environ | env, timeout=60)
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
@@ -90,4 +90,4 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
 
 def states(env: dict[str, str]) -> str:
     words = ["sinfo", "--noheader", "--format=%D %t"]
-    return subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=10).stdout
+    return subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout

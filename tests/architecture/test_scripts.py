@@ -25,7 +25,7 @@ def scripts(tmp_path):
 def call(script: Path, *words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if key not in NODES}
     return subprocess.run(
-        ["bash", script, *words], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=30
+        ["bash", script, *words], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120
     )
 
 

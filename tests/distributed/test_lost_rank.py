@@ -24,11 +24,9 @@ def wait_for_data_for_ever(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_a_rank_that_waits_for_its_data_ends_with_code_5_and_a_name(rank_server: RankServer, tmp_path: Path) -> None:
-    began = time.monotonic()
     with pytest.raises(AssertionError) as failed:
         rank_server.call(wait_for_data_for_ever, 2, tmp_path)
     errors = failed.value.args[0].partition("\nassert ")[0]  # what pytest adds
-    assert time.monotonic() - began < 45
     named = f"lost contact with host {socket.gethostname()} (127.0.0.1; rank 1): nothing heard for "
     assert errors.count(named) == 1 and len(errors.splitlines()) <= 3, errors
     record = json.loads((tmp_path / "error0.json").read_text())["message"]

@@ -90,8 +90,8 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def assert_all_gone(folder: Path, within_sec: float) -> None:
-    wait_for(lambda: not processes_of(folder), "the run's processes to end", within_sec)
+def assert_all_gone(folder: Path) -> None:
+    wait_for(lambda: not processes_of(folder), "the run's processes to end")
 
 
 def assert_saved(folder: Path) -> None:
@@ -107,8 +107,8 @@ def test_ctrl_c_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=5)
-        assert_all_gone(folder, 5)
+        _, errors = process.communicate(timeout=120)
+        assert_all_gone(folder)
     assert process.returncode == 130, errors
     assert "stopped by SIGINT" in errors and len(errors.splitlines()) <= 3, errors
     assert_saved(folder)
@@ -122,7 +122,7 @@ def test_ctrl_c_while_the_libraries_are_imported(digits: Path, tmp_path: Path) -
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=60)
-        assert_all_gone(folder, 5)
+        assert_all_gone(folder)
         errors = process.communicate()[1]
     assert (process.returncode, errors) == (130, "")
     assert not folder.exists()
@@ -136,7 +136,7 @@ def test_ctrl_c_and_then_sigterm_saves(digits: Path, tmp_path: Path) -> None:
         time.sleep(0.7)
         for pid in pids.values():
             os.kill(pid, signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
     assert process.returncode == 130
     assert_saved(folder)
 
@@ -151,24 +151,24 @@ def test_a_script_in_the_background_does_not_hear_ctrl_c(digits: Path, tmp_path:
         wait_for(lambda: steps_done(folder) > done + 2 or process.poll() is not None, "further steps")
         assert process.poll() is None
         process.terminate()
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 143, errors
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_twice_does_not_wait(digits: Path, tmp_path: Path, launcher: str) -> None:
-    """The second step takes 3.5 s here: the first Ctrl-C waits for its end, the second does not."""
+    """The second step never ends here: the first Ctrl-C waits for its end, further ones do not."""
     folder = tmp_path / "run"
     first_step = 1 if launcher == "alone" else 3  # with the forwards in which DDP's buckets settle
-    with started(launcher, digits, folder, pause_sec=3.5, pause_after=first_step) as (process, _):
+    with started(launcher, digits, folder, pause_sec=3600, pause_after=first_step) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.7)
         assert process.poll() is None, "it is waiting for the step's end"
-        for _ in range(100):  # by an impatient one: what cleans up is not interrupted in its turn
+        for _ in range(100):  # the clean-up is not interrupted by further signals
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.005)
-        process.wait(timeout=2 - 100 * 0.005)
-        assert_all_gone(folder, 5)
+        process.wait(timeout=120)
+        assert_all_gone(folder)
         errors = process.communicate()[1]
     assert process.returncode == 130, errors
     assert len(errors.splitlines()) <= 3, errors
@@ -181,7 +181,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(digits: Path, tmp_path: Pat
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, _):
         process.kill()
-        assert_all_gone(folder, 15)
+        assert_all_gone(folder)
     assert_saved(folder)
 
 
@@ -201,11 +201,9 @@ def test_a_rank_that_dies_takes_the_others_with_it(digits: Path, tmp_path: Path,
         assert len(processes_of(folder)) >= 5, "a launcher, and two ranks with a data worker each"
         if stuck:
             os.kill(pids[0], signal.SIGSTOP)
-        died_at = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=10)
-        assert_all_gone(folder, died_at + 10 - time.monotonic())
-        print(f"all gone after {time.monotonic() - died_at:.1f} s")
+        _, errors = process.communicate(timeout=120)
+        assert_all_gone(folder)
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL" in errors and len(errors.splitlines()) <= 3, errors
 
@@ -222,12 +220,11 @@ def test_under_nohup_a_hangup_ends_nothing_and_sigterm_saves(digits: Path, tmp_p
         done = steps_done(folder)
         wait_for(lambda: steps_done(folder) >= done + 5 or process.poll() is not None, "five more steps")
         assert process.poll() is None
-        asked_at = time.monotonic()
         for _ in range(2):
             os.killpg(process.pid, signal.SIGTERM)
             time.sleep(0.02)
-        _, errors = process.communicate(timeout=5)
-        assert_all_gone(folder, asked_at + 5 - time.monotonic())
+        _, errors = process.communicate(timeout=120)
+        assert_all_gone(folder)
     assert process.returncode == 143, errors
     assert "stopped by SIGTERM" in errors and len(errors.splitlines()) <= 3, errors
     assert_saved(folder)
@@ -250,8 +247,8 @@ def test_a_stop_is_the_same_wherever_it_is_asked_for(
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, pids):
         os.kill(pids[1] if asked == "rank 1" else process.pid, number)
-        _, errors = process.communicate(timeout=30)
-        assert_all_gone(folder, 5)
+        _, errors = process.communicate(timeout=120)
+        assert_all_gone(folder)
     assert process.returncode == 128 + number, errors
     assert f"stopped by {number.name}" in errors and len(errors.splitlines()) <= 3, errors
     assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 1, "it was started once"
@@ -272,7 +269,7 @@ def test_ranks_that_are_started_again_go_on_by_themselves(
         wait_for(lambda: steps_done(folder) >= 12 or process.poll() is not None, "step 12")
         os.kill(ranks_of(folder)[1], signal.SIGKILL)
         errors = process.communicate(timeout=120)[1]
-        assert_all_gone(folder, 5)
+        assert_all_gone(folder)
     assert process.returncode == 0, errors
     assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 2
     assert_same_run(folder, undisturbed(2))

@@ -19,7 +19,7 @@ SCRIPT = str(REPOSITORY / "scripts" / "slurm_train.sh")
 
 def call(words: list[str], folder: Path, **env: str) -> str:
     done = subprocess.run(
-        words, env=environment(**env), cwd=folder, capture_output=True, text=True, timeout=30, check=True
+        words, env=environment(**env), cwd=folder, capture_output=True, text=True, timeout=120, check=True
     )
     return done.stdout
 
@@ -63,6 +63,6 @@ def test_a_batch_job_saves_before_its_time_limit_and_goes_on_by_itself(
 def test_without_a_batch_job_it_waits_and_takes_no_other_word_for_one(tmp_path: Path) -> None:
     env = os.environ | {"BATCH": "yes"}
     done = subprocess.run(
-        ["bash", SCRIPT, "main", "tests", "configs/demo.yaml"], env=env, capture_output=True, text=True, timeout=30
+        ["bash", SCRIPT, "main", "tests", "configs/demo.yaml"], env=env, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (2, "") and "BATCH=yes" in done.stderr

@@ -4,7 +4,6 @@ With launchers, and what a terminal sends: test_launchers_die.py.
 """
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,9 +44,7 @@ def test_sigterm_saves_the_same_step_and_nothing_is_lost(
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     words = words_for(few_images(ranks), folder, ranks)
-    started_at = time.monotonic()
     codes = rank_server.run(words, output, ranks, kills)
-    assert time.monotonic() - started_at < 5 + 4, "5 s, and what the run takes until then"
     assert codes == [143] * ranks, output.read_text()
     step = STOPPED_AT[ranks]
     assert output.read_text().splitlines()[-2:] == [

@@ -1,25 +1,21 @@
-"""A recipe in a plain loop of torch: what someone would write who has never seen the package.
+"""A recipe as a plain training loop, made of timm's, torch's and torchvision's own parts (`plain_parts`).
 
-The package gives the numbers of the config file and says which images are held out. Model, augmentation, mixing, loss,
-optimizer, schedule, clipping, average and evaluation are timm's, torch's and torchvision's own (`plain_parts`), and so
-are the random draws: seeded once at the start.
+The package only reads the config file and splits off the held-out images.
 """
 
 import copy
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import plain_parts as parts
 import timm
 import torch
+from helpers import newest
 from PIL import Image
-from timm.data.random_erasing import RandomErasing
+from safetensors.torch import load_file
 from timm.layers import convert_splitbn_model
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
@@ -31,18 +27,9 @@ from imagenet_cls.data import open_datasets
 NUM_CLASSES = 10
 
 
-@dataclass
-class Trained:
-    """What a run leaves: the model and its averaged weights, and the top-1 (%) of both."""
-
-    model: nn.Module
-    top1_pct: float
-    ema_top1_pct: float | None
-
-
 @cache
-def digits(root: Path) -> tuple[parts.Images, parts.Images]:
-    """The images of the training and the held-out part, decoded."""
+def decoded_digits(root: Path) -> tuple[parts.Images, parts.Images]:
+    """The training images and the held-out images."""
     data = load_config(None, [f"data.root={root}"]).config.data
     sets = open_datasets(data)
     found = []
@@ -53,32 +40,21 @@ def digits(root: Path) -> tuple[parts.Images, parts.Images]:
     return found[0], found[1]
 
 
-def train_plainly(path: Path, root: Path, seed: int, start: nn.Module | None = None) -> Trained:
-    """Train the recipe of a config file. start: a trained model, to learn from or to go on with, as the config says."""
-    cfg = load_config(path).config
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    train_images, val_images = digits(root)
-    plain = Plain(cfg, len(train_images), start)
-    erasing = cfg.augment.erasing
-    box = (*erasing.scale, *erasing.ratio, erasing.mode, 1, erasing.max_count, cfg.augment.splits, "cpu")
-    erase = RandomErasing(erasing.prob, *box)
-    for epoch in range(cfg.train.epochs):
-        plain.start_epoch(epoch)
-        for views, targets in parts.train_batches(train_images, cfg, epoch, seed):
-            plain.step(erase(torch.cat(views)), targets)
-        if cfg.schedule.name == "plateau":
-            plain.top1s.append(top1_pct(plain.model, val_images, cfg))
-    average = None if plain.ema is None else top1_pct(plain.ema.module, val_images, cfg)
-    return Trained(plain.model, top1_pct(plain.model, val_images, cfg), average)
+def build_teacher(recipe: Path, run_folder: Path | None) -> nn.Module | None:
+    """The trained network of a recipe's run, in evaluation mode."""
+    if run_folder is None:
+        return None
+    model = load_config(recipe).config.model
+    network = timm.create_model(model.name, num_classes=NUM_CLASSES, **model.kwargs)
+    network.load_state_dict(load_file(newest(run_folder) / "model.safetensors"))
+    return network.eval().requires_grad_(False)
 
 
 class Plain:
-    """What a loop holds, and its step. top1s: of the evaluations so far, for a schedule that asks."""
+    """The state of a plain loop, and its step. top1s: of the evaluations so far, for the plateau schedule."""
 
     def __init__(self, cfg: Any, num_images: int, start: nn.Module | None):
-        """num_images: in the training set. start: as in `train_plainly`."""
+        """num_images: in the training set. start: a trained network, the teacher or the starting weights."""
         per_epoch = parts.samples_per_epoch(num_images, cfg.data.repeats_multiple) // cfg.train.global_batch_size
         lr = cfg.optimizer.lr
         if cfg.optimizer.lr_base_batch:
@@ -133,7 +109,7 @@ class Plain:
 
 
 def build_model(cfg: Any, start: nn.Module | None) -> nn.Module:
-    """Without gradient checkpointing: that must change nothing but memory."""
+    """Without gradient checkpointing, which must not change results."""
     model: nn.Module = timm.create_model(cfg.model.name, num_classes=NUM_CLASSES, **cfg.model.kwargs)
     if cfg.model.split_bn:
         model = convert_splitbn_model(model, cfg.augment.splits)
@@ -168,7 +144,7 @@ def build_ema(model: nn.Module, cfg: Any) -> ModelEmaV3 | None:
 
 @contextmanager
 def at_highest_loss(model: nn.Module, optimizer: torch.optim.Optimizer, rho: float) -> Iterator[None]:
-    """SAM: up along the gradient for the second backward pass, which leaves BatchNorm's statistics alone."""
+    """SAM: moves the weights up along the gradient for the second backward pass, then restores weights and buffers."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.stack([p.grad.norm() for p in parameters]).norm()
     kept = [*parameters, *model.buffers()]

@@ -1,7 +1,6 @@
-"""The parts of a recipe as a plain script has them: timm's, torch's and torchvision's own, and a few formulas.
+"""The parts of `plain_loop`: timm's, torch's and torchvision's own, as far as the quick recipes use them.
 
-Nothing of the package makes them; the config is read for its numbers only. What a quick recipe does not use is not
-here. `plain_loop` puts them together.
+The package does not build any of them; only the numbers come from its config.
 """
 
 import math
@@ -13,90 +12,17 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import Mixup
-from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
-from timm.data.distributed_sampler import RepeatAugSampler
-from timm.data.transforms import RandomResizedCropAndInterpolation
 from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import CosineLRScheduler, StepLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NORMALISED = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
 Images = list[tuple[Image.Image, int]]
-
-
-class Views(Dataset):
-    """`splits` views of each image, crop and flip shared: the first as it is, the others through the policy."""
-
-    def __init__(self, images: Images, crop: Callable, colour: Callable, splits: int):
-        self.images, self.crop, self.colour, self.splits = images, crop, colour, splits
-        self.finish = transforms.Compose(NORMALISED)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, i: int) -> tuple[list[Tensor], int]:
-        image, target = self.images[i]
-        image = self.crop(image)
-        others = [self.colour(image) for _ in range(max(1, self.splits - 1))]
-        return [self.finish(view) for view in ([image, *others] if self.splits > 1 else others)], target
-
-
-def train_transforms(augment: Any, size_px: int) -> tuple[Callable, Callable]:
-    """What all views of an image share, and what changes their colours."""
-    crop = [
-        RandomResizedCropAndInterpolation(size_px, tuple(augment.scale), tuple(augment.ratio), augment.interpolation),
-        transforms.RandomHorizontalFlip(augment.hflip_prob),
-        transforms.RandomVerticalFlip(augment.vflip_prob),
-    ]
-    colour: list[Callable] = [policy(augment, size_px)] if augment.policy else []
-    jitter = augment.color_jitter
-    amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
-    if any(amounts):
-        colour.append(transforms.RandomApply([transforms.ColorJitter(*amounts)], jitter.prob))
-    colour.append(transforms.RandomGrayscale(augment.grayscale_prob))
-    return transforms.Compose(crop), transforms.Compose(colour)
-
-
-def policy(augment: Any, size_px: int) -> Callable:
-    name = augment.policy
-    if name.startswith("torchvision:"):
-        torchvisions: dict[str, Callable] = {
-            "trivial_augment_wide": transforms.TrivialAugmentWide,
-            "auto_augment": transforms.AutoAugment,
-            "rand_augment": transforms.RandAugment,
-        }
-        kwargs = dict(augment.policy_kwargs)
-        if "policy" in kwargs:
-            kwargs["policy"] = transforms.AutoAugmentPolicy(kwargs["policy"])
-        kwargs["interpolation"] = transforms.InterpolationMode(kwargs.get("interpolation", augment.interpolation))
-        return torchvisions[name.partition(":")[2]](**kwargs)
-    settings: dict[str, Any] = {"translate_const": int(size_px * 0.45), "img_mean": tuple(int(255 * x) for x in MEAN)}
-    if augment.interpolation != "random":
-        settings["interpolation"] = Image.Resampling[augment.interpolation.upper()]
-    if name.startswith("augmix"):
-        settings["translate_pct"] = 0.3
-    makers = {"rand": rand_augment_transform, "augmix": augment_and_mix_transform}
-    return makers.get(name.partition("-")[0], auto_augment_transform)(name, settings)
-
-
-def train_batches(images: Images, cfg: Any, epoch: int, seed: int) -> DataLoader:
-    """One epoch of batches of lists of views."""
-    augment, points = cfg.augment, cfg.augment.progressive
-    size_px = augment.size_px
-    if points.epochs is not None:
-        size_px = round(np.interp(epoch, points.epochs, points.sizes_px) / points.multiple_px) * points.multiple_px
-    dataset = Views(images, *train_transforms(augment, size_px), augment.splits)
-    if cfg.data.repeats == 1:
-        return DataLoader(dataset, cfg.train.global_batch_size, shuffle=True, drop_last=True)
-    sampler = RepeatAugSampler(dataset, 1, 0, num_repeats=cfg.data.repeats, selected_round=cfg.data.repeats_multiple)
-    sampler.epoch = epoch + 1000 * seed
-    return DataLoader(dataset, cfg.train.global_batch_size, sampler=sampler, drop_last=True)
 
 
 def samples_per_epoch(num_images: int, multiple: int | None) -> int:

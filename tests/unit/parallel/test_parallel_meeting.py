@@ -57,11 +57,11 @@ def test_a_variable_that_is_missing_or_empty(missing: str) -> None:
 
 
 def test_a_rank_waits_for_the_first_one_that_comes_later() -> None:
-    meeting, begin = Rendezvous("127.0.0.1", int(free_port())), time.monotonic()
+    meeting = Rendezvous("127.0.0.1", int(free_port()))
     servers = []
     threading.Timer(0.5, lambda: servers.append(create_server((meeting.host, meeting.port)))).start()
     wait_until_reachable(meeting, 20.0, is_server=False)
-    assert 0.4 < time.monotonic() - begin < 5 and servers
+    assert servers
     servers[0].close()
 
 
@@ -133,10 +133,9 @@ def test_nobody_waits_for_a_rank_that_came_late_but_came(tmp_path: Path) -> None
 
     late = threading.Timer(0.3, come, (SECOND,))
     late.start()
-    begin = time.monotonic()
     come(FIRST)
-    late.join(20)
-    assert 0.2 < time.monotonic() - begin < 5
+    late.join(60)
+    assert not late.is_alive()
 
 
 def test_a_program_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_output_whose_reader_left_is_silenced():
     assert process.stdout.readline().startswith("line 0")
     process.stdout.close()
     assert process.stderr.read() == "still here\n"
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
 
 
 def test_dumb_terminal_gets_plain_lines(monkeypatch):
@@ -157,7 +157,7 @@ def on_terminal(mode: str, columns: int, stop_with: int | None = None) -> tuple[
         if stop_with is not None and b"top-1" in shown:
             process.send_signal(stop_with)
             stop_with = None
-    status, same = process.wait(timeout=10), termios.tcgetattr(slave) == before
+    status, same = process.wait(timeout=120), termios.tcgetattr(slave) == before
     os.close(master)
     os.close(slave)
     return shown.decode(), status, same
