@@ -1,8 +1,6 @@
-"""Names that users write, turned into things: nearest names, `my_module:my_factory`, keyword arguments.
+"""Lookup of names that users write: nearest names, `my_module:my_factory`, and checks of keyword arguments.
 
-Owns did-you-mean and the comparison of `kwargs` with a signature. Imports nothing of the package but `errors`, and no
-torch, so that it is usable before torch is loaded. Called by `config` (keys), `data`, `models` and `optim` (names and
-kwargs).
+Does not import torch, so that it can be used before torch is loaded.
 """
 
 import difflib
@@ -14,37 +12,37 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, format_value
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates most like `name`, best first; empty where none is alike. Upper and lower case count as equal."""
+    """The candidates most similar to `name`, best first; empty if none is similar. Ignores case."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), list(by_lower), n=count, cutoff=0.6)
     return [by_lower[match] for match in matches]
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """A clause to put behind a message: `; did you mean 'resnet50' or 'resnet50d'?`, or "" where nothing is near."""
+    """The end of a message: `; did you mean 'resnet50' or 'resnet50d'?`, or "" if no candidate is similar."""
     found = nearest(name, candidates)
     return f"; did you mean {' or '.join(repr(word) for word in found)}?" if found else ""
 
 
 def did_you_mean_part(pattern: str, names: Iterable[str]) -> str:
-    """`did_you_mean` for a pattern of dotted names, such as `layer1.*`: it may mean one of them, or all of a part."""
+    """`did_you_mean` for a pattern of dotted names, such as `layer1.*`, which may match one name or all of a part."""
     parts = [name.split(".") for name in names]
     wholes = dict.fromkeys(".".join([*words[:depth], "*"]) for words in parts for depth in range(1, len(words)))
     return did_you_mean(pattern, [*wholes, *(".".join(words) for words in parts)])
 
 
 def is_factory_name(name: str) -> bool:
-    """Whether a component's name is of the form `my_module:my_factory`."""
+    """Whether a component's name has the form `my_module:my_factory`."""
     module, colon, attribute = name.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
 
 
 def import_from_here(name: str) -> ModuleType:
-    """A user's module, found from the working directory too. Raises LookupError where there is none of that name."""
+    """Import a user's module, also from the working directory. Raises LookupError if there is none of that name."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -52,15 +50,15 @@ def import_from_here(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # the module is there; something that it imports is not
+            raise  # the module exists; a module that it imports does not
         raise LookupError(f"no module {name!r} in {here} or among the installed packages") from None
 
 
 def import_factory(name: str) -> Callable[..., Any]:
-    """The callable that `my_module:my_factory` names. The module is found from the working directory too.
+    """The callable that `my_module:my_factory` names; the module may be in the working directory.
 
-    Raises LookupError, with a message that says which half is missing, for anything that cannot be imported or called.
-    An exception raised *inside* the user's module other than a missing module is passed on: it is their bug to see.
+    Raises LookupError, which names the missing part, for anything that can't be imported or called. Other exceptions of
+    the user's module are passed on, with their traceback.
     """
     module_name, _, attribute = name.partition(":")
     target: Any = import_from_here(module_name)
@@ -74,7 +72,7 @@ def import_factory(name: str) -> Callable[..., Any]:
 
 
 def keyword_names(factory: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The names that `factory` takes as keywords, and whether it takes any other (`**kwargs`) besides."""
+    """The names that `factory` takes as keyword arguments, and whether it takes `**kwargs`."""
     parameters = inspect.signature(factory).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -87,11 +85,10 @@ def kwargs_problems(
     reserved: Collection[str] = (),
     more_names: Collection[str] = (),
 ) -> list[Problem]:
-    """Compare a component's `kwargs` with the signature that will receive them, before the call.
+    """Names in a component's `kwargs` that its factory does not take.
 
-    section: the dotted section, such as `optimizer`. reserved: names that the project passes itself and a config may
-    not. more_names: further names that a `**kwargs` in the signature is known to accept (the class that a timm
-    factory builds); without them, a signature with `**kwargs` accepts every name.
+    section: the dotted section, such as `optimizer`. reserved: names that the program passes. more_names: names that
+    the `**kwargs` of the signature accepts; without them, it accepts every name.
     """
     taken, takes_any = keyword_names(factory)
     allowed = [name for name in [*taken, *more_names] if name not in reserved and name not in ("self", "cls")]
@@ -99,23 +96,28 @@ def kwargs_problems(
     for name in kwargs:
         key = f"{section}.kwargs.{name}"
         if name in reserved:
-            problems.append(Problem(key, f"is set by the program itself and can't be given in {section}.kwargs"))
+            problems.append(Problem(key, "is set by the program; remove it"))
         elif name not in allowed and not (takes_any and not more_names):
-            listing = ", ".join(dict.fromkeys(allowed)) or "no keywords at all"
-            problems.append(Problem(key, f"unknown keyword{did_you_mean(name, allowed)} (allowed: {listing})"))
+            listing = ", ".join(dict.fromkeys(allowed)) or "none"
+            problems.append(Problem(key, f"unknown argument{did_you_mean(name, allowed)} (allowed: {listing})"))
     return problems
 
 
 def missing_kwargs_problems(
     section: str, factory: Callable[..., Any], kwargs: Mapping[str, Any], given: Collection[str] = ()
 ) -> list[Problem]:
-    """The arguments that `factory` can't do without and that neither the config's `kwargs` nor the program gives.
-
-    given: names that the program passes itself, by position or by keyword.
-    """
+    """Arguments of `factory` without a default that are missing in `kwargs`. given: names that the program passes."""
     parameters = inspect.signature(factory).parameters.values()
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     missing = [name for name in required if name not in kwargs and name not in given and name not in ("self", "cls")]
     return [Problem(f"{section}.kwargs", f"{name!r} has no default and must be given") for name in missing]
+
+
+def number_problem(value: Any, allowed: Any, whole: bool = False) -> str | None:
+    """Why `value` is no number of the range `allowed` (`config.fields.Range`); None if it is. whole: integers only."""
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if is_number and value in allowed:
+        return None
+    return f"{format_value(value)} is out of range: {'a whole number, ' if whole else ''}{allowed}"

@@ -18,7 +18,7 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 
 
 def add_allow_import(parser: argparse.ArgumentParser) -> None:
-    """Add --allow-import: code that the config in a checkpoint may name, see `models.trust`."""
+    """Add --allow-import: code that the config in a checkpoint may name, see `models.build.check_trusted`."""
     parser.add_argument(
         "--allow-import", metavar="NAME", action="append", default=[],
         help="let the checkpoint use this my_module:my_factory, or import this module; may be repeated",

@@ -107,15 +107,14 @@ def schedule_curves(config: Config, num_images: int) -> Curves:
     """The curves of a run on so many training images. Raises DataError if they do not fill one batch."""
     from imagenet_cls.data import samples_per_epoch, size_px_at
     from imagenet_cls.engine.plan import plan_run
-    from imagenet_cls.optim.build import own_momentum
-    from imagenet_cls.optim.scaling import scaled_lr
-    from imagenet_cls.optim.schedule import build_schedule
+    from imagenet_cls.optim.build import initial_momentum
+    from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 
     plan = plan_run(config.train, samples_per_epoch(num_images, config.data.repeats_multiple), world_size=1)
     lr, scaling = scaled_lr(config.optimizer, config.train.global_batch_size)
     schedule = build_schedule(config.schedule, lr, plan.steps_per_epoch, plan.epochs)
     steps = range(0, plan.total_steps, math.ceil(plan.total_steps / _MOST_STEPS))
-    constant = own_momentum(config.optimizer)
+    constant = initial_momentum(config.optimizer)
     scheduled = [schedule.momentum(step) for step in steps]
     momentum = [value for value in (constant if m is None else m for m in scheduled) if value is not None]
     sizes_px = [size_px_at(config.augment, epoch) for epoch in range(plan.epochs)]

@@ -40,8 +40,7 @@ from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.distillation import Criterion, build_criterion
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import build_loss
-from imagenet_cls.optim.scaling import scaled_lr
-from imagenet_cls.optim.schedule import Schedule, build_schedule
+from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import BatchNormStatistics, warm_up_buckets, wrap_model

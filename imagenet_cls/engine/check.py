@@ -11,10 +11,9 @@ from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.check import model_problems
 from imagenet_cls.models.teacher import distillation_problems
-from imagenet_cls.optim.build import optimizer_problems, own_momentum
+from imagenet_cls.optim.build import initial_momentum, optimizer_problems
 from imagenet_cls.optim.losses import loss_problems
-from imagenet_cls.optim.scaling import scaled_lr
-from imagenet_cls.optim.schedule import schedule_problems
+from imagenet_cls.optim.schedule import scaled_lr, schedule_problems
 
 
 def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
@@ -43,7 +42,7 @@ def momentum_problems(config: Config) -> list[Problem]:
     names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
     if config.schedule.name != "one_cycle" or not names or optimizer_problems(config.optimizer):
         return []
-    if own_momentum(config.optimizer) is not None:
+    if initial_momentum(config.optimizer) is not None:
         return []
     text = f"{config.optimizer.name!r} has no momentum to schedule; leave it out, or choose another optimizer"
     return [Problem(f"schedule.kwargs.{names[0]}", text)]

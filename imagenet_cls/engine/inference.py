@@ -22,12 +22,11 @@ from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, mode
 from imagenet_cls.engine.loaders import build_val_batches
 from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_and_origin
 from imagenet_cls.engine.step import choose_precision
-from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError
+from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError, first_line
 from imagenet_cls.lookup import import_from_here
-from imagenet_cls.models.build import build_model, first_line
+from imagenet_cls.models.build import build_model, check_trusted
 from imagenet_cls.models.resize import resize_model, size_remedy
-from imagenet_cls.models.trust import check_trusted
-from imagenet_cls.models.weights import load_weights, naming_the_key, state_dict_mismatch, without_split_bn
+from imagenet_cls.models.weights import load_weights, prefix_errors, state_dict_mismatch, without_split_bn
 from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main
 from imagenet_cls.parallel.data_parallel import spread
 from imagenet_cls.parallel.process_group import Group, run_on_main
@@ -185,7 +184,7 @@ def load_any_weights(
     origin, damage = f"published weights of {config.model.name}", []
     if path is not None:
         # A new, random head is fine for training, but its predictions are chance.
-        with nullcontext() if checkpoint is not None else naming_the_key("model.checkpoint"):
+        with nullcontext() if checkpoint is not None else prefix_errors("model.checkpoint"):
             weights, origin, damage = weights_and_origin(path)
             origin += f": {load_weights(model, weights, count, head_may_differ=False)}"
     mean, std = choose_mean_std(config, model)

@@ -16,10 +16,10 @@ from imagenet_cls.data import sizes_px
 from imagenet_cls.engine.model_checks import check_model_outputs, check_model_parameters
 from imagenet_cls.errors import CheckpointError, ConfigError
 from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
-from imagenet_cls.models.build import build_model, model_mean_std, origin_of_weights
+from imagenet_cls.models.build import build_model, model_mean_std, weights_source
 from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
-from imagenet_cls.models.weights import load_weights, naming_the_key, read_weights, read_weights_and_origin
+from imagenet_cls.models.weights import load_weights, prefix_errors, read_weights, read_weights_and_origin
 from imagenet_cls.parallel.process_group import Group, run_on_main
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -62,8 +62,8 @@ def build_start_model(model: ModelConfig, num_classes: int, seed: int) -> tuple[
     built = build_model(model, num_classes)
     check_model_parameters(built, model.name)
     if model.checkpoint is None:
-        return built, [origin_of_weights(model, built, num_classes)]
-    with naming_the_key("model.checkpoint"):
+        return built, [weights_source(model, built, num_classes)]
+    with prefix_errors("model.checkpoint"):
         weights, origin, damage = weights_and_origin(Path(model.checkpoint))
         return built, [*damage, f"starts from the weights of {origin}: {load_weights(built, weights, num_classes)}"]
 

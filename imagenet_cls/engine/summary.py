@@ -7,7 +7,7 @@ import torch
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.build import Parts
-from imagenet_cls.models.freeze import is_still
+from imagenet_cls.models.freeze import frozen_batch_norm
 
 
 def startup_table(parts: Parts, work_dir: Path | None, progress: Progress) -> list[tuple[str, str]]:
@@ -27,7 +27,7 @@ def startup_table(parts: Parts, work_dir: Path | None, progress: Progress) -> li
         ("device", f"{device}, {precision[parts.evaluation.autocast_dtype]}"),
         ("ranks", f"{group.world_size} (launcher: {group.rank_info.launcher})"),
         ("batch", f"{plan.global_batch} = {devices} x {steps} x {plan.micro_batch} per device"),
-        *([("BatchNorm batch", _batch_norm_batch(parts))] if is_still(parts.model, config.model) else []),
+        *([("BatchNorm batch", _batch_norm_batch(parts))] if frozen_batch_norm(parts.model, config.model) else []),
         ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, {plan.epochs} epochs)"),
         ("optimizer", f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}"),
         *recipe_rows(config),

@@ -1,39 +1,38 @@
-"""From a config's `model` section to a module on the CPU.
+"""Builds the model of a config's `model` section on the CPU: timm's, torchvision's, or that of the user's factory.
 
-Owns the three origins of a model (timm, torchvision, the user's own factory), and three facts that others need of a
-finished model: where its weights come from, the pixel statistics that they were made with, and which parameters are its
-head. Refuses nothing that `check` has let pass but published weights that can't be fetched or don't fit. Called by
-`engine.model`.
-
-Nothing here draws a random number beyond the initial weights: the caller seeds, and the same seed gives the same bits.
+Nothing here draws random numbers but the initial weights: the same seed gives the same bits.
 """
+
+from collections.abc import Collection, Sequence
 
 import timm
 import torchvision
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import CheckpointError, ResourceError, UserError
+from imagenet_cls.errors import CheckpointError, ResourceError, UserError, first_line
 from imagenet_cls.lookup import import_factory, is_factory_name
 
 TORCHVISION = "torchvision:"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+# Arguments that a config can't give in model.kwargs: they have a key elsewhere, or the program decides them.
+RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
+
 
 def build_model(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build the model on the CPU, in float32 and training mode, with `num_classes` outputs.
 
-    num_classes: outputs of the head; the caller has settled it from `model.num_classes` and the data set. Published
-    weights (`model.pretrained`) are downloaded once; a head of another size is initialised anew, which
-    `origin_of_weights` tells. `model.checkpoint` is not looked at: see `weights.load_weights`. Raises ResourceError
-    where published weights can't be fetched, CheckpointError where they don't fit the kwargs, UserError where the
-    user's factory does not return a module.
+    Published weights (`model.pretrained`) are downloaded once; a head of another size is initialised.
+    `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError where published weights can't be
+    downloaded, CheckpointError where they don't fit the kwargs, UserError where the user's factory does not return a
+    module.
     """
     if model.name.startswith(TORCHVISION):
         build = _build_torchvision
     elif is_factory_name(model.name):
-        build = _build_own
+        build = _build_from_factory
     else:
         build = _build_timm
     try:
@@ -44,7 +43,7 @@ def build_model(model: ModelConfig, num_classes: int) -> nn.Module:
         if model.pretrained and isinstance(error, RuntimeError):  # load_state_dict, or torch.hub's check of the hash
             raise CheckpointError(
                 f"the published weights of {model.name!r} can't be loaded: {first_line(error)}\n"
-                "take the keywords that change its shapes out of model.kwargs, or set model.pretrained=false"
+                "remove arguments that change shapes from model.kwargs, or set model.pretrained=false"
             ) from error
         raise
 
@@ -56,45 +55,42 @@ def _build_timm(model: ModelConfig, num_classes: int) -> nn.Module:
 def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
     name = model.name.removeprefix(TORCHVISION)
     if not model.pretrained:
-        # Which published weights a run began with is no matter once they are its own (other ranks, checkpoints).
+        # Other ranks and checkpoints build this model without the weights that the run started from.
         kwargs = {key: value for key, value in model.kwargs.items() if key != "weights"}
         return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
-    # torchvision refuses another num_classes together with weights: build with the weights' own head, then replace it.
+    # torchvision rejects another num_classes together with weights: build with the weights' head, then replace it.
     built = torchvision.models.get_model(name, **{"weights": "DEFAULT", **model.kwargs})
-    _replace_head(built, num_classes)
+    replace_head(built, num_classes)
     return built
 
 
-def _build_own(model: ModelConfig, num_classes: int) -> nn.Module:
+def _build_from_factory(model: ModelConfig, num_classes: int) -> nn.Module:
     built = import_factory(model.name)(num_classes=num_classes, **model.kwargs)
     if not isinstance(built, nn.Module):
-        raise UserError(f"model.name: {model.name!r} returned {type(built).__name__}; let it return a torch.nn.Module")
+        raise UserError(f"model.name: {model.name!r} returned {type(built).__name__}; return a torch.nn.Module")
     return built
 
 
-def _replace_head(built: nn.Module, num_classes: int) -> None:
-    """Put a freshly initialised head in place of the last linear layer (or 1x1 convolution) if its size is another."""
-    name, head = [(n, m) for n, m in built.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
-    fresh: nn.Module
+def replace_head(model: nn.Module, num_classes: int) -> None:
+    """Replace the last linear layer (or 1x1 convolution) by an initialised one if its size is not `num_classes`."""
+    name, head = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
+    new: nn.Module
     if isinstance(head, nn.Linear):
-        size, fresh = head.out_features, nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
+        size, new = head.out_features, nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
     else:
-        size, fresh = head.out_channels, nn.Conv2d(head.in_channels, num_classes, head.kernel_size)  # type: ignore[arg-type]
+        size, new = head.out_channels, nn.Conv2d(head.in_channels, num_classes, head.kernel_size)  # type: ignore[arg-type]
     if size != num_classes:
         parent, _, leaf = name.rpartition(".")
-        setattr(built.get_submodule(parent), leaf, fresh)
+        setattr(model.get_submodule(parent), leaf, new)
 
 
-def origin_of_weights(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
-    """Where the weights of what `build_model` has built come from, in one sentence for the user.
-
-    It names the published weights, the tag that timm chose included, and a head that could not be taken over.
-    """
-    of_torchvision = model.name.startswith(TORCHVISION)
+def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
+    """One sentence: where the weights of a model built by `build_model` come from, and whether its head is new."""
+    is_torchvision = model.name.startswith(TORCHVISION)
     if not model.pretrained:
-        own = is_factory_name(model.name) and not of_torchvision
-        return "starts from scratch" + (f": the weights are those that {model.name} makes" if own else "")
-    if of_torchvision:
+        by_factory = is_factory_name(model.name) and not is_torchvision
+        return "starts from scratch" + (f": weights as initialised by {model.name}" if by_factory else "")
+    if is_torchvision:
         name = model.name.removeprefix(TORCHVISION)
         weights = torchvision.models.get_model_weights(name)[model.kwargs.get("weights", "DEFAULT")]
         source, had = f"torchvision {name}, {weights.name}", len(weights.meta["categories"])
@@ -106,19 +102,22 @@ def origin_of_weights(model: ModelConfig, built: nn.Module, num_classes: int) ->
             source += f", read from {cfg['file']}"
     sentence = f"starts from published weights ({source})"
     if had != num_classes:
-        head = ", ".join(head_names(built, num_classes))
-        sentence += f"; the head ({head}) is initialised anew: it had {had} outputs, the model has {num_classes}"
+        sentence += f"; {new_head_note(head_names(built, num_classes), had, num_classes)}"
     return sentence
 
 
+def new_head_note(head: Sequence[str], had: int, num_classes: int) -> str:
+    return f"the head ({', '.join(head)}) is newly initialised: it had {had} outputs, the model has {num_classes}"
+
+
 def _is_download_error(error: Exception) -> bool:
-    """Whether fetching a file failed: the libraries' network errors, which are not all OSErrors, or a broken file."""
+    """Whether a download failed: the libraries' network errors, which are not all OSErrors, or a truncated file."""
     libraries = {"huggingface_hub", "httpx", "httpcore", "requests", "urllib3", "safetensors_rust"}
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in libraries
 
 
 def _download_advice(name: str, error: Exception) -> str:
-    """Three lines: what failed, which file to fetch by hand, how to name it."""
+    """Three lines: what failed, which file to download elsewhere, how to use it."""
     if name.startswith(TORCHVISION):
         where = str(torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))["DEFAULT"].url)
     else:
@@ -126,23 +125,16 @@ def _download_advice(name: str, error: Exception) -> str:
         hub_id = getattr(cfg, "hf_hub_id", None)
         where = f"'model.safetensors' of {hub_id} on the hub" if hub_id else str(getattr(cfg, "url", None))
     return (
-        f"can't get the published weights of {name!r}: {first_line(error)}\n"
-        f"without a network: fetch {where} elsewhere and copy it here,\n"
+        f"can't download the published weights of {name!r}: {first_line(error)}\n"
+        f"without a network: download {where} elsewhere and copy it here,\n"
         "then start with model.pretrained=false model.checkpoint=FILE"
     )
 
 
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
 def model_mean_std(model: nn.Module) -> tuple[list[float], list[float]]:
-    """Per channel (red, green, blue) mean and standard deviation, of pixels in 0..1, that the model's weights expect.
+    """Mean and standard deviation per channel (red, green, blue), of pixels in 0..1, that the weights expect.
 
-    timm's models say it; for all others ImageNet's are taken, which is what every classifier of torchvision was trained
-    with.
+    timm's models have them in their config; for others ImageNet's are used, as for all torchvision classifiers.
     """
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     return list(cfg.get("mean", IMAGENET_MEAN)), list(cfg.get("std", IMAGENET_STD))
@@ -151,7 +143,7 @@ def model_mean_std(model: nn.Module) -> tuple[list[float], list[float]]:
 def head_names(model: nn.Module, num_classes: int) -> list[str]:
     """Names of the head's parameters, such as `["fc.weight", "fc.bias"]`; empty where the model has no linear head.
 
-    timm's models name their classifier (some have two); for others it is the last linear layer or convolution that has
+    timm's models name their classifier (some have two); of others it is the last linear layer or convolution with
     `num_classes` outputs.
     """
     parameters = [name for name, _ in model.named_parameters()]
@@ -165,3 +157,26 @@ def head_names(model: nn.Module, num_classes: int) -> list[str]:
         if isinstance(module, nn.Linear | nn.Conv2d) and outputs == num_classes:
             return [f"{owner}.{name}" if owner else name for name, _ in module.named_parameters()]
     return []
+
+
+def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str) -> None:
+    """Raise CheckpointError where building a checkpoint's model would run code that the user has not named.
+
+    Nothing is imported. model, imports: of the checkpoint's own config. trusted: the names that the user has given,
+    `my_module` for an import and `my_module:my_factory` for a model; compared whole, since `my_module:os.system` is not
+    code of a trusted module. where: the checkpoint, for the message.
+    """
+    # timm takes a name with a colon for a place to download a model from; without one it is a key of its registry.
+    names = [*imports, model.name] if ":" in model.name.removeprefix(TORCHVISION) else imports
+    for name in names:
+        if name not in trusted:
+            raise CheckpointError(
+                f"{where}: its config names code to run, {name!r}, which was not run\n"
+                f"if you know and trust that code: --allow-import {name}"
+            )
+    for name in RESERVED:
+        if name in model.kwargs:
+            raise CheckpointError(
+                f"{where}: its config sets model.kwargs.{name}, which no run sets; nothing was run\n"
+                "use another checkpoint"
+            )

@@ -1,14 +1,9 @@
-"""Stage 2 of the checks for the `model` section: names, tags, published weights and kwargs, before anything is started.
-
-Owns `model_problems`. Refuses names that neither timm nor torchvision knows, keywords that the model's own constructor
-does not take or look at, torchvision models that return auxiliary outputs, and what can't be frozen, split or computed
-anew in backward. Reads no data, downloads nothing. Called by `engine.check`.
-"""
+"""Checks the `model` section before ranks start: names, tags, published weights and kwargs. Downloads nothing."""
 
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import timm
@@ -17,7 +12,7 @@ import torchvision
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, first_line
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
@@ -26,39 +21,31 @@ from imagenet_cls.lookup import (
     kwargs_problems,
     missing_kwargs_problems,
 )
-from imagenet_cls.models.adapt import checkpointing_problem, splitting_problem
-from imagenet_cls.models.build import TORCHVISION, first_line
+from imagenet_cls.models.adapt import checkpointing_problem, split_bn_problem
+from imagenet_cls.models.build import RESERVED, TORCHVISION
 from imagenet_cls.models.freeze import freeze_problems
-
-# What a config may not put into model.kwargs, since it has a key of its own or is decided by the program.
-RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
 
 
 def model_problems(model: ModelConfig, grad_checkpointing: bool = False) -> list[Problem]:
-    """Everything wrong with the section that shows without data: name, tag, weights, kwargs, what is frozen. Builds on
-    the meta device, which takes no memory and about 0.1 s; the few models that can't be built there are built on the
-    CPU and dropped. grad_checkpointing: `train`'s; whether the model can do it.
+    """All problems of the section that can be found without data. grad_checkpointing: `train`'s.
 
-    The factories of timm and torchvision take `**kwargs`, so it is the trial build that says which keyword the
-    constructor behind them refuses; the candidates for *did you mean* come from that constructor.
+    Builds on the meta device, which takes no memory and about 0.1 s; the few models that can't be built there are built
+    on the CPU. timm's and torchvision's factories take `**kwargs`, so only this trial shows which argument the
+    constructor rejects.
     """
+    if is_factory_name(model.name) and not model.name.startswith(TORCHVISION):
+        return _factory_problems(model)
+    library = _try_torchvision if model.name.startswith(TORCHVISION) else _try_timm
     reserved = [name for name in model.kwargs if name in RESERVED]
-    problems = [
-        Problem(f"model.kwargs.{name}", "is set by the program itself and can't be given in model.kwargs")
-        for name in reserved
-    ]
-    if model.name.startswith(TORCHVISION):
-        built, refused = _check_torchvision(model)
-    elif is_factory_name(model.name):
-        return problems + _check_own(model)
-    else:
-        built, refused = _check_timm(model)
-    problems += refused
+    problems = [Problem(f"model.kwargs.{name}", "is set by the program; remove it") for name in reserved]
+    kwargs = {name: value for name, value in model.kwargs.items() if name not in RESERVED}
+    built, found = library(model, kwargs)
+    problems += found
     if built is not None:
         problems += freeze_problems(built, model, model.num_classes or 1000)
-        unfit = checkpointing_problem(built) if grad_checkpointing else None
-        unsplit = splitting_problem(built) if model.split_bn else None
-        problems += [problem for problem in (unfit, unsplit) if problem is not None]
+        checkpointing = checkpointing_problem(built) if grad_checkpointing else None
+        split_bn = split_bn_problem(built) if model.split_bn else None
+        problems += [problem for problem in (checkpointing, split_bn) if problem is not None]
     return problems
 
 
@@ -69,11 +56,12 @@ def _unknown_name(name: str) -> Problem:
 
 
 def _torchvision_names() -> list[str]:
-    return torchvision.models.list_models(module=torchvision.models)  # the classifiers among them
+    """torchvision's classifiers."""
+    return torchvision.models.list_models(module=torchvision.models)
 
 
-def _check_timm(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
-    """The model, on the meta device where that works, and what is wrong with it; likewise for torchvision's."""
+def _try_timm(model: ModelConfig, kwargs: dict[str, Any]) -> tuple[nn.Module | None, list[Problem]]:
+    """The model, on the meta device where possible, and its problems."""
     architecture, _, tag = model.name.partition(".")
     if ":" in model.name or "/" in model.name or not timm.is_model(architecture):
         return None, [_unknown_name(model.name)]
@@ -83,24 +71,22 @@ def _check_timm(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
         text = f"{architecture!r} has no weights tagged {tag!r}{did_you_mean(tag, tags)} (tags: {listing})"
         return None, [Problem("model.name", text)]
 
-    def build(kwargs: dict[str, Any]) -> nn.Module:
+    def build(**kwargs: Any) -> nn.Module:
         return timm.create_model(model.name, pretrained=False, num_classes=model.num_classes or 1000, **kwargs)
 
-    module = sys.modules[timm.model_entrypoint(architecture).__module__]
-    built, problems = _trial(model.kwargs, build, vars(module))
+    built, problems = _try_build(build, kwargs, timm.model_entrypoint(architecture))
     cfg = getattr(built, "pretrained_cfg", None)
     if model.pretrained and cfg is not None and not any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
         tagged = timm.list_models(architecture, include_tags=True, pretrained=True)
-        remedy = f"; with weights: {', '.join(tagged)}" if tagged else "; set it to false, or give model.checkpoint"
+        remedy = f"; with weights: {', '.join(tagged)}" if tagged else "; set it to false, or use model.checkpoint"
         problems.append(Problem("model.pretrained", f"no weights are published for {model.name!r}{remedy}"))
     return built, problems
 
 
-def _check_torchvision(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
+def _try_torchvision(model: ModelConfig, kwargs: dict[str, Any]) -> tuple[nn.Module | None, list[Problem]]:
     name = model.name.removeprefix(TORCHVISION)
     if name not in _torchvision_names():
         return None, [_unknown_name(model.name)]
-    kwargs = dict(model.kwargs)
     problems = []
     if "weights" in kwargs:
         published = list(torchvision.models.get_model_weights(name).__members__)
@@ -108,91 +94,77 @@ def _check_torchvision(model: ModelConfig) -> tuple[nn.Module | None, list[Probl
         if not model.pretrained:
             problems.append(Problem("model.kwargs.weights", "has no effect without model.pretrained=true"))
         elif given not in (*published, "DEFAULT"):
-            hint = did_you_mean(str(given), published)
-            problems.append(
-                Problem("model.kwargs.weights", f"unknown {given!r}{hint} (allowed: {', '.join(published)})")
-            )
+            text = f"unknown {given!r}{did_you_mean(str(given), published)} (allowed: {', '.join(published)})"
+            problems.append(Problem("model.kwargs.weights", text))
 
-    def build(kwargs: dict[str, Any]) -> nn.Module:
+    def build(**kwargs: Any) -> nn.Module:
         return torchvision.models.get_model(name, weights=None, num_classes=model.num_classes or 1000, **kwargs)
 
-    module = sys.modules[torchvision.models.get_model_builder(name).__module__]
-    built, refused = _trial(kwargs, build, vars(module))
-    problems += refused
+    built, rejected = _try_build(build, kwargs, torchvision.models.get_model_builder(name))
+    problems += rejected
     if built is not None:
-        problems += _swallowed(built, kwargs)
+        problems += [_unknown_argument(n, [type(built)]) for n in _ignored_arguments(built, kwargs)]
         if model.pretrained and hasattr(built, "transform_input"):
-            text = "normalises its input anew with published weights only; take timm's model of that name"
+            text = "normalises its input again if it has published weights; use timm's model of that name"
             problems.append(Problem("model.pretrained", text))
         if getattr(built, "aux_logits", False):
-            text = (
-                "gives auxiliary outputs in training, which the loss does not know; add model.kwargs.aux_logits=false"
-            )
-            problems.append(Problem("model.name", f"{model.name!r} {text}"))
+            text = f"{model.name!r} has auxiliary outputs in training; add model.kwargs.aux_logits=false"
+            problems.append(Problem("model.name", text))
     return built, problems
 
 
-def _check_own(model: ModelConfig) -> list[Problem]:
-    """The user's factory is looked at and not called: what it does when it builds is its own affair."""
+def _factory_problems(model: ModelConfig) -> list[Problem]:
+    """Of the user's factory, which is not called here: building may be slow or need data."""
     try:
         factory = import_factory(model.name)
     except LookupError as error:
         return [Problem("model.name", str(error))]
-    problems = kwargs_problems("model", factory, model.kwargs)
+    problems = kwargs_problems("model", factory, model.kwargs, RESERVED)
     problems += missing_kwargs_problems("model", factory, model.kwargs, given=("num_classes",))
-    taken, takes_any = keyword_names(factory)
-    if "num_classes" not in taken and not takes_any:
-        problems.append(Problem("model.name", f"{model.name!r} must take the keyword num_classes"))
+    names, takes_any = keyword_names(factory)
+    if "num_classes" not in names and not takes_any:
+        problems.append(Problem("model.name", f"{model.name!r} must take the argument num_classes"))
     if model.pretrained:
-        problems.append(
-            Problem("model.pretrained", "a factory of your own has no published weights; use model.checkpoint")
-        )
-    return [p for p in problems if p.key not in {f"model.kwargs.{name}" for name in RESERVED}]
+        problems.append(Problem("model.pretrained", "is not for your own factory; use model.checkpoint"))
+    return problems
 
 
-def _trial(
-    given: dict[str, Any], build: Callable[[dict[str, Any]], nn.Module], namespace: dict[str, Any]
+def _try_build(
+    build: Callable[..., nn.Module], kwargs: dict[str, Any], factory: Callable[..., Any]
 ) -> tuple[nn.Module | None, list[Problem]]:
-    """Build once to see which keywords are refused: the model (None if it can't be built) and the problems.
+    """The model without the arguments that its constructor rejects (None if it can't be built), and the problems.
 
-    namespace: the module that the factory is defined in, where the class that refused a keyword is found by its name.
+    factory: of the library; the class that rejects an argument is looked up in its module.
     """
-    kwargs = {name: value for name, value in given.items() if name not in RESERVED}
-    refused: dict[str, Any] = {}  # keyword -> the callable that refused it
-    built, failure = None, None
-    while built is None and failure is None:
+    kwargs = dict(kwargs)
+    rejected: dict[str, Any] = {}  # argument -> the callable that rejects it
+    built, problems = None, []
+    while built is None:
         try:
-            built = _build_anywhere(build, kwargs)
+            built = _build_on_meta_or_cpu(build, kwargs)
         except Exception as error:
-            names, refuser = _refused_keywords(error, kwargs)
-            refused |= dict.fromkeys(names, namespace.get(refuser))
+            names, owner = _rejected_arguments(error, kwargs)
+            rejected |= dict.fromkeys(names, vars(sys.modules[factory.__module__]).get(owner))
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
             if not names:
-                failure = error
-    built_class = [] if built is None else [type(built)]
-    problems = []
-    for name, refuser_object in refused.items():
-        candidates = [n for n in _constructor_keywords([refuser_object, *built_class]) if n not in (*RESERVED, "cfg")]
-        listing = f" (allowed: {', '.join(candidates)})" if candidates else ""
-        problems.append(Problem(f"model.kwargs.{name}", f"unknown keyword{did_you_mean(name, candidates)}{listing}"))
-    if failure is not None:
-        key = "model.kwargs" if kwargs else "model.name"
-        problems.append(Problem(key, f"the model can't be built: {first_line(failure)}"))
-    return built, problems
+                text = f"the model can't be built: {type(error).__name__}: {first_line(error)}"
+                problems.append(Problem("model.kwargs" if kwargs else "model.name", text))
+                break
+    owners = [] if built is None else [type(built)]
+    return built, [*(_unknown_argument(name, [owner, *owners]) for name, owner in rejected.items()), *problems]
 
 
-def _build_anywhere(build: Callable[[dict[str, Any]], nn.Module], kwargs: dict[str, Any]) -> nn.Module:
-    """Build on the meta device, and where that fails for whatever reason, on the CPU: only the latter's error
-    counts."""
+def _build_on_meta_or_cpu(build: Callable[..., nn.Module], kwargs: dict[str, Any]) -> nn.Module:
+    """Build on the meta device, and where that fails on the CPU, whose error counts."""
     try:
         with torch.device("meta"):
-            return build(dict(kwargs))
+            return build(**kwargs)
     except Exception:
-        return build(dict(kwargs))
+        return build(**kwargs)
 
 
-def _refused_keywords(error: Exception, kwargs: dict[str, Any]) -> tuple[list[str], str]:
-    """Which of `kwargs` a TypeError calls unexpected, and the name of the class or function that does."""
+def _rejected_arguments(error: Exception, kwargs: dict[str, Any]) -> tuple[list[str], str]:
+    """Which of `kwargs` a TypeError calls unexpected, and the name of the class or function that raised it."""
     match = re.match(r"(?:\w+\.)*?(\w+)(?:\.__init__)?\(\) got (?:an )?unexpected keyword argument(.*)", str(error))
     if not isinstance(error, TypeError) or match is None:
         return [], ""
@@ -200,36 +172,28 @@ def _refused_keywords(error: Exception, kwargs: dict[str, Any]) -> tuple[list[st
     return [name for name in quoted if name in kwargs], match[1]
 
 
-def _constructor_keywords(objects: Iterable[Any]) -> list[str]:
-    """The keywords that the constructors of `objects` take, with their bases' where a constructor passes `**kwargs`
-    on."""
-    names: dict[str, None] = {}
-    for thing in objects:
-        for owner in thing.__mro__ if isinstance(thing, type) else [thing]:
-            if not callable(owner) or owner in (nn.Module, object):
+def _unknown_argument(name: str, owners: list[Any]) -> Problem:
+    """owners: callables whose signatures have the allowed arguments; of a class with `**kwargs`, its bases' too."""
+    allowed: dict[str, None] = {}
+    for owner in owners:
+        for function in owner.__mro__ if isinstance(owner, type) else [owner]:
+            if not callable(function) or function in (nn.Module, object):
                 continue
-            taken, takes_any = keyword_names(owner)
-            names |= dict.fromkeys(taken)
+            names, takes_any = keyword_names(function)
+            allowed |= dict.fromkeys(n for n in names if n not in (*RESERVED, "cfg"))
             if not takes_any:
                 break
-    return list(names)
+    listing = f" (allowed: {', '.join(allowed)})" if allowed else ""
+    return Problem(f"model.kwargs.{name}", f"unknown argument{did_you_mean(name, allowed)}{listing}")
 
 
-def _swallowed(built: nn.Module, kwargs: dict[str, Any]) -> list[Problem]:
-    """Keywords that a constructor takes in its `**kwargs` and never looks at, as some of torchvision's do.
+def _ignored_arguments(built: nn.Module, kwargs: dict[str, Any]) -> list[str]:
+    """Arguments that the constructor takes by `**kwargs` and never uses, as some of torchvision's do.
 
-    A keyword that means something to a model is written somewhere in the source of its classes; one that is not is a
-    slip.
+    One that is used appears as a word somewhere in the source of the model's classes.
     """
-    constructors, takes_any = keyword_names(type(built))
-    if not takes_any:
+    if not keyword_names(type(built))[1]:
         return []
     modules = {sys.modules[owner.__module__] for owner in type(built).__mro__ if owner not in (object, nn.Module)}
     words = {word for module in modules for word in re.findall(r"\w+", inspect.getsource(module))}
-    unknown = [name for name in kwargs if name not in RESERVED and name not in words]
-    return [
-        Problem(
-            f"model.kwargs.{n}", f"unknown keyword{did_you_mean(n, constructors)} (allowed: {', '.join(constructors)})"
-        )
-        for n in unknown
-    ]
+    return [name for name in kwargs if name not in words]

@@ -1,13 +1,5 @@
-"""From a config's `optimizer` section to an optimizer.
+"""Builds the optimizer of a config's `optimizer` section, and checks the section."""
 
-Owns the built-in optimizers and the check of the section. Refuses unknown names, keywords that the optimizer does not
-take, and optimizers whose state is more than a checkpoint can hold, found out by a trial step on two tiny parameters.
-`optimizer_problems` is called by `engine.check` before anything is started, `build_optimizer` by `engine.build` with the
-groups of `groups.parameter_groups`, `state_names` by `engine.run` where a resumed run's arguments were changed,
-`state_copies` by `engine.saving`.
-"""
-
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,8 +11,9 @@ from timm.optim import Lookahead
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from imagenet_cls.config.fields import COUNT, NOT_NEGATIVE, Range
 from imagenet_cls.config.schema import OptimizerConfig
-from imagenet_cls.errors import Problem, UserError
+from imagenet_cls.errors import Problem, UserError, shorten
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
@@ -28,6 +21,7 @@ from imagenet_cls.lookup import (
     keyword_names,
     kwargs_problems,
     missing_kwargs_problems,
+    number_problem,
 )
 from imagenet_cls.optim.groups import parameter_groups
 
@@ -37,70 +31,70 @@ BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "rmsprop": torch.optim.RMSprop,
 }
-# The fastest implementation that each has on CPUs and GPUs alike; kwargs may choose another.
+# The fastest implementation on CPUs and GPUs, unless kwargs choose another.
 IMPLEMENTATION: dict[str, dict[str, bool]] = {
     "sgd": {"fused": True},
     "adamw": {"fused": True},
     "rmsprop": {"foreach": True},
 }
-# Built in under timm's name, and made by timm's factory, so that what it sets by default (momentum 0.9) holds here too.
+# Built by timm's factory, so that its defaults (momentum 0.9) hold here too.
 BUILT_IN_FROM_TIMM = {"lamb": "timm:lamb", "rmsproptf": "timm:rmsproptf"}
 
-# What the program passes itself.
+# Arguments that the program passes.
 RESERVED = ("params", "lr", "weight_decay")
 
-# `timm:lookahead_NAME`: timm's Lookahead around its NAME. Its arguments, as a config writes them and as each group of
-# parameters keeps them, so that none is mistaken for one of the optimizer inside; and as the class calls them.
+# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME. Its arguments have names of their own in a config
+# (config name -> timm's name), since the inner optimizer may have arguments of the same name.
 LOOKAHEAD = "lookahead_"
 LOOKAHEAD_KWARGS = {"lookahead_alpha": "alpha", "lookahead_k": "k"}
+# Narrower than timm's: with alpha 0 nothing would be learned.
+LOOKAHEAD_RANGES = {"lookahead_alpha": Range(0, 1, low_open=True), "lookahead_k": COUNT}
 
 
 def build_optimizer(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer over `groups`, each with its own `weight_decay` (and `names` and `lr_scale`, which every optimizer
-    keeps as they are).
+    """The optimizer over `groups`, each with its `weight_decay`, `names` and `lr_scale` (kept unchanged).
 
     `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose between `fused`, `foreach` and
-    `differentiable`. A factory of the user's is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
-    UserError where such a factory does not return an optimizer, and what the constructor raises for bad numbers
-    (ValueError), which `optimizer_problems` reports beforehand.
+    `differentiable`. A user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
+    UserError where it does not return an optimizer, and the constructor's ValueError for bad numbers.
     """
     built = _factory(optimizer)(groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs)
     if not isinstance(built, torch.optim.Optimizer):
         returned = type(built).__name__
-        raise UserError(
-            f"optimizer.name: {optimizer.name!r} returned {returned}; let it return a torch.optim.Optimizer"
-        )
+        raise UserError(f"optimizer.name: {optimizer.name!r} returned {returned}; return a torch.optim.Optimizer")
     return built
 
 
 def _factory(optimizer: OptimizerConfig) -> Callable[..., Any]:
-    """What is called with (groups, lr=, weight_decay=, **kwargs). Raises LookupError for names that nobody knows."""
+    """What is called with (groups, lr=, weight_decay=, **kwargs). Raises LookupError for an unknown name."""
     name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
     if name in BUILT_IN:
         chosen = {"fused", "foreach", "differentiable"} & optimizer.kwargs.keys()
         return partial(BUILT_IN[name], **({} if chosen else IMPLEMENTATION[name]))
     if name.startswith(TIMM):
         known = _timm_name(name)
-        # Groups, not the model, go in: timm then adds no exclusions from weight decay of its own.
+        # Given groups and not the model, timm adds no exclusions from weight decay.
         factory = partial(timm.optim.create_optimizer_v2, opt=known.removeprefix(LOOKAHEAD))
-        return partial(_lookahead, factory) if known.startswith(LOOKAHEAD) else factory
+        return partial(_build_lookahead, factory) if known.startswith(LOOKAHEAD) else factory
     if is_factory_name(name):
         return import_factory(name)
     raise LookupError(_unknown_name(name))
 
 
-def _lookahead(inner: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], **kwargs: Any) -> Lookahead:
-    """timm's Lookahead around what `inner` makes of the groups; LOOKAHEAD_KWARGS are for it, the others for `inner`.
+def _build_lookahead(
+    inner: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], **kwargs: Any
+) -> Lookahead:
+    """timm's Lookahead around the optimizer that `inner` builds; LOOKAHEAD_KWARGS are its own, the others `inner`'s.
 
-    After every k steps (timm: 6) the slow weights go the share alpha (timm: 0.5) of the way to the fast ones, which go
-    on from there (Zhang et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back", algorithm 1). timm's slow
-    weights begin where the fast ones are after the first k steps, and not before them.
+    After every k steps (default 6) the slow weights move by the share alpha (default 0.5) towards the fast ones, which
+    continue from there (Zhang et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back", algorithm 1). timm's
+    slow weights start after the first k steps, not before them.
 
-    What is evaluated, averaged and saved is the fast weights, wherever an epoch ends among the k steps; the paper's
-    authors evaluate the slow ones. timm's script calls `sync_lookahead` at the end of each epoch, to no effect since
-    torch 2.0: it passes over weights without a gradient, and `zero_grad` has removed all gradients before.
+    Evaluated, averaged and saved are the fast weights, wherever an epoch ends within the k steps; the paper's authors
+    evaluate the slow ones. timm's script calls `sync_lookahead` after each epoch, without effect since torch 2.0: it
+    skips weights without a gradient, and `zero_grad` has removed all gradients before.
     """
-    own = {ours: kwargs.pop(name) for name, ours in LOOKAHEAD_KWARGS.items() if name in kwargs}
+    own = {timms: kwargs.pop(name) for name, timms in LOOKAHEAD_KWARGS.items() if name in kwargs}
     return Lookahead(inner(groups, **kwargs), **own)
 
 
@@ -112,7 +106,7 @@ def _unknown_name(name: str) -> str:
 
 
 def _timm_name(name: str) -> str:
-    """timm's own name, checked here because timm takes `nonsense_adamw` for `adamw`."""
+    """timm's name. Raises LookupError for an unknown one; timm itself takes `nonsense_adamw` for `adamw`."""
     known = name.removeprefix(TIMM).lower()
     if known.removeprefix(LOOKAHEAD) not in timm.optim.list_optimizers():
         raise LookupError(_unknown_name(name))
@@ -120,7 +114,7 @@ def _timm_name(name: str) -> str:
 
 
 def _signature(optimizer: OptimizerConfig) -> Callable[..., Any]:
-    """Whose signature the kwargs are compared with. Raises LookupError or, for what needs a GPU, AssertionError."""
+    """What `kwargs` are compared with. Raises LookupError or, for an optimizer that needs a GPU, AssertionError."""
     name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -130,136 +124,112 @@ def _signature(optimizer: OptimizerConfig) -> Callable[..., Any]:
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
-    """Everything wrong with the section that shows without a model.
+    """All problems of the section that can be found without a model.
 
-    Ends in a trial: one step on a (3, 2) weight and a (3,) bias on the CPU with fixed gradients. What it raises becomes
-    a problem, and so does a state that is not made of tensors, numbers, texts and lists of them.
+    The last check is a step on a (3, 2) weight and a (3,) bias on the CPU: its errors are problems, and so is a state
+    that is not made of tensors, numbers, strings and lists of them.
     """
     try:
         signature = _signature(optimizer)
     except (LookupError, AssertionError, ImportError) as error:
         return [Problem("optimizer.name", str(error))]
-    more_names = LOOKAHEAD_KWARGS if _has_lookahead(optimizer) else ()
-    problems = kwargs_problems("optimizer", signature, optimizer.kwargs, RESERVED, more_names)
-    problems += _check_lookahead(optimizer.kwargs) if more_names else []
+    lr_scales = [
+        Problem("optimizer.lr_scales", f"{pattern!r}: {text}")
+        for pattern, factor in optimizer.lr_scales.items()
+        if (text := number_problem(factor, NOT_NEGATIVE))
+    ]
+    ranges = LOOKAHEAD_RANGES if _is_lookahead(optimizer) else {}
+    problems = kwargs_problems("optimizer", signature, optimizer.kwargs, RESERVED, more_names=ranges)
+    for name, allowed in ranges.items():
+        text = number_problem(optimizer.kwargs.get(name, 1), allowed, whole=name == "lookahead_k")
+        problems += [Problem(f"optimizer.kwargs.{name}", text)] if text else []
     # Whatever the first parameter is called, it receives the groups.
     groups_name = next(iter(keyword_names(signature)[0]), "params")
     problems += missing_kwargs_problems("optimizer", signature, optimizer.kwargs, given=(groups_name, *RESERVED))
-    return [*_check_lr_scales(optimizer.lr_scales), *(problems or _trial(optimizer))]
+    return lr_scales + (problems or _step_problems(optimizer))
 
 
-def _has_lookahead(optimizer: OptimizerConfig) -> bool:
+def _is_lookahead(optimizer: OptimizerConfig) -> bool:
     return optimizer.name.lower().startswith(TIMM + LOOKAHEAD)
 
 
-def _check_lookahead(kwargs: Mapping[str, Any]) -> Iterator[Problem]:
-    """Narrower than timm's own: with alpha 0 nothing would be learned, and k = 2.5 would mean 5."""
-    alpha, k = kwargs.get("lookahead_alpha", 0.5), kwargs.get("lookahead_k", 6)
-    if isinstance(alpha, bool) or not (isinstance(alpha, int | float) and 0 < alpha <= 1):
-        yield Problem("optimizer.kwargs.lookahead_alpha", f"{alpha!r} is not a number above 0 and up to 1")
-    if isinstance(k, bool) or not (isinstance(k, int) and k >= 1):
-        yield Problem("optimizer.kwargs.lookahead_k", f"{k!r} is not a whole number of at least 1")
+def initial_momentum(optimizer: OptimizerConfig) -> float | None:
+    """The momentum (Adam's first beta) that the optimizer starts with; None where it has none.
 
-
-def _check_lr_scales(factors: Mapping[str, Any]) -> Iterator[Problem]:
-    for pattern, factor in factors.items():
-        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if not (is_number and 0 <= factor < math.inf):
-            yield Problem("optimizer.lr_scales", f"{pattern!r} has {factor!r}, which is not a number of at least 0")
-
-
-def own_momentum(optimizer: OptimizerConfig) -> float | None:
-    """The momentum (Adam's first beta) that the optimizer begins with; None where it has no such thing.
-
-    Expects a section that `optimizer_problems` finds no problem in.
+    Requires a section without problems, like `state_names` and `state_copies`.
     """
-    group = build_optimizer(optimizer, _groups_of(nn.Linear(1, 1), optimizer)).param_groups[0]
+    group = _optimizer_of_layer(optimizer).param_groups[0]
     momentum = group["momentum"] if "momentum" in group else group.get("betas", [None])[0]
     return None if momentum is None else float(momentum)
 
 
-def _groups_of(layer: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
-    """Groups of a layer that stands for a model; rates by layer and by name need the real one."""
-    return parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={}))
-
-
 def state_names(optimizer: OptimizerConfig) -> set[str]:
-    """What the optimizer remembers of a parameter behind a step, such as `momentum_buffer`.
-
-    Expects a section that `optimizer_problems` finds no problem in.
-    """
-    return {name for state in _trial_state(optimizer).values() for name in state}
+    """Names of what the optimizer stores of a parameter after a step, such as `momentum_buffer`."""
+    return {name for state in _state_after_step(optimizer) for name in state}
 
 
 def state_copies(optimizer: OptimizerConfig) -> int:
-    """How many tensors of a weight's own shape the optimizer remembers of it, such as 2 for AdamW; as `state_names`."""
-    weight, *_ = _trial_layer().parameters()
-    values = [value for state in _trial_state(optimizer).values() for value in state.values()]
-    copies = sum(isinstance(value, Tensor) and value.shape == weight.shape for value in values)
-    # Slow weights are first kept after k steps, and the trial makes one.
-    return copies + (_has_lookahead(optimizer) and optimizer.kwargs.get("lookahead_k") != 1)
+    """How many tensors of a weight's shape the optimizer stores for it, such as 2 for AdamW."""
+    values = [value for state in _state_after_step(optimizer) for value in state.values()]
+    copies = sum(isinstance(value, Tensor) and value.shape == (3, 2) for value in values)
+    # Lookahead stores slow weights after k steps.
+    return copies + (_is_lookahead(optimizer) and optimizer.kwargs.get("lookahead_k") != 1)
 
 
-def _trial_state(optimizer: OptimizerConfig) -> dict[int, dict[str, Any]]:
-    """What is remembered of the trial layer's weight and bias after a step."""
-    built = build_optimizer(optimizer, _groups_of(_trial_layer(), optimizer))
+def _state_after_step(optimizer: OptimizerConfig) -> list[dict[str, Any]]:
+    built = _optimizer_of_layer(optimizer)
     built.step()
-    return built.state_dict()["state"]
+    return list(built.state_dict()["state"].values())
 
 
-def _trial_layer() -> nn.Module:
-    """A (3, 2) weight and a (3,) bias with gradients."""
+def _optimizer_of_layer(optimizer: OptimizerConfig) -> torch.optim.Optimizer:
+    """Over a (3, 2) weight and a (3,) bias with gradients; layer_decay and lr_scales need the real model."""
     layer = nn.Linear(2, 3)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(0.5)
             parameter.grad = torch.full_like(parameter, 0.25)
-    return layer
+    return build_optimizer(optimizer, parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={})))
 
 
-def _trial(optimizer: OptimizerConfig) -> list[Problem]:
+def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
     try:
-        built = build_optimizer(optimizer, _groups_of(_trial_layer(), optimizer))
-        problems = _check_state(optimizer.name, built.state_dict())
+        built = _optimizer_of_layer(optimizer)
+        problems = _state_problems(optimizer.name, built.state_dict())
         if not problems:
             built.step()
-            problems = _check_state(optimizer.name, built.state_dict())
+            problems = _state_problems(optimizer.name, built.state_dict())
         return problems
     except UserError as error:
         return [Problem("optimizer.name", str(error).removeprefix("optimizer.name: "))]
     except Exception as error:
-        text = " ".join(str(error).split()) or "no reason given"
-        return [
-            Problem("optimizer", f"{optimizer.name!r} refuses these settings: {type(error).__name__}: {text[:200]}")
-        ]
+        text = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
+        return [Problem("optimizer", f"{optimizer.name!r} fails with these settings: {text}")]
 
 
-def _check_state(name: str, state: dict[str, Any]) -> list[Problem]:
-    """Whether a checkpoint can hold what an optimizer's `state_dict()` returns."""
-    kept = sorted(map(str, state.keys() - {"state", "param_groups"}))  # such as the generator state of timm's kron
-    kept += sorted({f"a {type(v).__module__}.{type(v).__qualname__}" for v in _foreign_values(state)})
+def _state_problems(name: str, state: dict[str, Any]) -> list[Problem]:
+    """What of an optimizer's `state_dict()` a checkpoint can't store."""
+    found = sorted(map(str, state.keys() - {"state", "param_groups"}))  # such as the generator state of timm's kron
+    found += sorted({f"a {type(v).__module__}.{type(v).__qualname__}" for v in _unsupported_values(state)})
     owners = [*state.get("state", {}).values(), *state.get("param_groups", [])]
-    kept += sorted({f"tensors within its {key!r}" for owner in owners for key in _keys_with_tensors_within(owner)})
-    if not kept:
+    found += sorted({f"tensors within its {key!r}" for owner in owners for key in _keys_with_inner_tensors(owner)})
+    if not found:
         return []
-    text = f"{name!r} keeps {', '.join(kept)} besides tensors and numbers, which a checkpoint can't hold"
-    return [Problem("optimizer.name", f"{text}; choose another optimizer")]
+    text = f"the state of {name!r} has {', '.join(found)}, which a checkpoint can't store"
+    return [Problem("optimizer.name", f"{text}; use another optimizer")]
 
 
-def _keys_with_tensors_within(owner: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of one parameter's state, or of a group, that hold tensors deeper down, where checkpoints do not look."""
+def _keys_with_inner_tensors(owner: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of a parameter's state, or of a group, whose values are containers with tensors."""
     for key, value in owner.items():
         if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             yield key
 
 
-def _foreign_values(value: Any) -> Iterator[Any]:
-    """Everything within `value` that is neither a tensor, a number, a text nor a plain container of those."""
-    if isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _foreign_values(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _foreign_values(inner)
+def _unsupported_values(value: Any) -> Iterator[Any]:
+    """All values within `value` that are not tensors, numbers, strings or plain containers of those."""
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _unsupported_values(inner)
     elif not (value is None or isinstance(value, Tensor | bool | int | float | str)):
         yield value

@@ -1,9 +1,6 @@
-"""The built-in schedules as curves: the learning rate as a pure function of the time that a schedule has run.
+"""The built-in schedules as curves: the learning rate as a pure function of the time since the schedule's start.
 
-Owns the formulas and the names that a config calls them by. Refuses nothing: `schedule` checks the numbers, puts the
-warm-up in front and keeps the time. Called by `schedule`.
-
-Time has a unit: optimizer steps, or whole epochs where the rate changes between epochs only.
+The unit of time is an optimizer step, or an epoch if the rate changes between epochs only.
 """
 
 import math
@@ -13,25 +10,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """What a curve runs over. base_lr: the learning rate at its highest.
-
-    length: from the first to one behind the last unit of time, at least 0. per_epoch: units in an epoch.
-    """
+    """The time of a curve. base_lr: the highest learning rate. length: in units of time. per_epoch: units in an
+    epoch."""
 
     base_lr: float
     length: float
     per_epoch: int
 
     def share(self, t: float) -> float:
-        """Share of the span that lies before t, 0 to 1."""
+        """Share of the span before t, 0 to 1."""
         return t / self.length if self.length > 0 else 0.0
 
 
 def cosine(t: float, span: Span, min_lr: float = 0.0, cycles: int = 1, cycle_decay: float = 1.0) -> float:
     """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5).
 
-    cycles: so many of them, of equal length, fill the span. cycle_decay: each begins at so many times the rate that
-    the one before it began at. As timm's CosineLRScheduler, whose t_initial is the length of one.
+    cycles: number of cycles of equal length in the span. cycle_decay: factor of the highest rate from one cycle to the
+    next. As timm's CosineLRScheduler, whose t_initial is the length of a cycle.
     """
     if span.length <= 0:
         return span.base_lr
@@ -49,13 +44,13 @@ def polynomial(t: float, span: Span, power: float = 1.0, min_lr: float = 0.0) ->
 
 def step_decay(t: float, span: Span, every_epochs: float = 30, gamma: float = 0.1) -> float:
     """Times gamma after every so many epochs (He et al., "Deep Residual Learning", 2016, and pytorch/examples: 30,
-    0.1). A decay that would fall on the end of the span is none."""
+    0.1). There is no decay at the end of the span."""
     every = every_epochs * span.per_epoch
     return span.base_lr * gamma ** max(0, min(t // every, math.ceil(span.length / every) - 1))
 
 
 def multistep(t: float, span: Span, milestones_epochs: list[float], gamma: float = 0.1) -> float:
-    """Times gamma at the start of each of the epochs named (counted from 0, so 30 is after thirty epochs).
+    """Times gamma at the start of each of the given epochs (counted from 0, so 30 is after thirty epochs).
 
     As torch's MultiStepLR. timm's fires one unit of time earlier: its milestone 30 is 29 here.
     """
@@ -79,12 +74,12 @@ def one_cycle(
     min_momentum: float | None = None,
     max_momentum: float | None = None,
 ) -> float:
-    """Up from base_lr / div_factor to base_lr in the first share pct_start of the span, then down to the start's
-    final_div_factor-th part, which the last step has (Smith and Topin, "Super-Convergence", 2018). As torch's
-    OneCycleLR in two phases. For the momenta see `one_cycle_momentum`.
+    """Up from base_lr / div_factor to base_lr in the first share pct_start of the span, then down to the start's rate /
+    final_div_factor in the last step (Smith and Topin, "Super-Convergence", 2018). As torch's
+    OneCycleLR in two phases. `one_cycle_momentum` has the momentum.
     """
     start = span.base_lr / div_factor
-    return _there_and_back(t, span, (start, span.base_lr, start / final_div_factor), pct_start, anneal)
+    return _two_phases(t, span, (start, span.base_lr, start / final_div_factor), pct_start, anneal)
 
 
 def one_cycle_momentum(
@@ -96,18 +91,18 @@ def one_cycle_momentum(
     max_momentum: float | None = None,
     **_: float,
 ) -> float | None:
-    """The momentum beside `one_cycle`: from max_momentum to min_momentum and back. None where they are not given.
+    """The momentum of `one_cycle`: from max_momentum to min_momentum and back. None if they are not given.
 
-    torch's OneCycleLR moves the momentum unless it is told not to, between 0.85 and 0.95; here a config says so.
+    torch's OneCycleLR changes the momentum by default, between 0.85 and 0.95.
     """
     if min_momentum is None or max_momentum is None:
         return None
-    return _there_and_back(t, span, (max_momentum, min_momentum, max_momentum), pct_start, anneal)
+    return _two_phases(t, span, (max_momentum, min_momentum, max_momentum), pct_start, anneal)
 
 
-def _there_and_back(t: float, span: Span, values: tuple[float, float, float], pct_start: float, anneal: str) -> float:
-    """From the first value to the second, which is reached one unit before pct_start of the span, and on to the third,
-    which the last unit has."""
+def _two_phases(t: float, span: Span, values: tuple[float, float, float], pct_start: float, anneal: str) -> float:
+    """From the first value to the second, reached one unit before pct_start of the span, then to the third, reached in
+    the last unit."""
     turn, last = pct_start * span.length - 1, span.length - 1
     if t <= turn:
         begin, end, passed = values[0], values[1], t / turn if turn > 0 else 1.0
@@ -118,7 +113,7 @@ def _there_and_back(t: float, span: Span, values: tuple[float, float, float], pc
 
 
 def piecewise(t: float, span: Span, epochs: list[float], factors: list[float]) -> float:
-    """base_lr times a factor that is given at some epochs; straight lines between them, and flat beyond them.
+    """base_lr times a factor, given at some epochs; linear between them, constant before and after.
 
     FFCV's ramp over 16 epochs is epochs [0, 2, 16] and factors [1e-4, 1, 0] with the rate changing in each step.
     """
@@ -132,8 +127,8 @@ def piecewise(t: float, span: Span, epochs: list[float], factors: list[float]) -
     return span.base_lr * factors[-1]
 
 
-# torch's `eps`: a change of the learning rate that is smaller is not made.
-_LEAST_CHANGE = 1e-8
+# torch's `eps`: smaller changes of the learning rate are ignored.
+_MIN_CHANGE = 1e-8
 
 
 def plateau(
@@ -150,15 +145,15 @@ def plateau(
     evaluations: top-1 (%) of each evaluation up to now; better is more than the best so far times 1 + threshold. As
     torch's ReduceLROnPlateau with mode `max`, and timm's, which is built on it.
     """
-    lr, best, without_gain = span.base_lr, -math.inf, 0
+    lr, best, bad_evaluations = span.base_lr, -math.inf, 0
     for top1_pct in evaluations:
         if top1_pct > best * (1 + threshold):
-            best, without_gain = top1_pct, 0
+            best, bad_evaluations = top1_pct, 0
         else:
-            without_gain += 1
-        if without_gain > patience:
+            bad_evaluations += 1
+        if bad_evaluations > patience:
             lower = max(lr * gamma, min_lr)
-            lr, without_gain = lower if lr - lower > _LEAST_CHANGE else lr, 0
+            lr, bad_evaluations = lower if lr - lower > _MIN_CHANGE else lr, 0
     return lr
 
 
@@ -167,6 +162,7 @@ def constant(t: float, span: Span) -> float:
     return span.base_lr
 
 
+# Called as `curve(t, span, **kwargs)`, t from 0 to `span.length`; `plateau` with `evaluations` too.
 BUILT_IN: dict[str, Callable[..., float]] = {
     "cosine": cosine,
     "step": step_decay,
@@ -178,4 +174,3 @@ BUILT_IN: dict[str, Callable[..., float]] = {
     "plateau": plateau,
     "constant": constant,
 }
-"""Each is called as `curve(t, span, **kwargs)`, t from 0 to `span.length`; `plateau` with `evaluations` besides."""

@@ -1,9 +1,4 @@
-"""Knowledge distillation: how a teacher's outputs enter the loss, and what the training loop calls.
-
-Owns the arithmetic of the `distill` section. Knows no models: a teacher is any function from images to logits
-(`models.teacher` builds one), and a model with a distillation token is one that gives two logits for an image. Called
-by `engine.build` (to make it) and by the training loop.
-"""
+"""The distillation loss (`distill`), and the criterion that the training loop calls."""
 
 from collections.abc import Callable
 
@@ -26,11 +21,11 @@ def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
 
     soft: T^2 * KL(softmax(teacher / T) || softmax(logits / T)), the sum over the classes, the mean over the images
     (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2). DeiT's script divides by the
-    classes as well, which makes its part a thousand times smaller on ImageNet: its numbers for alpha do not carry
-    over. hard: cross-entropy with the teacher's top class, not smoothed (Touvron et al., "Training data-efficient image
+    classes as well, so its part is a thousand times smaller on ImageNet: its values of alpha can't be used here.
+    hard: cross-entropy with the teacher's top class, without smoothing (Touvron et al., "Training data-efficient image
     transformers", 2021, section 4).
 
-    Of two outputs the first learns from the targets and the second from the teacher (ibid.); a single one from both.
+    Of two outputs the first is compared with the targets, the second with the teacher (ibid.); a single one with both.
     """
     alpha, temperature = distill.alpha, distill.temperature
 
@@ -42,11 +37,11 @@ def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
     def hard(logits: Tensor, teacher_logits: Tensor) -> Tensor:
         return functional.cross_entropy(logits.float(), teacher_logits.argmax(1))
 
-    teach = {"soft": soft, "hard": hard}[distill.kind]
+    teacher_loss = {"soft": soft, "hard": hard}[distill.kind]
 
     def loss(outputs: Outputs, targets: Tensor, teacher_logits: Tensor) -> Tensor:
         logits, token_logits = (outputs, outputs) if isinstance(outputs, Tensor) else outputs
-        return (1 - alpha) * base_loss(logits, targets) + alpha * teach(token_logits, teacher_logits)
+        return (1 - alpha) * base_loss(logits, targets) + alpha * teacher_loss(token_logits, teacher_logits)
 
     return loss
 
@@ -54,27 +49,27 @@ def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
 def build_criterion(
     base_loss: Loss, distill: DistillConfig, teacher: Callable[[Tensor], Tensor] | None = None
 ) -> Criterion:
-    """What the loop calls, inside its autocast: outputs, targets and the images that the model saw -> the mean loss.
+    """The mean loss as a function of outputs, targets and the images that the model saw; called under autocast.
 
-    images: as the model takes them, normalised and mixed. teacher: images -> logits; runs without gradients, and only
-    where `distill.kind` is not none. Targets and the teacher's logits go to where the model's logits are, which with
-    DataParallel may be another device.
+    images: as the model takes them, normalised and mixed. teacher: images -> logits; called without gradients, and only
+    if `distill.kind` is not none. Targets and the teacher's logits are moved to the device of the model's logits, which
+    with DataParallel may be another.
     """
     if distill.kind == "none":
 
-        def plain(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
-            assert isinstance(outputs, Tensor), "a model learns its distillation token from a teacher only"
+        def without_teacher(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
+            assert isinstance(outputs, Tensor), "two outputs need a teacher"
             return base_loss(outputs, targets.to(outputs.device, non_blocking=True))
 
-        return plain
+        return without_teacher
 
     assert teacher is not None
-    with_teacher = distillation_loss(distill, base_loss)
+    loss = distillation_loss(distill, base_loss)
 
-    def taught(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
+    def with_teacher(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
         device = outputs.device if isinstance(outputs, Tensor) else outputs[0].device
         with torch.no_grad():
             teacher_logits = teacher(images).to(device, non_blocking=True)
-        return with_teacher(outputs, targets.to(device, non_blocking=True), teacher_logits)
+        return loss(outputs, targets.to(device, non_blocking=True), teacher_logits)
 
-    return taught
+    return with_teacher

@@ -1,9 +1,4 @@
-"""How strongly each parameter is pulled towards zero, and by which factor of the learning rate it is trained.
-
-Owns the kind of each parameter (`kind_of`) and the split of a model's parameters into groups for an optimizer. Refuses
-layer-wise decay for a model that does not tell its layers, and patterns of names that fit nothing. Called by
-`engine.build`; the groups go to `build_optimizer`, and `engine.step` multiplies the rate with their `lr_scale`.
-"""
+"""Parameter groups for an optimizer: weight decay by kind of parameter, learning rate factor by layer and name."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -22,33 +17,33 @@ Kind = Literal["weight", "norm", "bias", "token", "scale"]
 
 # torch's norm layers, from which torchvision's are derived. _NormBase: BatchNorm and InstanceNorm of any dimension.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
-# Where timm keeps those of its norm layers that are derived from none of torch's.
+# Modules of timm's norm layers that are derived from none of torch's.
 _TIMM_NORMS = {
     f"timm.layers.{module}"
     for module in ("norm", "norm_act", "evo_norm", "filter_response_norm", "grn", "inplace_abn", "split_batchnorm")
 }
-# By the last part of a name: timm's, torchvision's and the papers' words for the same things.
+# The last part of a parameter's name, as in timm, torchvision and the papers.
 _TOKEN = re.compile(
     r"(cls|class|dist|distillation|reg|register)_tokens?|pos(ition)?(al)?_embed(ding)?s?|relative_position_bias_table"
 )
 _SCALE = re.compile(r"(layer_?scale|gamma)(_?\d+)?")
 
 
-def kind_of(name: str, parameter: Tensor, owner: nn.Module, spare: Collection[str] = ()) -> Kind:
-    """What a parameter is, for weight decay.
+def parameter_kind(name: str, parameter: Tensor, owner: nn.Module, no_decay: Collection[str] = ()) -> Kind:
+    """The kind of a parameter, for weight decay.
 
-    name: its full name. owner: the module that holds it. spare: patterns of the names that the model asks to spare.
+    name: its full name. owner: the module that holds it. no_decay: patterns of the model's `no_weight_decay()`.
 
-    * `token`: class, distillation, register and position tokens and relative position tables by name, and whatever is
-      in `spare`, be it a norm's or a bias;
+    * `token`: class, distillation, register and position tokens and relative position tables by name, and whatever
+      matches `no_decay`, norms and biases included;
     * `norm`: weights and biases of normalisation layers, by class;
-    * `bias`: any other bias, by name (so `in_proj_bias` of torch's attention is one, which torchvision's reference
-      script, looking for names that equal `bias`, counts with the weights);
+    * `bias`: any other bias, by name (so also `in_proj_bias` of torch's attention, which torchvision's reference
+      script takes for a weight, since its name does not equal `bias`);
     * `scale`: layer scales by name (torchvision's have three dimensions), and all else of at most one dimension;
     * `weight`: everything else.
     """
     last = name.rpartition(".")[2]
-    if _TOKEN.fullmatch(last) or any(fnmatchcase(name, pattern) for pattern in spare):
+    if _TOKEN.fullmatch(last) or any(fnmatchcase(name, pattern) for pattern in no_decay):
         return "token"
     if isinstance(owner, _NORMS) or any(base.__module__ in _TIMM_NORMS for base in type(owner).__mro__):
         return "norm"
@@ -63,16 +58,16 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
     """Groups for an optimizer: `params` (tensors), `names` (theirs, in parallel), `weight_decay` and `lr_scale`.
 
     Parameters with the same decay and the same factor share a group. Frozen parameters are left out, and a parameter
-    shared by two modules comes once. Groups, and the members of each, are in the order of `model.named_parameters()`.
-    `names` lets a checkpoint store the optimizer's state by parameter name.
+    shared by two modules is there once. Groups, and the members of each, are in the order of
+    `model.named_parameters()`. `names` lets a checkpoint store the optimizer's state by parameter name.
 
     With all four decays of kinds 0 this is timm's `param_groups_weight_decay` with the model's `no_weight_decay()`,
-    except for tokens that a model does not list there and layer scales of several dimensions, which are spared here.
+    except for tokens that a model does not list there and layer scales of several dimensions, which have no decay here.
     With `norm_weight_decay` alone it is `set_weight_decay` of torchvision's reference scripts. There, a decay for
     biases holds for those of norms, too; here those follow `norm_weight_decay`.
 
-    Raises ConfigError for `optimizer.layer_decay` on a model without layers to tell, and for a pattern of
-    `optimizer.lr_scales` that fits no parameter.
+    Raises ConfigError for `optimizer.layer_decay` with a model without known layers, and for a pattern of
+    `optimizer.lr_scales` that matches no parameter.
     """
     decays = {
         "norm": optimizer.norm_weight_decay,
@@ -83,14 +78,15 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
     names = [name for name, _ in model.named_parameters()]
     layers = {} if optimizer.layer_decay is None else layer_scales(model, optimizer.layer_decay)
     factors = pattern_scales(names, optimizer.lr_scales)
-    spare: Collection[str] = getattr(model, "no_weight_decay", tuple)()
+    no_decay: Collection[str] = getattr(model, "no_weight_decay", tuple)()
 
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        own_decay = decays.get(kind_of(name, parameter, model.get_submodule(name.rpartition(".")[0]), spare))
-        decay = optimizer.weight_decay if own_decay is None else own_decay
+        kind = parameter_kind(name, parameter, model.get_submodule(name.rpartition(".")[0]), no_decay)
+        kind_decay = decays.get(kind)
+        decay = optimizer.weight_decay if kind_decay is None else kind_decay
         scale = layers.get(name, 1.0) * factors.get(name, 1.0)
         group = groups.setdefault((decay, scale), {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale})
         group["params"].append(parameter)
@@ -99,33 +95,30 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
 
 
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Factor of the learning rate by parameter name: layer_decay to the power of the number of layers behind its own.
+    """Factor of the learning rate by parameter name: layer_decay to the power of the number of layers after its own.
 
-    As in the script of BEiT (Bao et al. 2021), through timm: the model's `group_matcher` says what a layer is. The
-    head, and what belongs to no layer, has 1. Raises ConfigError for a model without that method: timm then guesses
+    As in the script of BEiT (Bao et al. 2021), through timm: the model's `group_matcher` defines the layers. The
+    head, and parameters of no layer, have 1. Raises ConfigError for a model without that method: timm then guesses
     layers of twelve parameters each, or trains all at the same rate.
     """
     group_matcher = getattr(model, "group_matcher", None)
     if group_matcher is None:
-        remedy = "set it to null (optimizer.lr_scales has rates by name), or take timm's model of that name"
-        raise ConfigError([f"optimizer.layer_decay: {type(model).__name__} doesn't tell what its layers are; {remedy}"])
+        remedy = "set it to null (optimizer.lr_scales has rates by name), or use timm's model of that name"
+        raise ConfigError([f"optimizer.layer_decay: {type(model).__name__} has no group_matcher; {remedy}"])
     layers = group_parameters(model, group_matcher(coarse=False), reverse=True)
     last = max(layers.values())
     return {name: layer_decay ** (last - layer) for name, layer in layers.items()}
 
 
 def pattern_scales(names: Collection[str], patterns: Mapping[str, float]) -> dict[str, float]:
-    """The factor of the first pattern (as in `fnmatch`, upper and lower case differ) that fits each name.
+    """The factor of the first pattern (as in `fnmatch`, case-sensitive) that matches each name.
 
-    Raises ConfigError for patterns that fit none.
+    Raises ConfigError for patterns that match none.
     """
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if unused:
-        raise ConfigError([f"optimizer.lr_scales: {_fits_nothing(pattern, list(names))}" for pattern in unused])
+        examples = f"(the model has {', '.join([*names][:2] + [*names][-1:])}, ...)"
+        hints = {pattern: did_you_mean_part(pattern, names) for pattern in unused}
+        raise ConfigError([f"optimizer.lr_scales: {p!r} matches no parameter{h} {examples}" for p, h in hints.items()])
     first = {name: next((p for p in patterns if fnmatchcase(name, p)), None) for name in names}
     return {name: float(patterns[pattern]) for name, pattern in first.items() if pattern is not None}
-
-
-def _fits_nothing(pattern: str, names: list[str]) -> str:
-    examples = ", ".join(names[:2] + names[-1:])
-    return f"{pattern!r} fits no parameter{did_you_mean_part(pattern, names)} (the model has {examples}, ...)"

@@ -1,17 +1,13 @@
-"""What is minimised.
-
-Owns the built-in losses and the check of the section. Called by `engine.check`, `engine.build` (to make it) and
-`engine.train` (to apply it). A loss sees logits in float32 whatever the model computed in: half precision has too few
-digits for a log-softmax over 1,000 classes.
+"""The built-in losses, and the check of the `loss` section. A loss gets float32 logits whatever the model computes in.
 
 **Every loss is a plain mean over the images**, so that the mean over micro-batches and ranks is that over the whole
-batch. Class weights follow from it: w_c is divided by the mean of all weights, and the loss of an image is
+batch. With class weights w_c, divided by the mean of all weights, the loss of an image is
 
     - sum_c w_c t_c log p_c,    t: its target, one-hot or mixed, smoothed;    p: softmax of its logits
 
-and then comes the mean over the images. torch's CrossEntropyLoss divides by the sum of the batch's own weights instead
-where targets are class indices (not where they are probabilities), which depends on how a batch is cut. As there, only
-the ratios of the weights count.
+and then the mean over the images is taken. torch's CrossEntropyLoss divides by the sum of the batch's weights instead
+if targets are class indices (not if they are probabilities), which depends on how a batch is split. As there, only the
+ratios of the weights matter.
 """
 
 from collections.abc import Callable
@@ -22,16 +18,24 @@ import torch
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 
+from imagenet_cls.config.fields import NOT_NEGATIVE, Range
 from imagenet_cls.config.schema import LossConfig
-from imagenet_cls.errors import ConfigError, Problem, UserError
-from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, missing_kwargs_problems
+from imagenet_cls.errors import ConfigError, Problem, UserError, format_value
+from imagenet_cls.lookup import (
+    did_you_mean,
+    import_factory,
+    is_factory_name,
+    kwargs_problems,
+    missing_kwargs_problems,
+    number_problem,
+)
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a built-in loss is made for, besides its own numbers.
+class LossSettings:
+    """Settings that all built-in losses share.
 
     weights: float32 (classes,) with mean 1, or None. splits: views of an image in a batch.
     """
@@ -42,7 +46,7 @@ class Setting:
 
 
 def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
-    """Targets as probabilities (N, classes) like `logits`, with s = smoothing spread: (1 - s) * target + s / classes.
+    """Targets as probabilities (N, classes) like `logits`, with s = smoothing: (1 - s) * target + s / classes.
 
     targets: (N,) int64 class indices, or (N, classes) probabilities. Szegedy et al., "Rethinking the Inception
     Architecture", 2016, section 7.
@@ -52,29 +56,29 @@ def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
     return (1 - smoothing) * targets + smoothing / logits.shape[1]
 
 
-class WeightedCrossEntropy(nn.Module):
-    """Cross-entropy with class weights as the module's docstring has it: torch's terms, divided by the images."""
+class CrossEntropy(nn.Module):
+    """torch's cross-entropy, divided by the number of images with class weights too."""
 
-    def __init__(self, weights: Tensor, smoothing: float):
+    def __init__(self, settings: LossSettings, /):
         super().__init__()
-        self.terms = nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=smoothing)
+        reduction = "mean" if settings.weights is None else "none"
+        self.loss = nn.CrossEntropyLoss(settings.weights, reduction=reduction, label_smoothing=settings.smoothing)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        terms: Tensor = self.terms(logits, targets)
-        return terms.mean()
+        loss: Tensor = self.loss(logits, targets)
+        return loss if loss.ndim == 0 else loss.mean()
 
 
 class SmoothedBinaryCrossEntropy(nn.Module):
-    """timm's BinaryCrossEntropy, that smooths mixed targets, too.
+    """timm's BinaryCrossEntropy with smoothing of mixed targets too, which timm leaves to its Mixup.
 
-    timm leaves that to its Mixup; here smoothing is the loss's, for mixed and for plain targets alike. The numbers are
-    the same: smoothing first, then the threshold (Wightman et al., "ResNet strikes back", 2021, section 2).
+    Smoothing first, then the threshold, as there (Wightman et al., "ResNet strikes back", 2021, section 2).
     """
 
-    def __init__(self, setting: Setting, target_threshold: float | None, sum_classes: bool):
+    def __init__(self, settings: LossSettings, /, target_threshold: float | None = None, sum_classes: bool = False):
         super().__init__()
-        self.smoothing = setting.smoothing
-        self.loss = BinaryCrossEntropy(0.0, target_threshold, setting.weights, sum_classes=sum_classes)
+        self.smoothing = settings.smoothing
+        self.loss = BinaryCrossEntropy(0.0, target_threshold, settings.weights, sum_classes=sum_classes)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.loss(logits, smooth_targets(targets, logits, self.smoothing))
@@ -87,10 +91,10 @@ class FocalLoss(nn.Module):
 
     weights: Tensor | None
 
-    def __init__(self, setting: Setting, gamma: float):
+    def __init__(self, settings: LossSettings, /, gamma: float = 2.0):
         super().__init__()
-        self.gamma, self.smoothing = gamma, setting.smoothing
-        self.register_buffer("weights", setting.weights)
+        self.gamma, self.smoothing = gamma, settings.smoothing
+        self.register_buffer("weights", settings.weights)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         log_p = logits.log_softmax(1)
@@ -105,16 +109,16 @@ class FocalLoss(nn.Module):
 class JensenShannonLoss(nn.Module):
     """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all views of an image.
 
-    Hendrycks et al., "AugMix", 2020, section 3. All images' first views come first, then all second ones, and so on;
-    targets are those of the first views, (images,), or the same repeated for the others. The numbers are timm's
-    JsdCrossEntropy, whose clamp of the mean (from the authors' script) is kept; but the views' logarithms are taken of
-    logits: timm takes them of probabilities, and where one is 0 its gradients are NaN.
+    Hendrycks et al., "AugMix", 2020, section 3. The batch has all images' first views, then all second ones, and so on;
+    targets are those of the first views, (images,), or the same repeated for the others. The numbers are those of
+    timm's JsdCrossEntropy, with its clamp of the mean (from the authors' script); but the views' logarithms are
+    computed from logits: timm computes them from probabilities, and where one is 0 its gradients are NaN.
     """
 
-    def __init__(self, setting: Setting, alpha: float):
+    def __init__(self, settings: LossSettings, /, alpha: float = 12.0):
         super().__init__()
-        self.splits, self.alpha = setting.splits, alpha
-        self.cross_entropy = nn.CrossEntropyLoss(label_smoothing=setting.smoothing)
+        self.splits, self.alpha = settings.splits, alpha
+        self.cross_entropy = nn.CrossEntropyLoss(label_smoothing=settings.smoothing)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         assert len(logits) % self.splits == 0, (logits.shape, self.splits)
@@ -127,44 +131,17 @@ class JensenShannonLoss(nn.Module):
         return clean + self.alpha * divergence
 
 
-def _cross_entropy(setting: Setting, /) -> nn.Module:
-    if setting.weights is None:
-        return nn.CrossEntropyLoss(label_smoothing=setting.smoothing)
-    return WeightedCrossEntropy(setting.weights, setting.smoothing)
-
-
-def _bce(setting: Setting, /, target_threshold: float | None = None, sum_classes: bool = False) -> nn.Module:
-    return SmoothedBinaryCrossEntropy(setting, target_threshold, sum_classes)
-
-
-def _focal(setting: Setting, /, gamma: float = 2.0) -> nn.Module:
-    return FocalLoss(setting, gamma)
-
-
-def _jsd(setting: Setting, /, alpha: float = 12.0) -> nn.Module:
-    return JensenShannonLoss(setting, alpha)
-
-
-# name -> what makes it of a setting and the config's kwargs.
+# Called as factory(settings, **kwargs).
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
-    "cross_entropy": _cross_entropy,
-    "bce": _bce,
-    "focal": _focal,
-    "jsd": _jsd,
+    "cross_entropy": CrossEntropy,
+    "bce": SmoothedBinaryCrossEntropy,
+    "focal": FocalLoss,
+    "jsd": JensenShannonLoss,
 }
-
-# Arguments of the built-in losses: what each may be, in words, and the test for it.
-_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "target_threshold": ("a number from 0 to less than 1, or null", lambda x: x is None or (_number(x) and 0 <= x < 1)),
-    "sum_classes": ("true or false", lambda x: isinstance(x, bool)),
-    "gamma": ("a number, at least 0", lambda x: _number(x) and x >= 0),
-    "alpha": ("a number, at least 0", lambda x: _number(x) and x >= 0),
-}
-_HAVE_KEYS = ("label_smoothing", "class_weights")
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
+# Ranges of the numbers in kwargs.
+RANGES = {"target_threshold": Range(0, 1, high_open=True), "gamma": NOT_NEGATIVE, "alpha": NOT_NEGATIVE}
+# Keys of the section that only built-in losses use.
+BUILT_IN_KEYS = ("label_smoothing", "class_weights")
 
 
 def build_loss(loss: LossConfig, num_classes: int, splits: int = 1) -> Loss:
@@ -173,30 +150,28 @@ def build_loss(loss: LossConfig, num_classes: int, splits: int = 1) -> Loss:
     logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes) probabilities from
     mixing. num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`.
 
-    A factory of the user's is called as `factory(**kwargs)`, and what it returns as `loss(logits, targets)`: it, too,
-    must give the mean. Raises UserError where it returns no function, ConfigError for another number of class weights.
+    A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits, targets)`, which must return
+    the mean. Raises UserError where it returns no function, ConfigError for a wrong number of class weights.
     """
     if loss.name in BUILT_IN:
-        setting = Setting(loss.label_smoothing, _weights(loss, num_classes), splits)
-        compute: Any = BUILT_IN[loss.name](setting, **loss.kwargs)
+        settings = LossSettings(loss.label_smoothing, _normalized_weights(loss, num_classes), splits)
+        compute: Any = BUILT_IN[loss.name](settings, **loss.kwargs)
     else:
         compute = import_factory(loss.name)(**loss.kwargs)
         if not callable(compute):
             returned = type(compute).__name__
-            raise UserError(
-                f"loss.name: {loss.name!r} returned {returned}; let it return a function of logits and targets"
-            )
+            raise UserError(f"loss.name: {loss.name!r} returned {returned}; return a function of logits and targets")
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         if isinstance(compute, nn.Module):
-            compute.to(logits.device)  # class weights; nothing to do after the first time
+            compute.to(logits.device)  # class weights; does nothing after the first time
         mean: Tensor = compute(logits.float(), targets.float() if targets.is_floating_point() else targets)
         return mean
 
     return mean_loss
 
 
-def _weights(loss: LossConfig, num_classes: int) -> Tensor | None:
+def _normalized_weights(loss: LossConfig, num_classes: int) -> Tensor | None:
     if loss.class_weights is None:
         return None
     given = len(loss.class_weights)
@@ -208,9 +183,9 @@ def _weights(loss: LossConfig, num_classes: int) -> Tensor | None:
 
 
 def loss_problems(loss: LossConfig) -> list[Problem]:
-    """Everything wrong with the section that shows without data."""
+    """All problems of the section that can be found without data."""
     if loss.name in BUILT_IN:
-        return _check_built_in(loss)
+        return _built_in_problems(loss)
     if not is_factory_name(loss.name):
         allowed = f"(built in: {', '.join(BUILT_IN)}; or my_module:my_factory)"
         return [Problem("loss.name", f"unknown loss {loss.name!r}{did_you_mean(loss.name, BUILT_IN)} {allowed}")]
@@ -219,28 +194,27 @@ def loss_problems(loss: LossConfig) -> list[Problem]:
     except LookupError as error:
         return [Problem("loss.name", str(error))]
     problems = kwargs_problems("loss", factory, loss.kwargs) + missing_kwargs_problems("loss", factory, loss.kwargs)
-    for name in _HAVE_KEYS:
-        if getattr(loss, name):
-            text = f"is for the built-in losses; {loss.name!r} is given its numbers in loss.kwargs"
-            problems.append(Problem(f"loss.{name}", text))
-    return problems
+    text = f"is for built-in losses only; {loss.name!r} gets its arguments from loss.kwargs"
+    return problems + [Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)]
 
 
-def _check_built_in(loss: LossConfig) -> list[Problem]:
-    misplaced = [name for name in _HAVE_KEYS if name in loss.kwargs]
-    problems = [Problem(f"loss.kwargs.{name}", f"has a key of its own: loss.{name}") for name in misplaced]
-    others = {name: value for name, value in loss.kwargs.items() if name not in misplaced}
-    refused = kwargs_problems("loss", BUILT_IN[loss.name], others)
-    problems += refused
-    for name, value in others.items():
-        if f"loss.kwargs.{name}" not in {problem.key for problem in refused}:
-            allowed, fits = _ALLOWED[name]
-            if not fits(value):
-                problems.append(Problem(f"loss.kwargs.{name}", f"{value!r} is not {allowed}"))
+def _built_in_problems(loss: LossConfig) -> list[Problem]:
+    misplaced = [name for name in BUILT_IN_KEYS if name in loss.kwargs]
+    problems = [Problem(f"loss.kwargs.{name}", f"use the key loss.{name}") for name in misplaced]
+    kwargs = {name: value for name, value in loss.kwargs.items() if name not in misplaced}
+    unknown = kwargs_problems("loss", BUILT_IN[loss.name], kwargs)
+    problems += unknown
+    for name, value in [] if unknown else kwargs.items():
+        text = None
+        if name == "sum_classes" and not isinstance(value, bool):
+            text = f"{format_value(value)} is not true or false"
+        elif name in RANGES and not (name == "target_threshold" and value is None):
+            text = number_problem(value, RANGES[name])
+        problems += [Problem(f"loss.kwargs.{name}", text)] if text else []
     if loss.class_weights is not None:
         if loss.name == "jsd":
-            names = "cross_entropy, bce and focal"
-            problems.append(Problem("loss.class_weights", f"'jsd' has no class weights; they are for {names}"))
+            text = "'jsd' has no class weights; use cross_entropy, bce or focal"
+            problems.append(Problem("loss.class_weights", text))
         elif not any(loss.class_weights):
-            problems.append(Problem("loss.class_weights", "are all 0: nothing would be learnt; give one above 0"))
+            problems.append(Problem("loss.class_weights", "are all 0, so nothing would be learned; give one above 0"))
     return problems

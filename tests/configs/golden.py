@@ -25,8 +25,7 @@ from imagenet_cls.models.build import build_model
 from imagenet_cls.models.ema import ema_decay
 from imagenet_cls.models.freeze import freeze
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.optim.scaling import scaled_lr
-from imagenet_cls.optim.schedule import Schedule, build_schedule
+from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

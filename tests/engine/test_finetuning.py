@@ -129,7 +129,7 @@ def test_every_command_of_the_page_in_its_order(
                 name = next((small for name, small in SMALL.items() if f"model.name={name}" in line), "test_resnet")
                 source = "torchvision resnet18, IMAGENET1K_V1" if "my_" in line else f"timm {name}.r160_in1k, read from"
                 assert start.startswith(f"starts from published weights ({source}"), (line, start)
-                assert "is initialised anew: it had 1000 outputs, the model has 2" in start
+                assert "is newly initialised: it had 1000 outputs, the model has 2" in start
     frozen = load_file(newest(Path("work_dirs/head")) / "model.safetensors")
     published = load_file("resnet.safetensors")
     assert all(torch.equal(frozen[name], published[name]) for name in published if not name.startswith("fc."))
@@ -138,8 +138,8 @@ def test_every_command_of_the_page_in_its_order(
     )
     assert "it had 1000 outputs, the model has 2" in told("start.safetensors")
     head = 2 * timm.create_model("test_resnet").fc.in_features + 2
-    assert f"{head:,} of " in told("model.head_only") and "initialised anew" in told("model.head_only")
-    assert "initialised anew" not in told("model.checkpoint=work_dirs/head")
+    assert f"{head:,} of " in told("model.head_only") and "newly initialised" in told("model.head_only")
+    assert "newly initialised" not in told("model.checkpoint=work_dirs/head")
     assert "BatchNorm layers keep their running statistics" in told("model.freeze=")
     assert "BatchNorm layers keep their running statistics" in told("model.freeze_bn")
     assert "Resized position embedding: (10, 10) to (3, 3)" in Path("work_dirs/vit_48/logs/rank0.log").read_text()

@@ -12,7 +12,7 @@ from imagenet_cls.commands.plot_schedule import plot_schedule_command, schedule_
 from imagenet_cls.commands.program import main
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.plan import plan_run
-from imagenet_cls.optim.build import own_momentum
+from imagenet_cls.optim.build import initial_momentum
 
 CONFIG = """
 model: {name: resnet18}
@@ -79,7 +79,7 @@ def test_momentum_of_a_schedule(config: Path) -> None:
 def test_momentum_of_an_optimizer(config: Path, name: str, kwargs: dict, expected: float | None) -> None:
     words = [f"optimizer.name={name}", "optimizer.lr=0.1", "optimizer.lr_scales={'head.*': 10}"]
     words += [f"optimizer.kwargs.{key}={value}" for key, value in kwargs.items()]
-    assert own_momentum(load_config(config, words).config.optimizer) == expected
+    assert initial_momentum(load_config(config, words).config.optimizer) == expected
 
 
 def test_optimizer_without_momentum_has_no_panel(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

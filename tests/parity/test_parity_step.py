@@ -27,8 +27,7 @@ from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.distillation import build_criterion
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import build_loss
-from imagenet_cls.optim.scaling import scaled_lr
-from imagenet_cls.optim.schedule import build_schedule
+from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 from imagenet_cls.seeding import hash_key
 
 CLASSES, BATCH, SIDE, STEPS_PER_EPOCH, SEED = 10, 8, 16, 3, 5

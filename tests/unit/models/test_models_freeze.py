@@ -1,6 +1,4 @@
-"""What is frozen keeps its bits while the rest trains, as with timm's own freezing; what fits nothing is told."""
-
-import copy
+"""Frozen parameters and statistics keep their bits while the rest trains, as with timm's own freezing."""
 
 import pytest
 import timm
@@ -28,7 +26,7 @@ def train(model: nn.Module, cfg: ModelConfig | None) -> nn.Module:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9)
     for step in range(2):
         set_training(model, cfg) if cfg is not None else model.train()
-        images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+        images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(step))
         model(images).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -40,7 +38,7 @@ def train(model: nn.Module, cfg: ModelConfig | None) -> nn.Module:
     [ModelConfig(freeze=STAGES), ModelConfig(freeze_bn=True), ModelConfig(head_only=True)],
     ids=["stages", "bn", "head"],
 )
-def test_trains_as_with_timms_freezing(cfg: ModelConfig) -> None:
+def test_training_equals_timms_freezing(cfg: ModelConfig) -> None:
     """timm puts another class in place of each frozen BatchNorm; here the class stays. The outputs are the same."""
     ours, theirs = network(), network()
     if cfg.freeze_bn:
@@ -52,7 +50,7 @@ def test_trains_as_with_timms_freezing(cfg: ModelConfig) -> None:
     train(ours, cfg)
     train(theirs, None)
     with torch.no_grad():
-        images = torch.randn(8, 3, 32, 32)
+        images = torch.randn(2, 3, 32, 32)
         torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=0, atol=1e-6)
     after, reference = ours.state_dict(), theirs.state_dict()
     assert list(after) == list(before)
@@ -74,7 +72,7 @@ def test_trains_as_with_timms_freezing(cfg: ModelConfig) -> None:
     assert unchanged == expected and expected
 
 
-def test_what_is_said() -> None:
+def test_freeze_returns_counts() -> None:
     model = network()
     sentence = freeze(model, ModelConfig(head_only=True), 5)
     head, everything = 5 * model.fc.in_features + 5, sum(p.numel() for p in model.parameters())
@@ -86,22 +84,22 @@ def test_what_is_said() -> None:
     assert "BatchNorm" not in str(freeze(network("test_vit"), ModelConfig(head_only=True), 5))
 
 
-def test_nothing_frozen_leaves_all_in_training() -> None:
+def test_set_training_without_freezing_trains_all() -> None:
     model = network()
     freeze(model, ModelConfig(), 5)
     set_training(model.eval(), ModelConfig())
     assert all(module.training for module in model.modules())
 
 
-def test_dropout_in_frozen_parts_stays_on() -> None:
+def test_set_training_keeps_dropout_in_frozen_parts() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 5))
     freeze(model, cfg := ModelConfig(head_only=True), 5)
     set_training(model, cfg)
     assert [module.training for module in model] == [True, True, False, True]
 
 
-def test_batch_norm_without_weights_follows_its_surroundings() -> None:
-    """In front of a trained head it moves, as for MAE's linear probes; within a frozen part it stands still."""
+def test_batch_norm_without_weights_follows_the_module_around_it() -> None:
+    """In front of a trained head it is updated, as for MAE's linear probes; within a frozen part it is not."""
     body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
     head = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 5))
     model = nn.Sequential(body, head)
@@ -113,18 +111,17 @@ def test_batch_norm_without_weights_follows_its_surroundings() -> None:
     assert (body[1].training, head[0].training) == (False, False)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "torchvision:resnet18"])
+@pytest.mark.parametrize("name", ["resnet18"])
 @pytest.mark.parametrize(
     ("cfg", "key", "text"),
     [
-        ({"freeze": ["layer1"]}, "model.freeze", "'layer1' fits no parameter of {}; did you mean 'layer1.*'"),
+        ({"freeze": ["layer1"]}, "model.freeze", "'layer1' matches no parameter of {}; did you mean 'layer1.*'"),
         ({"freeze": ["layr1.*"]}, "model.freeze", "did you mean 'layer1.*'"),
         ({"freeze": ["zebra"]}, "model.freeze", "(its parts: conv1.*, bn1.*, layer1.*, "),
         ({"freeze": ["*"]}, "model.freeze", "no parameter of {} to train"),
     ],
 )
-def test_bad_values(name: str, cfg: dict, key: str, text: str) -> None:
-    """Told before anything is built for good; and where the model is built, by an error with the same words."""
+def test_bad_patterns_are_the_same_error_in_check_and_freeze(name: str, cfg: dict, key: str, text: str) -> None:
     config = ModelConfig(name=name, **cfg)
     (problem,) = model_problems(config)
     assert problem.key == key and text.format(name) in problem.message
@@ -133,28 +130,15 @@ def test_bad_values(name: str, cfg: dict, key: str, text: str) -> None:
     assert str(caught.value) == f"{key}: {problem.message}"
 
 
-def test_each_pattern_that_fits_nothing_is_told() -> None:
+def test_all_unmatched_patterns_are_reported() -> None:
     problems = freeze_problems(network(), ModelConfig(freeze=["zebra", "conv1.*", "quagga"]), 5)
     assert ["zebra" in problems[0].message, "quagga" in problems[1].message, len(problems)] == [True, True, 2]
 
 
-def test_no_head_and_no_batch_norm() -> None:
+def test_model_without_head_or_batch_norm_is_a_problem() -> None:
     (problem,) = model_problems(ModelConfig(name="test_vit", freeze_bn=True))
     assert problem.key == "model.freeze_bn" and "has no BatchNorm" in problem.message
     (problem,) = freeze_problems(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ModelConfig(head_only=True), 5)
-    assert problem.key == "model.head_only" and "can't tell" in problem.message
+    assert problem.key == "model.head_only" and "no recognised head" in problem.message
     (problem,) = freeze_problems(nn.Sequential(nn.Conv2d(3, 5, 1), nn.BatchNorm2d(5)), ModelConfig(freeze=["*"]), 5)
     assert problem.key == "model.freeze"
-
-
-def test_a_frozen_model_is_averaged_and_copied_like_any_other() -> None:
-    model = network()
-    freeze(model, ModelConfig(freeze=STAGES), 5)
-    average = timm.utils.ModelEmaV3(model, decay=0.5)
-    train(model, ModelConfig(freeze=STAGES))
-    average.update(model, step=1)
-    average.update(train(model, ModelConfig(freeze=STAGES)), step=2)
-    own, averaged = model.state_dict(), average.module.state_dict()
-    assert all(torch.equal(own[name], averaged[name]) for name in own if name.startswith("layer1."))
-    assert not torch.equal(own["fc.weight"], averaged["fc.weight"])
-    assert [p.requires_grad for p in copy.deepcopy(model).parameters()] == [p.requires_grad for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""What is said about sizes that do not fit; how models and weights are resized is compared in tests/parity."""
+"""Messages about image sizes; the resizing itself is compared in tests/parity."""
 
 import pytest
 import timm
@@ -24,7 +24,7 @@ TINY_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 2, "img_size": 64}
         ("torchvision:vit_b_16", {}, {"image_size": 96}),
     ],
 )  # fmt: skip
-def test_the_remedy_helps(name: str, kwargs: dict, remedy: dict) -> None:
+def test_size_remedy_makes_the_model_take_the_size(name: str, kwargs: dict, remedy: dict) -> None:
     """What the message says to put into model.kwargs passes the check, and the model then takes the size."""
     ((key, value),) = remedy.items()
     origin, _, rest = name.rpartition(":")
@@ -40,12 +40,12 @@ def test_the_remedy_helps(name: str, kwargs: dict, remedy: dict) -> None:
         assert build(**remedy).eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 5)
 
 
-def test_what_takes_any_size_has_no_remedy() -> None:
+def test_model_of_any_size_has_no_remedy() -> None:
     assert size_remedy(timm.create_model("test_resnet"), 96) == ""
     assert resize_model(timm.create_model("test_resnet"), 40) is None
 
 
-def test_what_cannot_be_resized_says_why_and_keeps_its_mode() -> None:
+def test_resize_model_without_support_raises_and_keeps_the_mode() -> None:
     stiff = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5))
     assert resize_model(stiff, 16) is None
     with pytest.raises(ValueError, match="mat1 and mat2 shapes cannot be multiplied"):
@@ -53,14 +53,14 @@ def test_what_cannot_be_resized_says_why_and_keeps_its_mode() -> None:
     assert stiff.training
 
 
-def test_a_frozen_embedding_stays_frozen() -> None:
+def test_resize_model_keeps_embedding_frozen() -> None:
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=5, **TINY_VIT)
     vit.pos_embed.requires_grad_(False)
     resize_model(vit, 96)
     assert vit.pos_embed.shape[1] == 37 and not vit.pos_embed.requires_grad
 
 
-def test_only_position_embeddings_are_resized() -> None:
+def test_load_weights_with_another_patch_size_is_an_error() -> None:
     """timm would also resample patches of 16 px to 32: another model, and an error here."""
     trained = timm.create_model("vit_tiny_patch16_224", num_classes=5, **TINY_VIT)
     coarse = timm.create_model("vit_tiny_patch16_224", num_classes=5, patch_size=32, **TINY_VIT)
@@ -70,7 +70,7 @@ def test_only_position_embeddings_are_resized() -> None:
     assert all(torch.equal(value, before[name]) for name, value in coarse.state_dict().items())
 
 
-def test_another_grid_and_another_head_at_once() -> None:
+def test_load_weights_with_another_grid_and_head() -> None:
     trained = timm.create_model("vit_tiny_patch16_224", num_classes=10, **TINY_VIT)
     other = timm.create_model("vit_tiny_patch16_224", num_classes=5, **{**TINY_VIT, "img_size": 96})
     head = other.head.weight.clone()

@@ -1,4 +1,4 @@
-"""The teacher: its weights, its pixels, and what is refused."""
+"""The teacher: weights, normalisation, errors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Teache
     return network.eval(), TeacherConfig(name="resnet10t", checkpoint=str(file))
 
 
-def test_frozen_in_evaluation_mode_with_its_weights(trained) -> None:
+def test_teacher_is_frozen_with_its_weights(trained) -> None:
     network, config = trained
     teacher = built(config, size_px=32)
     images = torch.randn(4, 3, 32, 32)
@@ -65,8 +65,8 @@ def test_frozen_in_evaluation_mode_with_its_weights(trained) -> None:
     assert torch.equal(teacher(images), logits)  # nothing was drawn, no statistics moved
 
 
-def test_pixels_are_those_that_the_teacher_was_trained_with(trained) -> None:
-    """uint8 -> normalised for the one that learns -> the teacher sees what its own normalisation gives."""
+def test_teacher_gets_images_with_its_own_normalisation(trained) -> None:
+    """uint8 -> normalised for the student -> what the teacher's own normalisation gives."""
     network, config = trained
     teacher = built(config, size_px=32, reader=read_half)
     pixels = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
@@ -77,7 +77,7 @@ def test_pixels_are_those_that_the_teacher_was_trained_with(trained) -> None:
 
 
 @pytest.mark.parametrize(("mean_std", "own"), [(HALF, IMAGENET), (IMAGENET, HALF), (IMAGENET, IMAGENET)])
-def test_pixels_are_converted_as_timm_does(mean_std: MeanStd, own: MeanStd) -> None:
+def test_normalisation_equals_timms(mean_std: MeanStd, own: MeanStd) -> None:
     images = torch.randn(2, 3, 8, 8)
     network = nn.Identity()
     network.pretrained_cfg = {"mean": own[0], "std": own[1]}  # type: ignore[assignment]
@@ -88,25 +88,25 @@ def test_pixels_are_converted_as_timm_does(mean_std: MeanStd, own: MeanStd) -> N
         assert torch.equal(expected, images) and torch.equal(Teacher(network, mean_std, own)(images), images)
 
 
-def test_memory_format_is_kept_on_the_way_to_the_network() -> None:
+def test_memory_format_of_images_is_kept() -> None:
     images = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
     assert Teacher(nn.Identity(), HALF, IMAGENET)(images).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_under_the_callers_autocast(trained) -> None:
+def test_teacher_runs_under_the_callers_autocast(trained) -> None:
     teacher = built(trained[1], size_px=32)
     with torch.autocast("cpu", torch.bfloat16):
         assert teacher(torch.randn(2, 3, 32, 32)).dtype == torch.bfloat16
 
 
-def test_other_classes_than_the_model_that_learns(trained) -> None:
+def test_teacher_with_other_classes_is_an_error(trained) -> None:
     """From a file, from timm's and torchvision's published weights (before anything is fetched), from a factory."""
     cases = [
-        (trained[1], 32, "resnet10t was trained for 5 classes, but the model that learns has 7"),
+        (trained[1], 32, "resnet10t was trained for 5 classes, but the student has 7"),
         (TeacherConfig("resnet18.a1_in1k", True), 32, "resnet18.a1_in1k was trained for 1000 classes"),
         (TeacherConfig("resnet18", True), 32, "resnet18 was trained for 1000 classes, but"),
         (TeacherConfig("torchvision:resnet18", True), 32, "torchvision:resnet18 was trained for 1000 classes, but"),
-        (TeacherConfig(f"{__name__}:of_nine"), 16, r"gives \(1, 9\) for one image, not \(1, 7\)"),
+        (TeacherConfig(f"{__name__}:of_nine"), 16, r"returns \(1, 9\) for one image, not \(1, 7\)"),
     ]
     for config, size_px, text in cases:
         with pytest.raises(ConfigError, match=rf"distill\.teacher: .*{text}") as caught:
@@ -118,12 +118,12 @@ def of_nine(num_classes):
     return plain(9)
 
 
-def test_images_that_the_teacher_cannot_take() -> None:
+def test_teacher_that_cannot_take_the_size_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"distill\.teacher\.name: helpers:plain can't take 20 px"):
         built(TeacherConfig("helpers:plain"), size_px=20)
 
 
-def test_weights_that_do_not_fit_are_told_in_words_of_the_teacher(trained, tmp_path: Path) -> None:
+def test_mismatched_weights_are_reported_with_the_teachers_keys(trained, tmp_path: Path) -> None:
     config = TeacherConfig("resnet14t", checkpoint=trained[1].checkpoint)
     with pytest.raises(CheckpointError, match=r"set distill\.teacher\.name and distill\.teacher\.kwargs"):
         built(config, size_px=32)
@@ -131,7 +131,9 @@ def test_weights_that_do_not_fit_are_told_in_words_of_the_teacher(trained, tmp_p
         built(TeacherConfig("resnet10t", checkpoint=str(tmp_path / "none.pth")))
 
 
-def test_no_network_for_published_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrained_teacher_without_network_is_a_resource_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens there: torch.hub fails at once
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     with pytest.raises(ResourceError) as caught:
@@ -149,7 +151,7 @@ def test_published_weights_of_torchvision(tmp_path: Path, monkeypatch: pytest.Mo
     torch.testing.assert_close(built(TeacherConfig("torchvision:resnet18", True), 1000, 32)(images), source(images))
 
 
-def test_a_factory_of_ones_own_without_weights_is_drawn_by_key() -> None:
+def test_factory_without_weights_is_initialised_by_key() -> None:
     teachers = [built(TeacherConfig("helpers:plain")) for _ in range(2)]
     torch.manual_seed(1)
     teachers.append(built(TeacherConfig("helpers:plain")))
@@ -175,11 +177,11 @@ def problems(name: str | None, kind: str = "soft", **options) -> dict[str, str]:
     return {problem.key: problem.message for problem in found}
 
 
-def test_checks() -> None:
+def test_distillation_problems() -> None:
     assert problems("resnet10t", checkpoint="x.pth") == problems(None) == problems("resnet1", "none") == {}
     assert "did you mean 'resnet50" in problems("resnet5O", pretrained=True)["distill.teacher.name"]
     assert list(problems("resnet10t", kwargs={"drop_rat": 0.1})) == ["distill.teacher.kwargs.drop_rat"]
     reserved = problems("resnet10t", kwargs={"num_classes": 3})
-    assert "can't be given in distill.teacher.kwargs" in reserved["distill.teacher.kwargs.num_classes"]
+    assert "set by the program" in reserved["distill.teacher.kwargs.num_classes"]
     unpublished = problems("helpers:plain", pretrained=True)["distill.teacher.pretrained"]
     assert "use distill.teacher.checkpoint" in unpublished

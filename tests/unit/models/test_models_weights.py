@@ -1,4 +1,4 @@
-"""Any checkpoint into this model, and nothing that is not one; what could run code never does."""
+"""Any checkpoint into a model; files that are no checkpoints are errors, and no code in them is run."""
 
 import argparse
 import collections
@@ -62,18 +62,17 @@ def checkpoint_of(kind: str, net: nn.Module) -> dict:
     }[kind]
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pth.tar", ".bin"])
 @pytest.mark.parametrize(
     "kind",
     ["bare", "pytorch/examples", "torchvision", "timm", "compiled", "ddp(compiled)", "compiled(ddp)", "part compiled"],
 )
-def test_pickles_of_every_origin(kind: str, suffix: str, net: nn.Module, tmp_path: Path) -> None:
-    path = tmp_path / f"weights{suffix}"
+def test_read_weights_of_every_library(kind: str, net: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth.tar"
     torch.save(checkpoint_of(kind, net), path)
     assert same(read_weights(path), net.state_dict())
 
 
-def test_real_wrappers_and_the_old_file_format(net: nn.Module, tmp_path: Path) -> None:
+def test_read_weights_of_wrappers_and_the_old_file_format(net: nn.Module, tmp_path: Path) -> None:
     torch.save(nn.DataParallel(net).state_dict(), tmp_path / "dp.pt", _use_new_zipfile_serialization=False)
     torch.save(torch.compile(net).state_dict(), tmp_path / "compiled.pt")
     assert same(read_weights(tmp_path / "dp.pt"), net.state_dict())
@@ -93,7 +92,7 @@ def averaged_like_torchvision(net: nn.Module) -> nn.Module:
     return average
 
 
-def test_of_a_checkpoint_with_an_average_the_average_is_taken(net: nn.Module, tmp_path: Path) -> None:
+def test_read_weights_with_average_returns_the_average(net: nn.Module, tmp_path: Path) -> None:
     """In timm's form also as timm reads it."""
     average = averaged_like_torchvision(net)
     state = average.module.state_dict()
@@ -110,15 +109,15 @@ def test_of_a_checkpoint_with_an_average_the_average_is_taken(net: nn.Module, tm
         torch.save({"epoch": 3, **content}, path)
         weights, origin = read_weights_and_origin(path)
         assert same(weights, state) and same(read_weights(path), state), name
-        assert origin == f"{path} (its average {taken}; {left} is left)"
+        assert origin == f"{path} (its average {taken}, not {left})"
         weights, origin = read_weights_and_origin(path, averaged=False)
         assert same(weights, net.state_dict()), name
-        assert origin == f"{path} ({left}; its average {taken} is left)"
+        assert origin == f"{path} ({left}, not its average {taken})"
     theirs = timm.create_model("test_resnet", num_classes=10, checkpoint_path=tmp_path / "timm.pth.tar")
     assert same(theirs.state_dict(), state)
 
 
-def test_an_average_alone_and_what_only_looks_like_one(net: nn.Module, tmp_path: Path) -> None:
+def test_read_weights_with_average_alone_or_incomplete(net: nn.Module, tmp_path: Path) -> None:
     state, path = net.state_dict(), tmp_path / "weights.pth"
     torch.save({"model_ema": state, "epoch": 3}, path)
     for averaged in (True, False):
@@ -131,10 +130,10 @@ def test_an_average_alone_and_what_only_looks_like_one(net: nn.Module, tmp_path:
     parameters = {name: parameter + 1 for name, parameter in net.named_parameters()}  # BatchNorm's buffers lack
     torch.save({"model": state, "model_ema": parameters}, path)
     weights, origin = read_weights_and_origin(path)
-    assert same(weights, state) and origin == f"{path} (model; its average model_ema has other names and is left)"
+    assert same(weights, state) and origin == f"{path} (model; its average model_ema has other names and is not used)"
 
 
-def test_safetensors(net: nn.Module, tmp_path: Path) -> None:
+def test_read_weights_of_safetensors(net: nn.Module, tmp_path: Path) -> None:
     safetensors.torch.save_file(net.state_dict(), tmp_path / "model.safetensors")
     assert same(read_weights(tmp_path / "model.safetensors"), net.state_dict())
     with pytest.raises(CheckpointError, match="no such file"):
@@ -151,27 +150,23 @@ class Hostile:
         return os.system, (f"touch {self.canary}",)
 
 
-@pytest.mark.parametrize("place", ["top", "in the options", "deep in the options", "in the weights"])
 @pytest.mark.parametrize("new_format", [True, False])
-def test_code_in_a_checkpoint_is_never_run(place: str, new_format: bool, net: nn.Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["top", "in the options", "in the weights"])
+def test_read_weights_never_runs_code(place: str, new_format: bool, net: nn.Module, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     hostile, state = Hostile(canary), dict(net.state_dict())
     content = {
         "top": hostile,
-        "in the options": {"state_dict": state, "args": argparse.Namespace(lr=hostile)},
-        "deep in the options": {
-            "state_dict": state,
-            "args": argparse.Namespace(a=argparse.Namespace(b=[{"c": hostile}])),
-        },
+        "in the options": {"state_dict": state, "args": argparse.Namespace(a=argparse.Namespace(b=[{"c": hostile}]))},
         "in the weights": {"state_dict": {**state, "zebra": hostile}},
     }[place]
     torch.save(content, tmp_path / "weights.pth", _use_new_zipfile_serialization=new_format)
-    with pytest.raises(CheckpointError, match=r"'(posix|nt)\.system'") as caught:
+    with pytest.raises(CheckpointError, match=r"posix\.system") as caught:
         read_weights(tmp_path / "weights.pth")
     assert not canary.exists()
     assert len(str(caught.value).splitlines()) <= 3
     torch.load(tmp_path / "weights.pth", weights_only=False)
-    assert canary.exists()  # the canary does sing where it is allowed to
+    assert canary.exists()  # it is run where that is allowed
 
 
 def broken_files(net: nn.Module, tmp_path: Path) -> dict[str, Path]:
@@ -197,7 +192,7 @@ def broken_files(net: nn.Module, tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / name for name in [*contents, "list.pth", "no-weights.pth", "missing.pth"]}
 
 
-def test_what_is_no_checkpoint_says_so_in_three_lines(net: nn.Module, tmp_path: Path) -> None:
+def test_read_weights_of_no_checkpoint_raises_checkpoint_error(net: nn.Module, tmp_path: Path) -> None:
     for name, path in broken_files(net, tmp_path).items():
         with pytest.raises(CheckpointError) as caught:
             read_weights(path)
@@ -208,14 +203,14 @@ def test_what_is_no_checkpoint_says_so_in_three_lines(net: nn.Module, tmp_path: 
         assert max(map(len, message.splitlines())) < 400, message
 
 
-def test_load_everything(net: nn.Module) -> None:
+def test_load_weights_loads_everything(net: nn.Module) -> None:
     other = timm.create_model("test_resnet", num_classes=10)
     assert load_weights(other, net.state_dict(), 10) == f"loaded {len(net.state_dict())} tensors"
     assert same(other.state_dict(), net.state_dict())
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "deit_tiny_distilled_patch16_224"])
-def test_a_head_of_another_size_is_left_and_said(name: str) -> None:
+def test_load_weights_with_another_head_size_keeps_the_initial_head(name: str) -> None:
     kwargs = {"depth": 1} if name.startswith("deit") else {}
     source = timm.create_model(name, num_classes=10, **kwargs)
     target = timm.create_model(name, num_classes=7, **kwargs)
@@ -227,7 +222,7 @@ def test_a_head_of_another_size_is_left_and_said(name: str) -> None:
         assert torch.equal(value, expected[key]), key
 
 
-def test_every_other_difference_is_an_error_and_changes_nothing(net: nn.Module) -> None:
+def test_load_weights_with_other_mismatch_raises_and_changes_nothing(net: nn.Module) -> None:
     target = timm.create_model("test_resnet", num_classes=10)
     before = {key: value.clone() for key, value in target.state_dict().items()}
     state = dict(net.state_dict())
@@ -246,14 +241,14 @@ def test_every_other_difference_is_an_error_and_changes_nothing(net: nn.Module) 
     assert same(target.state_dict(), before)
 
 
-def test_files_from_before_batches_were_counted(net: nn.Module) -> None:
+def test_load_weights_without_batch_counters(net: nn.Module) -> None:
     old = {key: value for key, value in net.state_dict().items() if not key.endswith("num_batches_tracked")}
     target = timm.create_model("test_resnet", num_classes=10)
     assert load_weights(target, old, 10) == f"loaded {len(old)} tensors"
     assert torch.equal(target.bn1.running_var, net.bn1.running_var)
 
 
-def test_names_of_the_original_authors_are_translated() -> None:
+def test_load_weights_translates_names_of_the_authors() -> None:
     """ConvNeXt's published files say `downsample_layers` and `pwconv1`, as its authors' repository does."""
     target = timm.create_model("test_convnext", num_classes=10)
     authors = {}
@@ -268,6 +263,6 @@ def test_names_of_the_original_authors_are_translated() -> None:
     assert torch.equal(target.head.fc.weight, authors["head.weight"])
 
 
-def test_torchvision_to_timm_resnets_share_names() -> None:
+def test_load_weights_from_torchvision_into_timm_resnet() -> None:
     source = torchvision.models.resnet18(num_classes=10)
     load_weights(timm.create_model("resnet18", num_classes=10), source.state_dict(), 10)

@@ -1,4 +1,4 @@
-"""Optimizers: the library's own steps, and slips told before a run starts."""
+"""Optimizers: the libraries' steps, and problems found before a run starts."""
 
 import random
 
@@ -21,8 +21,8 @@ BUILT_IN_EXAMPLES = {
 }
 
 
-# What norms' parameters and biases have where only weights are to decay.
-SPARED = {"norm_weight_decay": 0.0, "bias_weight_decay": 0.0}
+# Only weights decay.
+NO_DECAY = {"norm_weight_decay": 0.0, "bias_weight_decay": 0.0}
 
 
 def layer() -> nn.Module:
@@ -39,9 +39,9 @@ def weights_after(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
     return [p.detach().clone() for p in model.parameters()]
 
 
-def ours(name: str, kwargs: dict, weight_decay: float = 0.1) -> list[torch.Tensor]:
+def weights_of_ours(name: str, kwargs: dict, weight_decay: float = 0.1) -> list[torch.Tensor]:
     model = layer()
-    config = OptimizerConfig(name=name, lr=0.01, weight_decay=weight_decay, kwargs=kwargs, **SPARED)
+    config = OptimizerConfig(name=name, lr=0.01, weight_decay=weight_decay, kwargs=kwargs, **NO_DECAY)
     return weights_after(model, build_optimizer(config, parameter_groups(model, config)))
 
 
@@ -59,13 +59,16 @@ def test_steps_equal_the_librarys(name: str) -> None:
     more = {"momentum": 0.9} if name == "rmsproptf" else {}  # timm's factory sets it
     model = layer()
     expected = weights_after(model, classes[name](reference(model), lr=0.01, **kwargs, **more))
-    for a, b in zip(ours(name, kwargs), expected, strict=True):
+    for a, b in zip(weights_of_ours(name, kwargs), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_sgd_is_plain_and_timms_is_nesterov() -> None:
-    plain, nesterov = ours("sgd", {"momentum": 0.9}), ours("sgd", {"momentum": 0.9, "nesterov": True})
-    theirs = ours("timm:sgd", {})
+def test_sgd_is_plain_and_timm_sgd_is_nesterov() -> None:
+    plain, nesterov = (
+        weights_of_ours("sgd", {"momentum": 0.9}),
+        weights_of_ours("sgd", {"momentum": 0.9, "nesterov": True}),
+    )
+    theirs = weights_of_ours("timm:sgd", {})
     assert not torch.equal(plain[0], nesterov[0])
     torch.testing.assert_close(theirs, nesterov, rtol=1e-5, atol=1e-7)
 
@@ -73,7 +76,7 @@ def test_sgd_is_plain_and_timms_is_nesterov() -> None:
 @pytest.mark.parametrize("name", [*BUILT_IN_EXAMPLES, "timm:lion", "timm:lookahead_adamw"])
 def test_groups_keep_decay_and_names(name: str) -> None:
     model = layer()
-    config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1, lr_scales={"2.*": 10}, **SPARED)
+    config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1, lr_scales={"2.*": 10}, **NO_DECAY)
     optimizer = build_optimizer(config, parameter_groups(model, config))
     saved = optimizer.state_dict()["param_groups"]
     assert [g["weight_decay"] for g in saved] == [0.1, 0.0, 0.1, 0.0]
@@ -100,7 +103,7 @@ def test_lookahead_takes_its_own_arguments_and_the_inner_ones(kwargs: dict) -> N
                 parameter.data.copy_(value)
 
     name, kwargs = "timm:Lookahead_Momentum", {"momentum": 0.5, **kwargs}
-    config = OptimizerConfig(name, lr=0.01, weight_decay=0.1, kwargs=kwargs, **SPARED)
+    config = OptimizerConfig(name, lr=0.01, weight_decay=0.1, kwargs=kwargs, **NO_DECAY)
     assert optimizer_problems(config) == []
     other = layer()
     got = weights_after(other, build_optimizer(config, parameter_groups(other, config)), steps)
@@ -114,8 +117,8 @@ def test_lookahead_keeps_one_more_copy_of_the_weights() -> None:
         assert state_copies(config) == 1 + state_copies(OptimizerConfig("adamw", lr=0.1)) == 3
 
 
-def test_timms_sync_at_the_end_of_an_epoch_changes_nothing() -> None:
-    """Its script calls it behind `zero_grad`. Should this fail, epochs of ours ought to end with it, too."""
+def test_timms_sync_lookahead_changes_nothing() -> None:
+    """Its script calls it after `zero_grad`. If this fails, our epochs should end with it too."""
     model = layer()
     optimizer = timm.optim.create_optimizer_v2(model, opt="lookahead_sgd", lr=0.01)
     weights_after(model, optimizer, steps=8)
@@ -125,7 +128,7 @@ def test_timms_sync_at_the_end_of_an_epoch_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
-def test_the_fast_implementation_unless_kwargs_choose() -> None:
+def test_fast_implementation_unless_kwargs_choose() -> None:
     groups = parameter_groups(layer(), OptimizerConfig(lr=0.1))
     assert build_optimizer(OptimizerConfig(name="sgd", lr=0.1), groups).defaults["fused"] is True
     assert build_optimizer(OptimizerConfig(name="adamw", lr=0.1), groups).defaults["fused"] is True
@@ -135,14 +138,14 @@ def test_the_fast_implementation_unless_kwargs_choose() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN_EXAMPLES)
-def test_good_sections_pass(name: str) -> None:
+def test_valid_section_has_no_problem(name: str) -> None:
     assert (
         optimizer_problems(OptimizerConfig(name=name, lr=0.1, weight_decay=0.01, kwargs=BUILT_IN_EXAMPLES[name])) == []
     )
 
 
 @pytest.mark.parametrize("name", ["timm:lion", "timm:muon", "timm:novograd", "timm:madgrad", "timm:lookahead_radam"])
-def test_timms_optimizers_pass(name: str) -> None:
+def test_timm_optimizer_has_no_problem(name: str) -> None:
     assert optimizer_problems(OptimizerConfig(name=name, lr=0.1)) == []
 
 
@@ -164,18 +167,19 @@ def only(name: str, **kwargs) -> tuple[str, str]:
         ("timm:lookahead_lookahead_adamw", "'timm:lookahead_adamw'"),
     ],
 )
-def test_unknown_names(name: str, meant: str) -> None:
+def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
     key, message = only(name)
     assert key == "optimizer.name"
     assert meant in message
 
 
-def test_slips_in_kwargs() -> None:
+def test_unknown_argument_suggests_a_known_one() -> None:
     key, message = only("sgd", momentun=0.9)
     assert key == "optimizer.kwargs.momentun"
     assert "'momentum'" in message
     assert only("timm:lion", beta=[0.9, 0.99])[0] == "optimizer.kwargs.beta"
     assert only("lamb", trust_clipp=True)[0] == "optimizer.kwargs.trust_clipp"
+    assert only("timm:adamw", lookahead_k=5)[0] == "optimizer.kwargs.lookahead_k"
     for reserved in ("lr", "weight_decay", "params"):
         assert "set by the program" in only("adamw", **{reserved: 1})[1]
 
@@ -185,59 +189,56 @@ def test_slips_in_kwargs() -> None:
     [
         ({"lookahead_K": 5}, "lookahead_K", "'lookahead_k'"),
         ({"k": 5}, "k", "lookahead_alpha, lookahead_k)"),
-        ({"lookahead_k": 0}, "lookahead_k", "0 is not a whole number of at least 1"),
-        ({"lookahead_k": 2.5}, "lookahead_k", "2.5 is not"),
-        ({"lookahead_k": True}, "lookahead_k", "True is not"),
-        ({"lookahead_alpha": 0}, "lookahead_alpha", "0 is not a number above 0"),
-        ({"lookahead_alpha": 1.5}, "lookahead_alpha", "1.5 is not"),
-        ({"lookahead_alpha": float("nan")}, "lookahead_alpha", "nan is not"),
-        ({"lookahead_alpha": "half"}, "lookahead_alpha", "'half' is not"),
+        ({"lookahead_k": 0}, "lookahead_k", "a whole number, at least 1"),
+        ({"lookahead_k": 2.5}, "lookahead_k", "2.5 is out of range"),
+        ({"lookahead_k": True}, "lookahead_k", "true is out of range"),
+        ({"lookahead_alpha": 0}, "lookahead_alpha", "more than 0 and at most 1"),
+        ({"lookahead_alpha": 1.5}, "lookahead_alpha", "1.5 is out of range"),
+        ({"lookahead_alpha": float("nan")}, "lookahead_alpha", "nan is out of range"),
+        ({"lookahead_alpha": "half"}, "lookahead_alpha", "'half' is out of range"),
     ],
 )
-def test_slips_in_lookaheads_arguments(slip: dict, key: str, text: str) -> None:
+def test_bad_lookahead_argument_is_a_problem(slip: dict, key: str, text: str) -> None:
     got, message = only("timm:lookahead_adamw", **slip)
     assert got == f"optimizer.kwargs.{key}"
     assert text in message
-    got, message = only("timm:adamw", lookahead_k=5)  # which has none
-    assert got == "optimizer.kwargs.lookahead_k" and "unknown keyword" in message
 
 
 @pytest.mark.parametrize("factor", [-0.1, "ten", True, None, [1.0], float("nan"), float("inf")])
-def test_factors_of_the_rate_are_numbers(factor: object) -> None:
+def test_lr_scale_that_is_no_number_is_a_problem(factor: object) -> None:
     (problem,) = optimizer_problems(OptimizerConfig(lr=0.1, lr_scales={"fc.*": 10, "bn1.*": factor, "layer1.*": 0}))
     assert problem.key == "optimizer.lr_scales"
-    assert "'bn1.*'" in problem.message and repr(factor) in problem.message and "at least 0" in problem.message
+    assert "'bn1.*'" in problem.message and "at least 0" in problem.message
 
 
-def test_factors_and_layer_decay_are_no_matter_of_the_trial() -> None:
-    """They need the model: names that fit nothing, and a model without layers, are told when it is there."""
+def test_lr_scales_and_layer_decay_are_not_checked_without_the_model() -> None:
     assert optimizer_problems(OptimizerConfig(lr=0.1, layer_decay=0.5, lr_scales={"head.*": 10})) == []
 
 
-def test_bad_numbers_in_the_constructors_own_words() -> None:
+def test_bad_numbers_report_the_constructors_error() -> None:
     assert "Invalid momentum value" in only("sgd", momentum=-1)[1]
     assert "Invalid beta" in only("adamw", betas=[0.9, 1.5])[1]
     assert "Nesterov" in only("sgd", nesterov=True)[1]
 
 
-def test_state_that_a_checkpoint_cannot_hold() -> None:
+def test_state_that_a_checkpoint_cannot_store_is_a_problem() -> None:
     key, message = only("timm:kron")
     assert key == "optimizer.name"
     assert "rng_state" in message
     assert "torch.dtype" in only("timm:adafactorbv")[1]
 
 
-def test_optimizers_that_cannot_step_here() -> None:
+def test_optimizer_that_cannot_step_is_a_problem() -> None:
     assert only("timm:adahessian")[0] == "optimizer"
     if not torch.cuda.is_available():
         assert "CUDA required" in only("timm:fusedadam")[1]
 
 
-class Diced(torch.optim.SGD):
+class WithGeneratorInState(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["dice"] = [random.Random(0)]
+                self.state[parameter]["generator"] = [random.Random(0)]
         return super().step(closure)
 
 
@@ -245,24 +246,24 @@ def own_sgd(groups, lr, weight_decay, momentum):
     return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay, momentum=momentum)
 
 
-def own_diced(groups, lr, weight_decay):
-    return Diced(groups, lr=lr, weight_decay=weight_decay)
+def own_generator(groups, lr, weight_decay):
+    return WithGeneratorInState(groups, lr=lr, weight_decay=weight_decay)
 
 
 def own_nothing(groups, lr, weight_decay):
     return None
 
 
-def own_blind(groups):
+def own_without_lr(groups):
     return torch.optim.SGD(groups, lr=0.1)
 
 
 def test_own_factories() -> None:
     assert optimizer_problems(OptimizerConfig(name=f"{__name__}:own_sgd", lr=0.1, kwargs={"momentum": 0.9})) == []
     assert "'momentum'" in only(f"{__name__}:own_sgd")[1]
-    assert "random.Random" in only(f"{__name__}:own_diced")[1]
+    assert "random.Random" in only(f"{__name__}:own_generator")[1]
     assert "returned NoneType" in only(f"{__name__}:own_nothing")[1]
-    assert "unexpected keyword" in only(f"{__name__}:own_blind")[1]
+    assert "unexpected keyword" in only(f"{__name__}:own_without_lr")[1]
     assert "'own_sgd'" in only(f"{__name__}:own_sdg")[1]
     with pytest.raises(UserError, match="returned NoneType"):
         build_optimizer(OptimizerConfig(name=f"{__name__}:own_nothing", lr=0.1), [])

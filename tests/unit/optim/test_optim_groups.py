@@ -1,4 +1,4 @@
-"""Kinds of parameters, their decay and their share of the learning rate. Parity with the libraries is in
+"""Kinds of parameters, their weight decay and their factor of the learning rate. Parity with the libraries is in
 `tests/parity/test_parity_groups.py`."""
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import ConfigError
-from imagenet_cls.optim.groups import kind_of, parameter_groups
+from imagenet_cls.optim.groups import parameter_groups, parameter_kind
 
 
 def groups(model: nn.Module, **settings: Any) -> list[dict[str, Any]]:
@@ -29,8 +29,8 @@ NORM_LAYERS += [nn.InstanceNorm2d(4, affine=True), LayerNorm2d(4), RmsNorm(4), G
 
 
 @pytest.mark.parametrize("layer", NORM_LAYERS, ids=lambda layer: type(layer).__name__)
-def test_norms_are_told_by_their_class(layer: nn.Module) -> None:
-    kinds = {kind_of(f"deep.down.{name}", parameter, layer) for name, parameter in layer.named_parameters()}
+def test_norms_are_recognised_by_class(layer: nn.Module) -> None:
+    kinds = {parameter_kind(f"deep.down.{name}", parameter, layer) for name, parameter in layer.named_parameters()}
     assert kinds == {"norm"}
 
 
@@ -58,15 +58,15 @@ def test_norms_are_told_by_their_class(layer: nn.Module) -> None:
         ("gammas.weight", (2, 2), "weight"),
     ],
 )
-def test_other_kinds_are_told_by_name_and_shape(name: str, shape: tuple[int, ...], kind: str) -> None:
-    assert kind_of(name, torch.empty(shape), nn.Linear(1, 1)) == kind
+def test_other_kinds_are_recognised_by_name_and_shape(name: str, shape: tuple[int, ...], kind: str) -> None:
+    assert parameter_kind(name, torch.empty(shape), nn.Linear(1, 1)) == kind
 
 
-def test_what_a_model_asks_to_spare_is_a_token_even_in_a_norm() -> None:
+def test_no_weight_decay_of_the_model_is_a_token_even_in_a_norm() -> None:
     norm, weight = nn.LayerNorm(2), torch.empty(2, 2)
-    assert kind_of("blocks.0.norm.weight", norm.weight, norm, ["blocks.*.norm.weight"]) == "token"
-    assert kind_of("attn.temperature", weight, nn.Linear(1, 1), {"attn.temperature"}) == "token"
-    assert kind_of("attn.temperature", weight, nn.Linear(1, 1), {"attn.TEMPERATURE"}) == "weight"
+    assert parameter_kind("blocks.0.norm.weight", norm.weight, norm, ["blocks.*.norm.weight"]) == "token"
+    assert parameter_kind("attn.temperature", weight, nn.Linear(1, 1), {"attn.temperature"}) == "token"
+    assert parameter_kind("attn.temperature", weight, nn.Linear(1, 1), {"attn.TEMPERATURE"}) == "weight"
 
 
 class EveryKind(nn.Module):
@@ -76,20 +76,20 @@ class EveryKind(nn.Module):
         self.fc = nn.Linear(4, 4)
         self.norm = nn.LayerNorm(4)
         self.scale = LayerScale(4)
-        self.spared = nn.Parameter(torch.zeros(4, 4))
+        self.no_decay = nn.Parameter(torch.zeros(4, 4))
 
     def no_weight_decay(self) -> set[str]:
-        return {"spared"}
+        return {"no_decay"}
 
 
-def test_each_kind_has_a_decay_of_its_own_and_null_is_that_of_weights() -> None:
+def test_each_kind_has_its_decay_and_null_uses_that_of_weights() -> None:
     decays = {"norm_weight_decay": 0.2, "bias_weight_decay": 0.3, "token_weight_decay": 0.4, "scale_weight_decay": 0.5}
     found = {group["weight_decay"]: group["names"] for group in groups(EveryKind(), weight_decay=0.1, **decays)}
     assert found == {
         0.1: ["fc.weight"],
         0.2: ["norm.weight", "norm.bias"],
         0.3: ["fc.bias"],
-        0.4: ["cls_token", "spared"],
+        0.4: ["cls_token", "no_decay"],
         0.5: ["scale.gamma"],
     }
     (everything,) = groups(EveryKind(), weight_decay=0.1)
@@ -100,7 +100,7 @@ def test_each_kind_has_a_decay_of_its_own_and_null_is_that_of_weights() -> None:
     assert apart[1]["names"] == ["scale.gamma"]
 
 
-def test_names_are_parallel_and_complete_and_in_the_models_order() -> None:
+def test_names_are_complete_and_in_the_order_of_the_model() -> None:
     model = on_meta("resnet18")
     made = groups(model, weight_decay=1e-4, norm_weight_decay=0.0, bias_weight_decay=0.0)
     by_name = dict(model.named_parameters())
@@ -111,7 +111,7 @@ def test_names_are_parallel_and_complete_and_in_the_models_order() -> None:
     assert [group["names"][0] for group in made] == ["conv1.weight", "bn1.weight"]
 
 
-def test_frozen_and_shared_parameters() -> None:
+def test_frozen_parameters_are_left_out_and_shared_ones_are_once() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     model[1].requires_grad_(False)
@@ -124,7 +124,7 @@ def scales(model: nn.Module, **settings: Any) -> dict[str, float]:
     return {name: group["lr_scale"] for group in groups(model, **settings) for name in group["names"]}
 
 
-def test_the_first_pattern_that_fits_scales_the_rate() -> None:
+def test_first_matching_pattern_scales_the_rate() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     found = scales(model, lr_scales={"1.bias": 0, "1.*": 10, "*": 0.5})
     assert found == {"0.weight": 0.5, "0.bias": 0.5, "1.weight": 10.0, "1.bias": 0.0}
@@ -143,34 +143,34 @@ def test_patterns_and_layer_decay_are_multiplied() -> None:
     assert both["blocks.10.mlp.fc1.weight"] == plain["blocks.10.mlp.fc1.weight"]
 
 
-def test_patterns_that_fit_nothing_are_all_told() -> None:
-    with pytest.raises(ConfigError) as told:
+def test_unmatched_patterns_are_all_reported() -> None:
+    with pytest.raises(ConfigError) as caught:
         groups(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lr_scales={"2.*": 1, "*": 1, "1.wait": 2})
-    first, second = told.value.lines
-    assert first.startswith("optimizer.lr_scales: '2.*' fits no parameter") and "0.weight" in first
+    first, second = caught.value.lines
+    assert first.startswith("optimizer.lr_scales: '2.*' matches no parameter") and "0.weight" in first
     assert "did you mean '1.weight'" in second
     with pytest.raises(ConfigError, match=r"did you mean 'head\.\*'"):
         groups(on_meta("vit_tiny_patch16_224"), lr_scales={"heads.*": 1})
 
 
-def test_a_frozen_parameter_can_be_meant_by_a_pattern() -> None:
+def test_pattern_of_a_frozen_parameter_is_allowed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     assert scales(model, lr_scales={"0.*": 0.1}) == {"1.weight": 1.0, "1.bias": 1.0}
 
 
-def test_layer_decay_needs_a_model_that_tells_its_layers() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.layer_decay: EveryKind doesn't tell what its layers are"):
+def test_layer_decay_without_group_matcher_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.layer_decay: EveryKind has no group_matcher"):
         groups(EveryKind(), layer_decay=0.5)
 
 
-class Told(nn.Sequential):
+class WithGroupMatcher(nn.Sequential):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return {"stem": r"^0", "blocks": r"^(\d+)"}
 
 
-def test_an_own_model_can_tell_its_layers() -> None:
-    model = Told(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+def test_layer_decay_of_a_user_model_with_group_matcher() -> None:
+    model = WithGroupMatcher(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     assert scales(model, layer_decay=0.1) == {
         "0.weight": pytest.approx(0.01),
         "0.bias": pytest.approx(0.01),
