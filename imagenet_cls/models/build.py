@@ -171,7 +171,7 @@ def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collectio
     for name in names:
         if name not in trusted:
             raise CheckpointError(
-                f"{where}: its config names code to run, {name!r}, which was not run\n"
+                f"{where}: its config names code to run, {name!r}; nothing was run\n"
                 f"if you know and trust that code: --allow-import {name}"
             )
     for name in RESERVED:

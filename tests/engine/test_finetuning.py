@@ -84,7 +84,8 @@ def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
     return small + added
 
 
-def test_every_command_of_the_page_in_its_order(
+@pytest.mark.nightly
+def test_every_command_of_finetuning_md_runs(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -149,7 +150,7 @@ def test_every_command_of_the_page_in_its_order(
     assert config["optimizer"]["layer_decay"] == 0.8 and config["data"]["root"] == "photos"
 
 
-def test_another_name_alone_starts_from_scratch_which_is_said(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_another_model_name_alone_starts_from_scratch(digits: Path, tmp_path: Path, call: Callable) -> None:
     words = [REPOSITORY / CONFIG, f"data.root={digits / 'train'}", "data.num_workers=0", "train.global_batch_size=8"]
     words += ["augment.size_px=32", "eval.crop_px=32", "model.name=test_resnet", "--work-dir", tmp_path / "run"]
     code, out, err = call(train_command, *words, "--dry-run")
@@ -188,47 +189,37 @@ def tuned(name: str, root: Path, folder: Path, **changes: object) -> Path:
     return folder / name
 
 
-def best(run: Path) -> float:
-    return max(record["top1_pct"] for record in evaluations(run))
-
-
-def test_what_was_learned_on_five_digits_helps_with_the_other_five(digits: Path, tmp_path: Path) -> None:
-    """Head only, then all; against the same without the first five."""
+def test_head_only_changes_the_head_alone(digits: Path, tmp_path: Path) -> None:
+    """Of a run on other classes: five digits first, then the other five."""
     first, second = half(digits, tmp_path / "a", "01234"), half(digits, tmp_path / "b", "56789")
-    start = tuned("start", first, tmp_path, optimizer__lr=5e-3, optimizer__layer_decay="null")
-    head = tuned("head", second, tmp_path, model__checkpoint=start, model__head_only="true", optimizer__lr=1e-2)
-    everything = tuned("all", second, tmp_path, model__checkpoint=head, optimizer__lr=2e-3)
-    random_head = tuned("random", second, tmp_path, model__head_only="true", optimizer__lr=1e-2)
-    scratch = tuned("scratch", second, tmp_path, optimizer__lr=2e-3)
-    assert best(head) > best(random_head) + 20
-    assert best(everything) > best(head) and best(everything) > best(scratch) + 15 and best(everything) > 90
-
+    start = tuned("start", first, tmp_path, optimizer__lr=5e-3, optimizer__layer_decay="null", train__max_steps=3)
+    head = tuned("head", second, tmp_path, model__checkpoint=start, model__head_only="true", train__max_steps=3)
     before, after = (load_file(newest(run) / "model.safetensors") for run in (start, head))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"fc.weight", "fc.bias"}  # not even a statistic of BatchNorm
+    assert changed == {"fc.weight", "fc.bias"}  # and no statistics of BatchNorm
 
 
 # ----------------------------------------------------------------------------------------------------- keys of the runs
 
 
-def test_same_losses_and_statistics_with_recomputed_activations(digits: Path, tmp_path: Path) -> None:
+def test_grad_checkpointing_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
     """Through a whole run, with accumulation and dropout: each loss, and each bit at the end."""
     words = {"model.name": "test_resnet", "model.kwargs.drop_rate": 0.2, "train.micro_batch_size": 64}
     runs = []
     for switch in ("false", "true"):
         runs.append(tmp_path / switch)
-        train_here(arguments(digits, runs[-1], **words, train__grad_checkpointing=switch, train__max_steps=6))
+        train_here(arguments(digits, runs[-1], **words, train__grad_checkpointing=switch, train__max_steps=2))
         close_log()
     assert losses(runs[0]) == losses(runs[1])
     plain, recomputed = (load_file(newest(run) / "model.safetensors") for run in runs)
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
-    assert plain["bn1.num_batches_tracked"] == 12
+    assert plain["bn1.num_batches_tracked"] == 4
 
 
-def test_a_frozen_run_resumes_in_the_same_bits(digits: Path, tmp_path: Path) -> None:
+def test_resume_of_a_frozen_run_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
     words = {"model.name": "test_resnet", "model.freeze": "[conv1.*,bn1.*,layer1.*]", "ema.decay": 0.9}
-    train_here(arguments(digits, tmp_path / "whole", **words))
-    for steps in (5, 22):
+    train_here(arguments(digits, tmp_path / "whole", **words, train__max_steps=6))
+    for steps in (3, 6):
         train_here([*arguments(digits, tmp_path / "halves", **words, train__max_steps=steps), "--resume"])
         close_log()
     for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
@@ -237,11 +228,11 @@ def test_a_frozen_run_resumes_in_the_same_bits(digits: Path, tmp_path: Path) -> 
     assert not any(key.startswith("layer1.") for key in load_file(newest(tmp_path / "whole") / "optimizer.safetensors"))
 
 
-def test_split_batch_norm_trains_saves_and_evaluates(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_split_batch_norm_run_evaluates_and_starts_a_plain_model(digits: Path, tmp_path: Path, call: Callable) -> None:
     """A BatchNorm for each view of AugMix; a plain model takes the weights; test.py repeats the run's figures."""
     run = tmp_path / "run"
     words = {"model.name": "test_resnet", "loss.name": "jsd", "augment.splits": 3, "model.split_bn": "true"}
-    train_here(arguments(digits, run, **words, augment__policy="augmix-m3-w3", train__max_steps=3))
+    train_here(arguments(digits, run, **words, augment__policy="augmix-m3-w3", train__max_steps=2))
     weights = load_file(newest(run) / "model.safetensors")
     views = [weights[f"bn1.{part}running_mean"] for part in ("", "aux_bn.0.", "aux_bn.1.")]
     assert not torch.equal(views[0], views[1]) and not torch.equal(views[1], views[2])
@@ -254,8 +245,8 @@ def test_split_batch_norm_trains_saves_and_evaluates(digits: Path, tmp_path: Pat
     )
 
 
-def test_a_checkpoint_at_another_size(digits: Path, tmp_path: Path, call: Callable) -> None:
-    """A fixed-size ViT is resized, which is said; one that can't be is an error that names the key."""
+def test_checkpoint_at_another_size_is_resized_or_an_error(digits: Path, tmp_path: Path, call: Callable) -> None:
+    """A fixed-size ViT is resized, reported; one that can't be is an error that names the key."""
     tiny = {"model.kwargs.depth": 1, "model.kwargs.img_size": 32, "augment.size_px": 32, "train.max_steps": 1}
     vit = {"model.name": "vit_tiny_patch16_224", **tiny, "eval.crop_px": 32}
     train_here(arguments(digits, tmp_path / "vit", **vit, ema__decay=0.5))
@@ -269,39 +260,7 @@ def test_a_checkpoint_at_another_size(digits: Path, tmp_path: Path, call: Callab
     assert code == 2 and "eval.crop_px" in err and "model.kwargs.dynamic_img_size to true" in err
 
 
-@pytest.mark.parametrize(
-    ("changes", "texts"),
-    [
-        ({"model.freeze": "[layr1.*]"}, ["model.freeze", "did you mean 'layer1.*'"]),
-        ({"model.freeze": "['*']"}, ["model.freeze", "no parameter"]),
-        ({"model.freeze": "[conv1.*]", "model.head_only": "true"}, ["model.freeze", "keep one"]),
-        ({"model.name": "test_vit", "model.freeze_bn": "true"}, ["model.freeze_bn", "has no BatchNorm"]),
-        ({"model.name": "torchvision:resnet18", "train.grad_checkpointing": "true"}, ["train.grad_checkpointing"]),
-        (
-            {"model.name": "helpers:plain", "train.grad_checkpointing": "true"},
-            ["train.grad_checkpointing", "Sequential"],
-        ),
-        ({"model.name": "helpers:plain", "model.freeze": "[zebra]"}, ["model.freeze", "its parts: 0.*"]),
-        ({"model.split_bn": "true"}, ["model.split_bn", "augment.splits is 1"]),
-        (
-            {"model.split_bn": "true", "augment.splits": 3, "loss.name": "jsd", "parallel.sync_bn": "true"},
-            ["model.split_bn", "parallel.sync_bn"],
-        ),
-        (
-            {"model.split_bn": "true", "augment.splits": 3, "loss.name": "jsd", "model.freeze_bn": "true"},
-            ["model.split_bn", "model.freeze_bn"],
-        ),
-    ],
-)  # fmt: skip
-def test_bad_values(digits: Path, tmp_path: Path, call: Callable, changes: dict, texts: list[str]) -> None:
-    code, out, err = call(
-        train_command, *arguments(digits, tmp_path / "run", **{"model.name": "test_resnet", **changes})
-    )
-    assert code == 2 and out == "" and len(err.splitlines()) == 1, err
-    assert all(text in err for text in texts), err
-
-
-def test_a_run_hands_on_its_best_weights(digits: Path, tmp_path: Path) -> None:
+def test_start_from_a_run_uses_its_best_weights(digits: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_here(arguments(digits, run, "noisy", ema__decay=0.5, train__max_steps=8))
     best = json.loads((newest(run) / "state.json").read_text())["progress"]["best"]
@@ -313,12 +272,10 @@ def test_a_run_hands_on_its_best_weights(digits: Path, tmp_path: Path) -> None:
     assert not all(torch.equal(weight, stored["raw"][name]) for name, weight in stored["ema"].items())
 
 
-def test_a_run_to_start_from_that_is_not_there_or_damaged_is_told(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_start_from_a_missing_or_damaged_run(digits: Path, tmp_path: Path, call: Callable) -> None:
     run = tmp_path / "run"
     code, _, err = call(train_command, *arguments(digits, tmp_path / "next", model__checkpoint=run))
-    assert code == 4 and err.endswith(
-        f"no checkpoint '{run}': no such folder; check the path, or train that run first\n"
-    )
+    assert code == 4 and str(run) in err
     train_here(arguments(digits, run, train__max_steps=12, checkpoint__keep_last="null"))
     damaged = newest(run)
     (damaged / "model.safetensors").write_bytes(b"")

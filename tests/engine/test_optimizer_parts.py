@@ -1,4 +1,4 @@
-"""Groups, clipping, SAM and scaled rates in real runs: each key does in a run what its part does by itself."""
+"""Parameter groups, clipping, SAM and learning rate scaling in runs."""
 
 import json
 import math
@@ -10,9 +10,6 @@ import torch
 from helpers import arguments, losses, newest, state_digest, train_here
 from safetensors.torch import load_file
 from torch import Tensor
-
-from imagenet_cls.commands.program import main
-from imagenet_cls.commands.train import train_command
 
 # One update by the gradient alone, at rate 1.
 FIRST_STEP = {
@@ -26,7 +23,7 @@ FIRST_STEP = {
 
 
 def trained(root: Path, folder: Path, **changes: Any) -> Path:
-    train_here(arguments(root, folder, **({"train__max_steps": 4} | changes)))
+    train_here(arguments(root, folder, **({"train__max_steps": 3} | changes)))
     return folder
 
 
@@ -50,7 +47,7 @@ def moves(folder: Path, start: dict[str, Tensor]) -> dict[str, float]:
     return {name: float((value - start[name]).abs().max()) for name, value in weights(folder).items()}
 
 
-def test_decays_of_kinds_and_factors_of_names_reach_the_optimizer(digits: Path, tmp_path: Path) -> None:
+def test_weight_decays_and_lr_scales_reach_the_optimizer(digits: Path, tmp_path: Path) -> None:
     changes = {"weight_decay": 0.1, "norm_weight_decay": 0.2, "bias_weight_decay": 0.3}
     folder = trained(
         *(digits, tmp_path / "run"),
@@ -74,13 +71,13 @@ def test_decays_of_kinds_and_factors_of_names_reach_the_optimizer(digits: Path, 
     assert rates[0.5] == pytest.approx(rates[1.0] / 2)
 
 
-def test_a_factor_of_0_keeps_the_weights(digits: Path, tmp_path: Path, start: dict[str, Tensor]) -> None:
+def test_lr_scale_of_0_keeps_the_weights(digits: Path, tmp_path: Path, start: dict[str, Tensor]) -> None:
     moved = moves(trained(digits, tmp_path / "run", optimizer__lr_scales='{"5.*": 1, "*": 0}'), start)
     assert {name for name, distance in moved.items() if distance > 0} == {"5.weight", "5.bias"}
 
 
-def test_layer_decay_slows_the_layers_down(digits: Path, tmp_path: Path) -> None:
-    """A model of timm's: its first update, without momentum, is the gradient times each layer's rate."""
+def test_layer_decay_scales_the_first_update(digits: Path, tmp_path: Path) -> None:
+    """The first update of a timm model without momentum is the gradient times each layer's rate."""
     kwargs = "{channels: [8, 8, 8, 8], zero_init_last: false}"
     common = {"model__name": "resnet18", "model__kwargs": kwargs, **FIRST_STEP}
     start = weights(trained(digits, tmp_path / "start", **common | {"optimizer__lr": 0}))
@@ -90,8 +87,8 @@ def test_layer_decay_slows_the_layers_down(digits: Path, tmp_path: Path) -> None
         assert decayed[name] / whole[name] == pytest.approx(0.5**layers_behind, rel=1e-3), name
 
 
-def test_each_way_of_clipping(digits: Path, tmp_path: Path, start: dict[str, Tensor]) -> None:
-    """In the first update, without momentum: the longest, the largest, and the head that is spared."""
+def test_clipping_by_norm_value_and_agc(digits: Path, tmp_path: Path, start: dict[str, Tensor]) -> None:
+    """In the first update, without momentum; adaptive clipping leaves out the head."""
     by_norm = weights(trained(digits, tmp_path / "norm", **FIRST_STEP, train__clip_norm=1e-3))
     change = torch.cat([(by_norm[name] - start[name]).flatten() for name in start])
     assert change.norm().item() == pytest.approx(1e-3, rel=1e-2)
@@ -103,7 +100,7 @@ def test_each_way_of_clipping(digits: Path, tmp_path: Path, start: dict[str, Ten
     assert by_unit["0.weight"] < 0.1 * free["0.weight"]
 
 
-def test_sam_reports_the_loss_at_the_weights_and_learns_differently(digits: Path, tmp_path: Path, plain: Path) -> None:
+def test_sam_reports_the_loss_before_the_perturbation(digits: Path, tmp_path: Path, plain: Path) -> None:
     sharp = losses(trained(digits, tmp_path / "sam", train__sam_rho=0.5))
     assert sharp[0] == losses(plain)[0]
     assert all(math.isfinite(loss) for loss in sharp)
@@ -113,15 +110,14 @@ def test_sam_reports_the_loss_at_the_weights_and_learns_differently(digits: Path
     assert seldom[:2] == sharp[:2] and seldom[2] != sharp[2]
 
 
-def test_sam_with_micro_batches_repeats_that_with_whole_ones(digits: Path, tmp_path: Path) -> None:
+def test_sam_with_micro_batches_equals_whole_batches(digits: Path, tmp_path: Path) -> None:
     whole = trained(digits, tmp_path / "whole", train__sam_rho=0.2)
     parts = trained(digits, tmp_path / "parts", train__sam_rho=0.2, train__micro_batch_size=32)
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_sam_draws_the_same_twice_and_leaves_statistics_of_one_pass(digits: Path, tmp_path: Path) -> None:
-    """With dropout, BatchNorm, mixing and erasing, a distance too small for float32 repeats the run without, bit for
-    bit: the second gradient is the first one."""
+def test_sam_with_tiny_rho_equals_training_without(digits: Path, tmp_path: Path) -> None:
+    """With dropout, BatchNorm, mixing and erasing and a rho too small for float32, the second gradient is the first."""
     random = {"mix__mixup_alpha": 0.8, "augment__erasing__prob": 0.5, "augment__erasing__mode": "pixel"}
     without = trained(digits, tmp_path / "without", model="noisy", **random)
     within = trained(digits, tmp_path / "within", model="noisy", train__sam_rho=1e-12, **random)
@@ -129,72 +125,45 @@ def test_sam_draws_the_same_twice_and_leaves_statistics_of_one_pass(digits: Path
     assert losses(within) == losses(without)
 
 
-def test_sam_in_two_parts_ends_in_the_same_bits(digits: Path, tmp_path: Path) -> None:
+def test_resume_between_sam_steps_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
     """The stop falls between two of its steps."""
     sam = {"model": "noisy", "train__sam_rho": 0.1, "train__sam_every_steps": 3}
-    whole = trained(digits, tmp_path / "whole", train__max_steps=8, **sam)
-    trained(digits, tmp_path / "parts", train__max_steps=5, **sam)
-    train_here([*arguments(digits, tmp_path / "parts", train__max_steps=8, **sam), "--resume"])
+    whole = trained(digits, tmp_path / "whole", train__max_steps=6, **sam)
+    trained(digits, tmp_path / "parts", train__max_steps=4, **sam)
+    train_here([*arguments(digits, tmp_path / "parts", train__max_steps=6, **sam), "--resume"])
     assert losses(tmp_path / "parts") == losses(whole)
     assert weights(tmp_path / "parts").keys() == weights(whole).keys()
     for name, value in weights(whole).items():
         assert torch.equal(weights(tmp_path / "parts")[name], value), name
 
 
-def test_a_momentum_that_was_allowed_to_change_holds(digits: Path, tmp_path: Path, plain: Path) -> None:
+def test_resume_with_allowed_momentum_uses_it(digits: Path, tmp_path: Path, plain: Path) -> None:
     trained(digits, tmp_path / "run", train__max_steps=2)
-    changed = arguments(digits, tmp_path / "run", train__max_steps=4, optimizer__kwargs="{momentum: 0.5}")
+    changed = arguments(digits, tmp_path / "run", train__max_steps=3, optimizer__kwargs="{momentum: 0.5}")
     train_here([*changed, "--resume", "--allow-change", "optimizer.kwargs"])
-    assert losses(tmp_path / "run")[:3] == losses(plain)[:3]  # the third update is the first one with it
-    assert losses(tmp_path / "run")[3] != losses(plain)[3]
+    assert losses(tmp_path / "run") == losses(plain)  # the third update is the first one with it
+    assert state_digest(tmp_path / "run") != state_digest(plain)
     (group,) = json.loads((newest(tmp_path / "run") / "optimizer.json").read_text())["groups"]
     assert group["values"]["momentum"] == 0.5
 
 
-def test_memory_can_be_saved_from_any_step_on(digits: Path, tmp_path: Path) -> None:
-    """Activations computed anew, with dropout, BatchNorm, SAM and mixing: the same bits, also from the middle on."""
+def test_resume_with_grad_checkpointing_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
+    """With dropout, BatchNorm, SAM and mixing."""
     kwargs = "{channels: [8, 8, 8, 8], drop_rate: 0.2, drop_path_rate: 0.2}"
     words = {"model__name": "resnet18", "model__kwargs": kwargs, "train__micro_batch_size": 64}
     words |= {"train__sam_rho": 0.1, "mix__mixup_alpha": 0.8}
     whole = trained(digits, tmp_path / "whole", **words)
     trained(digits, tmp_path / "parts", train__max_steps=2, **words)
-    anew = arguments(digits, tmp_path / "parts", train__max_steps=4, train__grad_checkpointing="true", **words)
+    anew = arguments(digits, tmp_path / "parts", train__max_steps=3, train__grad_checkpointing="true", **words)
     train_here([*anew, "--resume"])
     assert losses(tmp_path / "parts") == losses(whole)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(tmp_path / "parts").items())
 
 
-def test_the_rate_for_another_batch(
+def test_lr_base_batch_scales_the_rate(
     digits: Path, tmp_path: Path, plain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """0.015 for 64 images is 0.03 for 128; the banner tells."""
+    """0.015 for 64 images is 0.03 for 128."""
     folder = trained(digits, tmp_path / "run", optimizer__lr=0.015, optimizer__lr_base_batch=64)
     assert losses(folder) == losses(plain)
     assert "lr 0.015 for 64 images, scaled linearly x 2 to 0.03 for 128" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"optimizer__lr_scales": '{"5.*": -1}'}, "optimizer.lr_scales: '5.*' has -1, which is not a number"),
-        ({"optimizer__lr_scales": '{"5.*": ten}'}, "optimizer.lr_scales: '5.*' has 'ten', which is not a number"),
-        ({"optimizer__lr_scales": '{"7.*": 10}'}, "optimizer.lr_scales: '7.*' fits no parameter"),
-        ({"optimizer__layer_decay": 0.5}, "optimizer.layer_decay: Sequential doesn't tell what its layers are"),
-        ({"optimizer__layer_decay": 1.5}, "optimizer.layer_decay: 1.5 is out of range: more than 0 and at most 1"),
-        ({"optimizer__norm_weight_decay": -0.1}, "optimizer.norm_weight_decay: -0.1 is out of range: at least 0"),
-        ({"train__clip_norm": 1, "train__clip_agc": 0.1}, "keep one way of clipping"),
-        ({"train__clip_value": 0}, "train.clip_value: 0"),
-        ({"train__sam_rho": 0.1, "train__precision": "fp16"}, "train.sam_rho: needs gradients without a loss scale"),
-        ({"train__sam_rho": -1}, "train.sam_rho: -1"),
-        ({"optimizer__lr_base_batch": 0}, "optimizer.lr_base_batch: 0 is out of range"),
-        ({"optimizer__lr_scaling": "cubic"}, "optimizer.lr_scaling"),
-    ],
-    ids=str,
-)
-def test_bad_values(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], told: str
-) -> None:
-    assert main(train_command, arguments(digits, tmp_path / "run", **changes)) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert len(error.splitlines()) <= 3 and "Traceback" not in error

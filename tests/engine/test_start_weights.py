@@ -1,4 +1,4 @@
-"""The weights that a run starts from: needed once, and never removed by the run that needs them."""
+"""The start weights of a run: needed once, and never removed by the run."""
 
 import shutil
 from pathlib import Path
@@ -24,30 +24,36 @@ def files(folder: Path) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def first(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start") / "first"
-    train_here(arguments(digits, folder, train__max_steps=10))
+    train_here(arguments(digits, folder, train__max_steps=3))
     return folder
 
 
 @pytest.mark.parametrize("key", ["model.checkpoint", "--resume-from"])
-def test_a_run_goes_on_without_the_weights_that_it_started_from(
+def test_resume_without_the_start_weights_gives_the_same_bits(
     first: Path, digits: Path, tmp_path: Path, key: str
 ) -> None:
     start = Path(shutil.copytree(first, tmp_path / "start"))
 
     def words(folder: str, *more: str) -> list[str]:
         named = [key, str(start)] if key.startswith("--") else [f"{key}={start}"]
-        return [*arguments(digits, tmp_path / folder, checkpoint__every_steps=4), *named, *more]
+        return [*arguments(digits, tmp_path / folder, checkpoint__every_steps=4, train__max_steps=8), *named, *more]
 
     train_here(words("whole"))
-    train_here(words("parts", "train.max_steps=14"))
+    train_here(words("parts", "train.max_steps=5"))
     shutil.rmtree(start)
     train_here(words("parts", "--resume"))
     assert state_digest(tmp_path / "parts") == state_digest(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step-0000010/model.safetensors"])
-@pytest.mark.parametrize("key", ["model.checkpoint", "distill.teacher.checkpoint", "--resume-from"])
-def test_overwrite_never_removes_what_the_run_starts_from(first: Path, digits: Path, key: str, inside: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "inside"),
+    [
+        ("model.checkpoint", ""),
+        ("distill.teacher.checkpoint", "checkpoints"),
+        ("--resume-from", "checkpoints/step-0000003/model.safetensors"),
+    ],
+)
+def test_overwrite_of_the_start_weights_is_an_error(first: Path, digits: Path, key: str, inside: str) -> None:
     before = files(first)
     named = [key, str(first / inside)] if key.startswith("--") else [f"{key}={first / inside}"]
     if key.startswith("distill"):
@@ -57,9 +63,7 @@ def test_overwrite_never_removes_what_the_run_starts_from(first: Path, digits: P
     assert files(first) == before
 
 
-def test_weights_that_overwrite_leaves_alone_may_lie_in_the_run_folder(
-    first: Path, digits: Path, tmp_path: Path
-) -> None:
+def test_overwrite_keeps_other_files_of_the_run_folder(first: Path, digits: Path, tmp_path: Path) -> None:
     """A run removes only what runs write."""
     folder = Path(shutil.copytree(first, tmp_path / "run"))
     kept = folder / "mine.safetensors"
@@ -69,13 +73,13 @@ def test_weights_that_overwrite_leaves_alone_may_lie_in_the_run_folder(
     assert kept.exists() and newest(folder).name == "step-0000001"
 
 
-def test_a_files_moving_average_is_taken_and_the_message_says_so(tmp_path: Path) -> None:
+def test_average_in_a_file_is_used_and_reported(tmp_path: Path) -> None:
     trained = timm.create_model("test_resnet", num_classes=10).state_dict()
     average = {name: value + 1 for name, value in trained.items()}
     path = tmp_path / "last.pth.tar"
     torch.save({"state_dict": trained, "state_dict_ema": average}, path)
     config = ModelConfig(name="test_resnet", num_classes=10, checkpoint=str(path))
-    told = f"{path} (its average state_dict_ema; state_dict is left): loaded {len(average)} tensors"
+    told = f"{path} (its average state_dict_ema, not state_dict): loaded {len(average)} tensors"
 
     started, messages = build_start_model(config, 10, 0)
     assert messages == [f"starts from the weights of {told}"]
@@ -86,7 +90,7 @@ def test_a_files_moving_average_is_taken_and_the_message_says_so(tmp_path: Path)
         assert all(torch.equal(model.state_dict()[name], value) for name, value in average.items())
 
 
-def test_what_the_start_weights_learned_otherwise_is_said(
+def test_mismatch_with_the_start_weights_is_reported(
     first: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*words: str, root: Path = digits) -> list[str]:
@@ -104,7 +108,7 @@ def test_what_the_start_weights_learned_otherwise_is_said(
     assert told.endswith("its classes differ: 3 was '3', is '4'")
 
 
-def test_published_weights_under_another_recipes_normalisation(tmp_path: Path) -> None:
+def test_mismatch_with_published_weights_is_reported(tmp_path: Path) -> None:
     """timm says what its weights expect; a recipe that was written for another model names numbers of its own."""
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32)
     config = config_from_dict({"model": {"name": "vit_tiny_patch16_224", "pretrained": True}, "optimizer": {"lr": 0.1}})
