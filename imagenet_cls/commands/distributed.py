@@ -40,14 +40,14 @@ _PATIENCE_SEC = 5.0
 def check_names(loaded: Loaded, world_size: int | None, training: bool = True) -> None:
     """Stage 2 of checking; raises ConfigError. world_size: None if unknown."""
     from imagenet_cls.engine.check import config_problems
-    from imagenet_cls.engine.run import raise_problems
+    from imagenet_cls.engine.start import raise_problems
 
     raise_problems(config_problems(loaded.config, world_size, training), loaded)
 
 
 def join_run(loaded: Loaded, rank_info: RankInfo) -> "Group":
     """`engine.run.join_group`, imported when called."""
-    from imagenet_cls.engine.run import join_group
+    from imagenet_cls.engine.start import join_group
 
     return join_group(loaded, rank_info)
 

@@ -68,7 +68,7 @@ def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, group: "Group")
     """One rank's part of an evaluation."""
     from imagenet_cls.data import worker_death
     from imagenet_cls.engine.inference import evaluate_weights
-    from imagenet_cls.engine.run import check_agreement
+    from imagenet_cls.engine.start import check_agreement
     from imagenet_cls.guards.memory import explain_resource_errors, out_of_memory
     from imagenet_cls.parallel.process_group import run_on_main
 

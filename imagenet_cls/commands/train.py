@@ -123,7 +123,8 @@ def check_work_dir(arguments: argparse.Namespace, loaded: Loaded) -> None:
 
 def train_here(arguments: argparse.Namespace, loaded: Loaded, group: "Group") -> None:
     """One rank's part of a training run."""
-    from imagenet_cls.engine.run import check_agreement, train_run
+    from imagenet_cls.engine.run import train_run
+    from imagenet_cls.engine.start import check_agreement
 
     check_agreement(loaded, group, training=True)
     train_run(loaded, run_options(arguments, loaded), group)

@@ -1,76 +1,43 @@
-"""A training run: its ranks, its folder, what the loop reports and saves, and its end."""
+"""A training run in its folder: start or resume, what the loop reports and saves, and the end."""
 
 import copy
 import logging
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import isfinite
 
 from torch import Tensor, nn
 
-from imagenet_cls.checkpoint.format import Progress, checkpoint_path, list_checkpoints
+from imagenet_cls.checkpoint.format import Progress, checkpoint_path
 from imagenet_cls.checkpoint.optimizer_state import state_holder
 from imagenet_cls.checkpoint.saver import CheckpointSaver
-from imagenet_cls.config.load import Loaded, dump_yaml, format_problems
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.load import Loaded, dump_yaml
 from imagenet_cls.data import TrainBatch, worker_death
-from imagenet_cls.engine.build import Parts, build, data_parallel_devices, num_devices
-from imagenet_cls.engine.check import config_problems, rank_problems
+from imagenet_cls.engine.build import Parts, build, num_devices
+from imagenet_cls.engine.dry_run import dry_run
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.options import RunOptions, starts_from
+from imagenet_cls.engine.options import RunOptions
 from imagenet_cls.engine.plan import micro_batch_for
 from imagenet_cls.engine.restore import restore
-from imagenet_cls.engine.run_folder import RunFolder
-from imagenet_cls.engine.saving import describe_run, disk_space_warning, take_snapshot
-from imagenet_cls.engine.step import autocast
+from imagenet_cls.engine.run_folder import RunFolder, open_run_folder
+from imagenet_cls.engine.saving import disk_space_warning, open_saver
 from imagenet_cls.engine.summary import final_message, startup_table
 from imagenet_cls.engine.train import train
-from imagenet_cls.errors import ConfigError, Problem, Stopped
-from imagenet_cls.guards.agreement import check_same_code, check_same_config, versions
-from imagenet_cls.guards.heartbeat import start_heartbeat
+from imagenet_cls.errors import Stopped
+from imagenet_cls.guards.agreement import versions
 from imagenet_cls.guards.memory import explain_resource_errors, out_of_memory
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.models.freeze import set_training
 from imagenet_cls.parallel.collectives import gather_to_main
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group, choose_device, init_group, run_on_main
+from imagenet_cls.parallel.process_group import Group, run_on_main
 from imagenet_cls.parallel.signals import StopRequest, StopRequested
 from imagenet_cls.report.log import open_log
 from imagenet_cls.report.reporter import Reporter
-
-
-def join_group(loaded: Loaded, rank_info: RankInfo) -> Group:
-    """Wait for the other ranks. Raises UsageError or ResourceError where they do not meet."""
-    logging.captureWarnings(True)  # warnings of libraries go to the log files
-    parallel = loaded.config.parallel
-    device = choose_device(loaded.config.device, rank_info, None if parallel.mode == "dp" else parallel.device_ids)
-    if parallel.mode == "dp" and device.type == "cuda" and rank_info.world_size == 1:
-        device = data_parallel_devices(loaded.config).all[0]
-    group = init_group(rank_info, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
-    return start_heartbeat(group, parallel.timeout_sec)
-
-
-def check_agreement(loaded: Loaded, group: Group, training: bool) -> None:
-    """Raise a UserError on every rank unless all have the same code and config, and stage 2 of the checks passes.
-
-    The launching process has made most of these checks; in an elastic job it does not know the number of ranks.
-    """
-    check_same_code(loaded.config, group)
-    check_same_config(loaded.config, group)
-    stage_2 = rank_problems if group.rank_info.launched else config_problems
-    run_on_main(group, lambda: raise_problems(stage_2(loaded.config, group.world_size, training), loaded))
-
-
-def raise_problems(problems: list[Problem], loaded: Loaded) -> None:
-    """Raise ConfigError with a line for each problem, if there is any."""
-    if problems:
-        raise ConfigError(format_problems(problems, loaded.origins))
 
 
 def train_run(loaded: Loaded, options: RunOptions, group: Group) -> None:
@@ -79,44 +46,16 @@ def train_run(loaded: Loaded, options: RunOptions, group: Group) -> None:
     explain_memory = partial(out_of_memory, config=loaded.config, micro_batch=micro_batch)
     with explain_resource_errors(explain_memory, worker_death):
         if options.dry_run:
-            dry_run(loaded.config, group)
+            dry_run(loaded, group)
         else:
-            run_in_folder(loaded.config, options, group)
+            run_in_folder(loaded, options, group)
 
 
-def dry_run(config: Config, group: Group) -> None:
-    """Build everything, print the start-up table, and try one batch. Writes nothing and changes no weight."""
-    parts = build(config, group)
-    try:
-        with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
-            reporter.table(startup_table(parts, None, Progress()))
-            for message in [*parts.messages, try_one_batch(parts)]:
-                reporter.message(message)
-    finally:
-        parts.train_loader.close()
-
-
-def try_one_batch(parts: Parts) -> str:
-    """Forward and backward with one micro-batch. Returns a sentence about it."""
-    batch = next(iter(parts.train_loader.epoch(0, 0)))
-    set_training(parts.model, parts.config.model)
-    images, targets = parts.prepare(batch, 0, 0, 0)
-    with autocast(parts.group.device, parts.evaluation.autocast_dtype):
-        logits = parts.wrapped(images)
-        loss = parts.criterion(logits, targets, images)
-    loss.backward()
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else [tuple(each.shape) for each in logits]
-    return (
-        f"dry run: one batch of {tuple(batch.images.shape)} gave logits {shape} and loss {loss.item():.4f}; "
-        "no run folder was written"
-    )
-
-
-def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
+def run_in_folder(loaded: Loaded, options: RunOptions, group: Group) -> None:
     """The run in its folder, which is locked from here to the end."""
-    folder = RunFolder(options.work_dir)
+    config, folder = loaded.config, RunFolder(options.work_dir)
     jobs = gather_to_main(list(options.jobs), group)
-    options, resumes = open_folder(folder, config, options, group)
+    options, resumes = open_run_folder(folder, config, options, group)
     log = open_log(options.work_dir, group.rank)
     log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
     stop = StopRequest(group)
@@ -135,7 +74,7 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
                     messages += filter(None, [disk_space_warning(parts, folder.checkpoints)])
                 reporter.table(startup_table(parts, options.work_dir, progress))
                 reporter.config(dump_yaml(config))
-                for message in parts.messages:
+                for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages]:
                     reporter.message(message)
                 for message in messages:
                     reporter.event(progress.step, message)
@@ -154,29 +93,6 @@ def run_in_folder(config: Config, options: RunOptions, group: Group) -> None:
         folder.close()
 
 
-def open_folder(folder: RunFolder, config: Config, options: RunOptions, group: Group) -> tuple[RunOptions, bool]:
-    """Lock the folder, on rank 0. Returns each rank's options, and whether the run resumes from a checkpoint.
-
-    A command that torchrun or SLURM started again resumes its own run, as with --resume, if the attempt before had
-    begun it. Any machine may have rank 0 after a restart, so the restarts of all ranks count. Raises as `RunFolder`.
-    """
-    restarted_by = gather_to_main(list(options.restarted_by), group)
-
-    def open_on_main() -> tuple[bool, bool]:
-        """Whether the command was started again, and whether the folder has a checkpoint."""
-        restarted = folder.begun_by(restarted_by)
-        overwrite = options.overwrite and not restarted
-        if overwrite:
-            folder.check_removable(starts_from(config, options))
-        folder.open(options.resume or restarted, overwrite)
-        return restarted, bool(list_checkpoints(folder.checkpoints))
-
-    restarted, has_checkpoints = run_on_main(group, open_on_main)
-    if restarted:  # keeps this rank's work_dir: ranks on other machines may write their logs elsewhere
-        options = replace(options, resume=True, overwrite=False)
-    return options, options.resume_from is not None or (options.resume and has_checkpoints)
-
-
 def open_reporter(parts: Parts, options: RunOptions, restored: Progress | None) -> Reporter:
     """restored: the progress that the run resumes from, None for a run from scratch."""
     return Reporter(
@@ -188,24 +104,6 @@ def open_reporter(parts: Parts, options: RunOptions, restored: Progress | None) 
         parts.plan.epochs,
         None if restored is None else restored.evaluated_step,
         parts.config.checkpoint.on_error == "continue",
-    )
-
-
-def open_saver(parts: Parts, progress: Progress, folder: RunFolder, reporter: Reporter) -> CheckpointSaver:
-    description = describe_run(parts) if parts.group.is_main else {}
-
-    def before_write() -> None:
-        folder.check_present()
-        reporter.sync()  # first, so that no checkpoint is newer than the records
-
-    return CheckpointSaver(
-        folder.checkpoints,
-        parts.config.checkpoint,
-        parts.group.is_main,
-        progress,
-        take_snapshot=lambda: take_snapshot(parts, progress, description),
-        before_write=before_write,
-        report=lambda line: reporter.event(progress.step, line),
     )
 
 

@@ -10,12 +10,17 @@ import platform
 import shutil
 import socket
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from imagenet_cls.checkpoint.format import list_checkpoints, remove_leftovers, step_of
+from imagenet_cls.config.schema import Config
+from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.files import write_file
+from imagenet_cls.parallel.collectives import gather_to_main
+from imagenet_cls.parallel.process_group import Group, run_on_main
 
 # A folder that has one of these holds a run, and they are all that --overwrite removes. Not the logs: they are appended
 # to, and exist before a run has begun. Checkpoints come first: without them the rest can't be resumed.
@@ -187,3 +192,26 @@ def _remove(path: Path) -> None:
         shutil.rmtree(gone)
     else:
         path.unlink(missing_ok=True)
+
+
+def open_run_folder(folder: RunFolder, config: Config, options: RunOptions, group: Group) -> tuple[RunOptions, bool]:
+    """Lock the folder, on rank 0. Returns each rank's options, and whether the run resumes from a checkpoint.
+
+    A command that torchrun or SLURM started again resumes its own run, as with --resume, if the attempt before had
+    begun it. Any machine may have rank 0 after a restart, so the restarts of all ranks count. Raises as `RunFolder`.
+    """
+    restarted_by = gather_to_main(list(options.restarted_by), group)
+
+    def open_on_main() -> tuple[bool, bool]:
+        """Whether the command was started again, and whether the folder has a checkpoint."""
+        restarted = folder.begun_by(restarted_by)
+        overwrite = options.overwrite and not restarted
+        if overwrite:
+            folder.check_removable(starts_from(config, options))
+        folder.open(options.resume or restarted, overwrite)
+        return restarted, bool(list_checkpoints(folder.checkpoints))
+
+    restarted, has_checkpoints = run_on_main(group, open_on_main)
+    if restarted:  # keeps this rank's work_dir: ranks on other machines may write their logs elsewhere
+        options = replace(options, resume=True, overwrite=False)
+    return options, options.resume_from is not None or (options.resume and has_checkpoints)

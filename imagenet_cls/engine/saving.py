@@ -9,10 +9,13 @@ import torch
 
 from imagenet_cls.checkpoint.format import Progress, Snapshot, list_checkpoints, size_bytes
 from imagenet_cls.checkpoint.optimizer_state import copy_to_host, optimizer_to_tensors
+from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import config_to_dict
 from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.guards.agreement import versions
 from imagenet_cls.optim.build import state_copies
+from imagenet_cls.report.reporter import Reporter
 
 
 def take_snapshot(parts: Parts, progress: Progress, description: dict[str, Any]) -> Snapshot:
@@ -62,4 +65,22 @@ def disk_space_warning(parts: Parts, checkpoints: Path) -> str | None:
     return (
         f"{checkpoints.parent} has {free:,} bytes free, but three checkpoints of this run need {needed - present:,} "
         "more: saving may fail"
+    )
+
+
+def open_saver(parts: Parts, progress: Progress, folder: RunFolder, reporter: Reporter) -> CheckpointSaver:
+    description = describe_run(parts) if parts.group.is_main else {}
+
+    def before_write() -> None:
+        folder.check_present()
+        reporter.sync()  # first, so that no checkpoint is newer than the records
+
+    return CheckpointSaver(
+        folder.checkpoints,
+        parts.config.checkpoint,
+        parts.group.is_main,
+        progress,
+        take_snapshot=lambda: take_snapshot(parts, progress, description),
+        before_write=before_write,
+        report=lambda line: reporter.event(progress.step, line),
     )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from imagenet_cls.commands.train import load_for_training, train_here, train_parser
-from imagenet_cls.engine.run import join_group
+from imagenet_cls.engine.start import join_group
 from imagenet_cls.errors import UserError
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.report.log import close_log
