@@ -99,7 +99,7 @@ def first_batch(images: Images, timeout_sec: float = 60.0) -> tuple[TrainLoader,
 def test_workers_of_a_process_with_killed_and_hung_workers_all_end() -> None:
     path = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCRIPT], env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=150
     )  # returns when no process has its output open
     assert ended.returncode == 1 and ended.stderr.endswith("ValueError: a bug\n"), ended.stderr
     assert "killed: a data worker of process " in ended.stdout and "data.num_workers" in ended.stdout
