@@ -9,12 +9,13 @@ from imagenet_cls.data.policies import policy_problems
 from imagenet_cls.data.samplers import EpochSampler, repeats_problem, samples_per_epoch, shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
-from imagenet_cls.data.transforms import eval_transform, size_px_at, sizes_px, train_transform
+from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at, sizes_px
 from imagenet_cls.data.workers import check_shared_memory, worker_death
 
 __all__ = [
     "DataSets",
     "EpochSampler",
+    "EvalTransform",
     "ImageSource",
     "Preprocess",
     "SyntheticLoader",
@@ -22,12 +23,12 @@ __all__ = [
     "TrainBatch",
     "TrainLoader",
     "TrainPreprocess",
+    "TrainTransform",
     "build_mixing",
     "check_shared_memory",
     "data_problems",
     "decode_rgb",
     "eval_batches",
-    "eval_transform",
     "mixing_problems",
     "open_datasets",
     "policy_problems",
@@ -37,6 +38,5 @@ __all__ = [
     "size_px_at",
     "sizes_px",
     "synthetic_eval_batches",
-    "train_transform",
     "worker_death",
 ]

@@ -112,13 +112,11 @@ def check_part_exists(root: Path, part: str, key: str) -> None:
     found = class_folders(root)
     if not found:
         raise no_classes_error(root)
-    candidates = [
-        *root.parent.glob(part),
-        *(path for depth in ("*", "*/*", "*/*/*") for path in root.glob(f"{depth}/{part}")),
-    ]
+    candidates = [root] if root.name == part else []
+    candidates += sorted(path for depth in ("*", "*/*", "*/*/*") for path in root.glob(f"{depth}/{part}"))
     if candidates:
         raise DataError(
-            f"{root / part}: no such folder, but {min(candidates)} is there\nset data.root={min(candidates).parent}"
+            f"{root / part}: no such folder, but {candidates[0]} is there\nset data.root={candidates[0].parent}"
         )
     remedy = "without validation images: data.val=null data.val_fraction=0.1"
     if key == "data.train":

@@ -216,7 +216,7 @@ def _timm_problems(name: str) -> list[Problem]:
         setting = next((key for key in taken if re.fullmatch(f"{key}({_SETTINGS[key]})", part)), None)
         if setting is None:
             near = next((key for key in sorted(taken, key=len, reverse=True) if part.startswith(key)), None)
-            allowed = f"{near} takes {_SETTINGS[near]}" if near else f"it takes {', '.join(taken)}"
+            allowed = f"{near} must match {_SETTINGS[near]}" if near else f"allowed: {', '.join(taken)}"
             problems.append(
                 Problem("augment.policy", f"{part[:40]!r} is not a setting of timm's {family!r}: {allowed}")
             )

@@ -77,10 +77,10 @@ class EpochSampler(DistributedSampler[SampleKey]):
         first, end = self.start_step * self.global_batch_size, self.steps_per_epoch * self.global_batch_size
         # Each row has one sample of every group, ordered by rank, device and micro-batch.
         rows = self.global_batch_size // (self.world_size * self.devices * self.accumulation)
-        dealt = torch.arange(first, end).view(-1, rows, self.world_size, self.devices, self.accumulation)
-        places = dealt[:, :, self.rank].permute(0, 3, 2, 1).flatten()  # by step, micro-batch, device, row
-        samples = order[places // self.repeats] * self.repeats + places % self.repeats
-        del order, dealt, places
+        grid = torch.arange(first, end).view(-1, rows, self.world_size, self.devices, self.accumulation)
+        positions = grid[:, :, self.rank].permute(0, 3, 2, 1).flatten()  # by step, micro-batch, device, row
+        samples = order[positions // self.repeats] * self.repeats + positions % self.repeats
+        del order, grid, positions
         epoch, repeats = self.epoch, self.repeats
         for start in range(0, len(samples), 1024):  # a Python list of a whole epoch would take 50 MB
             for sample in samples[start : start + 1024].tolist():

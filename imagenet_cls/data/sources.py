@@ -44,7 +44,6 @@ class FolderSource:
         return len(self.index)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        """See `ImageSource.load`."""
         name = self.index.raw_name(i)
         try:
             with open(name if name[:1] == b"/" else self._prefix + name, "rb", buffering=0) as file:  # noqa: PTH123
@@ -57,11 +56,9 @@ class FolderSource:
         raise DataError(f"{self.index.path(i)} (image {i}): {reason}; {self.remedy}")
 
     def name(self, i: int) -> str:
-        """Path below the index's root."""
         return self.index.name(i)
 
     def digest(self) -> str:
-        """The index's digest."""
         return self.index.digest()
 
 
@@ -80,7 +77,6 @@ class MapSource:
         return len(self.dataset)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        """See `ImageSource.load`."""
         item = self.dataset[i]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(f"{self.name(i)}: {_describe(item)}; a data set must return (image, target) pairs")
@@ -105,7 +101,6 @@ class MapSource:
         return image.expand(3, -1, -1), number
 
     def name(self, i: int) -> str:
-        """The data set's name and the image's number."""
         return f"{self.dataset_name}[{i}]"
 
     def digest(self) -> str:
@@ -129,15 +124,12 @@ class SubsetSource:
         return len(self.rows)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        """See `ImageSource.load`."""
         return self.source.load(int(self.rows[i]))
 
     def name(self, i: int) -> str:
-        """Its name in the other source."""
         return self.source.name(int(self.rows[i]))
 
     def digest(self) -> str:
-        """Over the other source's digest and the rows."""
         return sha256(self.source.digest().encode() + self.rows.astype("<i8").tobytes()).hexdigest()
 
 

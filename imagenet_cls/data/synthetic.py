@@ -33,17 +33,14 @@ class SyntheticSource:
         return self.num_images
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        """Image `i` as uint8 (3, size_px, size_px) on the CPU, and its target."""
         draws = generator("synthetic", self.part, i)
         image = torch.randint(0, 256, (3, self.size_px, self.size_px), dtype=torch.uint8, generator=draws)
         return image, hash_key("synthetic target", self.part, i) % len(self.classes)
 
     def name(self, i: int) -> str:
-        """Part and number."""
         return f"synthetic/{self.part}[{i}]"
 
     def digest(self) -> str:
-        """Over part, length, size and number of classes."""
         return sha256(repr((self.part, self.num_images, self.size_px, len(self.classes))).encode()).hexdigest()
 
 

@@ -158,13 +158,3 @@ class EvalTransform:
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         image = F.resize(image, [self.resize_px], interpolation=self.interpolation, antialias=True)
         return F.center_crop(image, [self.crop_px, self.crop_px]).contiguous()
-
-
-def train_transform(augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN) -> TrainTransform:
-    """The transform of training images. See `TrainTransform`."""
-    return TrainTransform(augment, mean)
-
-
-def eval_transform(config: EvalConfig) -> Transform:
-    """The transform of images in evaluation. See `EvalTransform`."""
-    return EvalTransform(config)

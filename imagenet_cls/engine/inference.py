@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from imagenet_cls.checkpoint.format import Snapshot, config_of
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, ModelConfig
-from imagenet_cls.data import ImageSource, Preprocess, decode_rgb, eval_transform, open_datasets
+from imagenet_cls.data import EvalTransform, ImageSource, Preprocess, decode_rgb, open_datasets
 from imagenet_cls.data.layout import is_image
 from imagenet_cls.engine.build import choose_num_classes, rank_devices
 from imagenet_cls.engine.differences import evaluation_differences
@@ -265,7 +265,7 @@ class Predictor:
         self.path, self.kind = snapshot.path, kind
         self.model = models[kind].to(device)
         self.classes = tuple(snapshot.state["classes"])
-        self.transform, self.flip = eval_transform(config.eval), config.eval.flip_tta
+        self.transform, self.flip = EvalTransform(config.eval), config.eval.flip_tta
         preprocessing = snapshot.state["preprocessing"]
         self.preprocess = Preprocess(preprocessing["mean"], preprocessing["std"], device, config.train.channels_last)
 

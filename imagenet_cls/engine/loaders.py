@@ -6,15 +6,15 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data import (
     DataSets,
     EpochSampler,
+    EvalTransform,
     ImageSource,
     SyntheticLoader,
     SyntheticSource,
     TrainLoader,
+    TrainTransform,
     eval_batches,
-    eval_transform,
     shard_for_eval,
     synthetic_eval_batches,
-    train_transform,
 )
 from imagenet_cls.engine.evaluate import Batch
 from imagenet_cls.engine.plan import Plan
@@ -44,7 +44,7 @@ def build_train_loader(
         return SyntheticLoader(source, sampler, plan.loader_batch, config.augment, config.seed, group.device)
     return TrainLoader(
         source,
-        train_transform(config.augment, mean),
+        TrainTransform(config.augment, mean),
         sampler,
         plan.loader_batch,
         config.seed,
@@ -63,7 +63,7 @@ def build_val_batches(config: Config, source: ImageSource, group: Group, num_dev
         return synthetic_eval_batches(source, shard, batch_size, config.eval.crop_px, config.seed, group.device)
     return eval_batches(
         source,
-        eval_transform(config.eval),
+        EvalTransform(config.eval),
         shard,
         batch_size,
         num_workers_for(config, group),

@@ -22,7 +22,7 @@ from imagenet_cls.data.device import Preprocess, TrainPreprocess
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
 from imagenet_cls.data.mixing import build_mixing
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
-from imagenet_cls.data.transforms import train_transform
+from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
 from imagenet_cls.engine.loaders import build_train_loader
 from imagenet_cls.engine.plan import plan_run
@@ -75,7 +75,7 @@ def steps_read(group: Group, batch: int, accumulation: int) -> list[list[int]]:
     """On rank 0, for each step of an epoch the sorted numbers that all ranks' loaders read; from step 1 on."""
     sampler = EpochSampler(103, batch, group.rank, group.world_size, seed=3)
     micro_batch = batch // group.world_size // accumulation
-    whole = train_transform(AugmentConfig(size_px=2, scale=[1.0, 1.0], ratio=[1.0, 1.0]))
+    whole = TrainTransform(AugmentConfig(size_px=2, scale=[1.0, 1.0], ratio=[1.0, 1.0]))
     loader = TrainLoader(Numbered(103), whole, sampler, micro_batch, 3, num_workers=0)
     micro_batches = [numbers_of(batch.images) for batch in loader.epoch(epoch=2, start_step=1)]
     rows = [(index // accumulation, number) for index, numbers in enumerate(micro_batches) for number in numbers]

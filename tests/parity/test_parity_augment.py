@@ -25,7 +25,7 @@ from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, Erasing
 from imagenet_cls.data.erasing import draw_boxes, erase
 from imagenet_cls.data.policies import timm_operations
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.transforms import TrainTransform, train_transform
+from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.seeding import generator, hash_key, seed_generators
 
 SIZE = 32
@@ -63,7 +63,7 @@ def timms_secondary(policy: str, interpolation: str, **options: Any) -> Callable
 )
 def test_each_draw_is_timms(squares: list[Image.Image], policy: str, interpolation: str) -> None:
     theirs = timms_secondary(policy, interpolation)
-    ours = train_transform(AugmentConfig(size_px=SIZE, policy=policy, interpolation=interpolation))  # type: ignore[arg-type]
+    ours = TrainTransform(AugmentConfig(size_px=SIZE, policy=policy, interpolation=interpolation))  # type: ignore[arg-type]
     refused = 0
     for seed, square in enumerate(squares * 2):
         seed_generators(seed)
@@ -83,7 +83,7 @@ def test_the_recipe_of_deit_3_is_timms(squares: list[Image.Image]) -> None:
     """3-Augment and then colour jitter, whose draws are equal and whose pixels are within Pillow's rounding."""
     theirs = timms_secondary("3a", "bicubic", color_jitter=0.3)
     jitter = ColorJitterConfig(brightness=0.3, contrast=0.3, saturation=0.3)
-    ours = train_transform(AugmentConfig(size_px=SIZE, policy="3a", interpolation="bicubic", color_jitter=jitter))
+    ours = TrainTransform(AugmentConfig(size_px=SIZE, policy="3a", interpolation="bicubic", color_jitter=jitter))
     for seed, square in enumerate(squares):
         seed_generators(seed)
         image = ours.colour(F.pil_to_tensor(square)).int()
@@ -113,7 +113,7 @@ def test_each_draw_is_torchvisions(
         policy_kwargs=kwargs,
         interpolation=interpolation,  # type: ignore[arg-type]
     )
-    ours = train_transform(augment)
+    ours = TrainTransform(augment)
     for seed, square in enumerate(squares):
         seed_generators(seed)
         image = ours.colour(F.pil_to_tensor(square))
@@ -165,7 +165,7 @@ def test_randaugment_is_distributed_as_in_timms_pipeline(
         SIZE, is_training=True, auto_augment=policy, interpolation="bicubic", use_prefetcher=True, color_jitter=None
     )
     (timms_policy,) = (step for step in theirs.transforms if hasattr(step, "ops"))
-    ours = train_transform(AugmentConfig(size_px=SIZE, policy=policy, interpolation="bicubic"))
+    ours = TrainTransform(AugmentConfig(size_px=SIZE, policy=policy, interpolation="bicubic"))
     counts: list[Counter[str]] = [Counter(), Counter()]
     count_operations(ours.policies[SIZE].policy, counts[0])  # type: ignore[union-attr]
     count_operations(timms_policy, counts[1])
@@ -283,7 +283,7 @@ def test_the_recipe_of_torchvisions_resnet50_v2_is_its_preset(photographs: list[
             v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR),
         ]
     )
-    ours = train_transform(AugmentConfig(size_px=SIZE, policy="torchvision:trivial_augment_wide"))
+    ours = TrainTransform(AugmentConfig(size_px=SIZE, policy="torchvision:trivial_augment_wide"))
     differences = []
     for seed, photograph in enumerate(photographs):
         seed_generators(seed)

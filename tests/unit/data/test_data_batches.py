@@ -15,7 +15,7 @@ from imagenet_cls.data.loader import TrainBatch, TrainLoader
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource
-from imagenet_cls.data.transforms import train_transform
+from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.seeding import hash_key, seed_generators
 
 
@@ -60,7 +60,7 @@ def test_policy_same_bits_for_any_number_of_workers(image_folder: Path, policy: 
 
     def epoch(num_workers: int) -> list[TrainBatch]:
         sampler = EpochSampler(len(source), 8, 0, 1, seed=5, repeats=2)
-        loader = TrainLoader(source, train_transform(augment), sampler, 4, 5, num_workers)
+        loader = TrainLoader(source, TrainTransform(augment), sampler, 4, 5, num_workers)
         batches = list(loader.epoch(1))
         loader.close()
         return batches
@@ -74,7 +74,7 @@ def test_policy_same_bits_for_any_number_of_workers(image_folder: Path, policy: 
     assert not any(torch.equal(one, other) for one, other in zip(images[::2], images[1::2], strict=True)), "repeats"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_make_the_same_samples_and_boxes(image_folder: Path, world_size: int) -> None:
     augment = AugmentConfig(size_px=16, policy="rand-m9", erasing=ErasingConfig(prob=0.5, mode="pixel"), splits=2)
     source = FolderSource(index_folder(image_folder / "train"))
@@ -82,7 +82,7 @@ def test_ranks_make_the_same_samples_and_boxes(image_folder: Path, world_size: i
     def samples(rank: int, size: int) -> dict[int, tuple[list[int], list[int]]]:
         """Pixels and boxes of an epoch, by the samples' keys."""
         sampler = EpochSampler(len(source), 8, rank, size, seed=5, repeats=3)
-        loader = TrainLoader(source, train_transform(augment), sampler, 8 // size, 5, num_workers=0)
+        loader = TrainLoader(source, TrainTransform(augment), sampler, 8 // size, 5, num_workers=0)
         found: dict[int, tuple[list[int], list[int]]] = {}
         for images, _, boxes, keys in loader.epoch(1):
             assert boxes is not None and keys is not None
@@ -99,7 +99,7 @@ def test_ranks_make_the_same_samples_and_boxes(image_folder: Path, world_size: i
 def test_splits_are_view_major_and_only_later_ones_are_augmented(image_folder: Path, num_workers: int) -> None:
     augment = AugmentConfig(size_px=24, policy="rand-m9", erasing=ErasingConfig(prob=1.0, mode="rand"), splits=3)
     source = FolderSource(index_folder(image_folder / "train"))
-    transform = train_transform(augment)
+    transform = TrainTransform(augment)
     loader = TrainLoader(source, transform, EpochSampler(40, 8, 0, 1, 5, repeats=2), 4, 5, num_workers)
     order = EpochSampler(40, 8, 0, 1, 5, repeats=2)
     order.set_epoch(1)
@@ -131,7 +131,7 @@ def test_image_size_grows_between_epochs_with_the_same_workers(image_folder: Pat
     source = FolderSource(index_folder(image_folder / "train"))
 
     def loader(workers: int) -> TrainLoader:
-        return TrainLoader(source, train_transform(augment), EpochSampler(40, 8, 0, 1, 5), 4, 5, workers)
+        return TrainLoader(source, TrainTransform(augment), EpochSampler(40, 8, 0, 1, 5), 4, 5, workers)
 
     ours, alone = loader(num_workers), loader(0)
     for epoch, side in enumerate((16, 24, 32, 32)):

@@ -7,12 +7,10 @@ from PIL import Image
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
-from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, ErasingConfig, EvalConfig, ProgressiveConfig
+from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, EvalConfig, ProgressiveConfig
 from imagenet_cls.data.decode import rgb_tensor
 from imagenet_cls.data.device import Preprocess
-from imagenet_cls.data.erasing import draw_boxes
-from imagenet_cls.data.transforms import eval_transform, size_px_at, sizes_px, train_transform
-from imagenet_cls.seeding import seed_generators
+from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at, sizes_px
 
 MODES = {
     "nearest": InterpolationMode.NEAREST_EXACT,
@@ -37,7 +35,7 @@ def test_train_transform_within_a_grey_level_of_pillow(photographs: list[Image.I
     augment = AugmentConfig(size_px=96, interpolation=interpolation, hflip_prob=0.5)  # type: ignore[arg-type]
     mode = InterpolationMode.NEAREST if interpolation == "nearest" else MODES[interpolation]
     reference = v1.Compose([v1.RandomResizedCrop(96, interpolation=mode), v1.RandomHorizontalFlip(0.5)])
-    ours = train_transform(augment)
+    ours = TrainTransform(augment)
     for seed in range(20):
         photograph = photographs[seed % 2]
         torch.manual_seed(seed)
@@ -63,7 +61,7 @@ def test_train_transform_equals_torchvisions(photographs: list[Image.Image]) -> 
         v2.RandomVerticalFlip(0.6),
     ]
     jitter = v2.ColorJitter(0.4, 0.3, 0.2, 0.1)
-    ours = train_transform(augment)
+    ours = TrainTransform(augment)
     image = rgb_tensor(photographs[0])
     results = []
     for seed in range(20):
@@ -77,12 +75,12 @@ def test_train_transform_equals_torchvisions(photographs: list[Image.Image]) -> 
 
 @pytest.mark.parametrize("ratio", [1000.0, 0.001])
 def test_crop_of_an_extreme_ratio_is_at_least_a_pixel_wide(ratio: float) -> None:
-    transform = train_transform(AugmentConfig(size_px=16, ratio=[ratio, ratio]))
+    transform = TrainTransform(AugmentConfig(size_px=16, ratio=[ratio, ratio]))
     assert_form(transform(torch.zeros(3, 16, 16, dtype=torch.uint8)), 16)
 
 
 def test_probability_0_draws_nothing(photographs: list[Image.Image]) -> None:
-    transform = train_transform(AugmentConfig(size_px=32, hflip_prob=0.0))
+    transform = TrainTransform(AugmentConfig(size_px=32, hflip_prob=0.0))
     reference = v2.RandomResizedCrop(32)
     image = rgb_tensor(photographs[0])
     torch.manual_seed(3)
@@ -96,7 +94,7 @@ def test_probability_0_draws_nothing(photographs: list[Image.Image]) -> None:
 def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Image]) -> None:
     image = rgb_tensor(photographs[0])
     crops = {mode: v2.RandomResizedCrop(48, interpolation=MODES[mode]) for mode in ("bilinear", "bicubic")}
-    transform, drawn = train_transform(AugmentConfig(size_px=48, interpolation="random", hflip_prob=0.0)), []
+    transform, drawn = TrainTransform(AugmentConfig(size_px=48, interpolation="random", hflip_prob=0.0)), []
     for seed in range(30):
         torch.manual_seed(seed)
         result = transform(image)
@@ -111,7 +109,7 @@ def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Im
 
 def test_jitter_and_grey_equal_torchvisions(photographs: list[Image.Image]) -> None:
     jitter = ColorJitterConfig(prob=0.3, brightness=0.5, hue=0.2)
-    transform = train_transform(AugmentConfig(size_px=32, color_jitter=jitter, grayscale_prob=0.4))
+    transform = TrainTransform(AugmentConfig(size_px=32, color_jitter=jitter, grayscale_prob=0.4))
     reference = v2.Compose(
         [
             v2.RandomResizedCrop(32),
@@ -133,7 +131,7 @@ def test_jitter_and_grey_equal_torchvisions(photographs: list[Image.Image]) -> N
 
 def test_policy_is_applied_between_flips_and_colour(photographs: list[Image.Image]) -> None:
     augment = AugmentConfig(size_px=32, policy="torchvision:trivial_augment_wide", grayscale_prob=1.0)
-    transform = train_transform(augment)
+    transform = TrainTransform(augment)
     policy = v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)
     first = v2.Compose([v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(0.5)])
     image = rgb_tensor(photographs[0])
@@ -152,40 +150,11 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
     augment = AugmentConfig(
         size_px=96, policy="rand-m9-mstd0.5", progressive=ProgressiveConfig([1.0, 3.0], [32, 96], multiple_px=16)
     )
-    transform, image = train_transform(augment), rgb_tensor(photographs[0])
+    transform, image = TrainTransform(augment), rgb_tensor(photographs[0])
     assert [transform(image, epoch).shape[-1] for epoch in range(5)] == [32, 32, 64, 96, 96]
     # timm's shifts in pixels are at most 0.45 of the side
     shifts = [policy.policy.ops[0].hparams["translate_const"] for policy in transform.policies.values()]  # type: ignore[union-attr]
     assert list(transform.policies) == [32, 64, 96] and shifts == [14, 28, 43]
-
-
-def test_views_share_crop_and_flips_and_the_first_has_nothing_else(photographs: list[Image.Image]) -> None:
-    augment = AugmentConfig(
-        size_px=32, policy="torchvision:rand_augment", splits=3, erasing=ErasingConfig(prob=1.0, max_count=2)
-    )
-    transform = train_transform(augment)
-    clean = train_transform(AugmentConfig(size_px=32))
-    image, changed = rgb_tensor(photographs[0]), 0
-    for key in range(0, 30, 3):
-        keys = [key, key + 1, key + 2]
-        seed_generators(key)
-        first, second, third = transform.views(image, 0, keys)
-        seed_generators(key)
-        base = clean(image)
-        assert torch.equal(first.image, base) and first.boxes is not None and not first.boxes.any()
-        for view, own_key in ((second, key + 1), (third, key + 2)):
-            seed_generators(own_key)
-            assert torch.equal(view.image, transform.colour(base))
-            assert (
-                view.boxes is not None and torch.equal(view.boxes, draw_boxes(augment.erasing, 32)) and view.boxes.any()
-            )
-            changed += int(not torch.equal(view.image, base))
-    assert changed >= 15
-    single = train_transform(AugmentConfig(size_px=32, erasing=ErasingConfig(prob=1.0)))
-    seed_generators(5)
-    (view,) = single.views(image, 0, [5])
-    assert view.boxes is not None and view.boxes.any()
-    assert clean.views(image, 0, [5])[0].boxes is None
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))
@@ -199,7 +168,7 @@ def test_eval_transform_within_a_grey_level_of_pillow(
     reference = v1.Compose([v1.Resize(short_px, interpolation=mode), v1.CenterCrop(crop_px)])
     upright, small = photographs[1].transpose(Image.Transpose.ROTATE_90), photographs[1].resize((99, 55))
     for photograph in (photographs[0], upright, small):
-        image = eval_transform(config)(rgb_tensor(photograph))
+        image = EvalTransform(config)(rgb_tensor(photograph))
         assert_form(image, crop_px)
         assert_alike(image, reference(photograph), interpolation)
 

@@ -13,7 +13,7 @@ import torch
 from helpers import environment, wait_for
 
 from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.data import EpochSampler, TrainLoader, train_transform, worker_death
+from imagenet_cls.data import EpochSampler, TrainLoader, TrainTransform, worker_death
 from imagenet_cls.errors import ResourceError
 
 # In a process of its own, since torch's SIGCHLD handler raises wherever the program is.
@@ -89,7 +89,7 @@ class Images:
 
 def first_batch(images: Images, timeout_sec: float = 60.0) -> tuple[TrainLoader, Iterator[object]]:
     """A loader with two workers, and its first epoch after the first batch."""
-    transform, sampler = train_transform(AugmentConfig(size_px=8)), EpochSampler(16, 4, 0, 1, seed=1)
+    transform, sampler = TrainTransform(AugmentConfig(size_px=8)), EpochSampler(16, 4, 0, 1, seed=1)
     loader = TrainLoader(images, transform, sampler, 4, 1, num_workers=2, timeout_sec=timeout_sec)
     epoch = loader.epoch(0)
     next(epoch)
