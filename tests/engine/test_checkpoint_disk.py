@@ -1,5 +1,5 @@
-"""A disk that is full, read-only or gone while a checkpoint is written: what was there stays, one line tells, and the
-run ends with 5 or goes on, as `checkpoint.on_error` says.
+"""A disk that is full, read-only or gone while a checkpoint is written: older checkpoints stay, and the run ends with
+code 5 or continues (`checkpoint.on_error`).
 """
 
 import os
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import arguments, losses, plain, state_digest, train_here
 from torch import Tensor, nn
 
@@ -25,12 +24,12 @@ from imagenet_cls.report.log import close_log
 
 STEPS = 11
 DISK_BYTES = 1_000_000  # a checkpoint of the network takes a tenth
-# What happens in the forward of a step.
+# Called in the forward pass of a step.
 EVENTS: dict[int, Callable[[], object]] = {}
 
 
 class Eventful(nn.Module):
-    """Passes images through, and lets happen what `EVENTS` has for this step, once the save before has ended."""
+    """Returns the images. First waits for the last save and calls what `EVENTS` has for this step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small file system of its own."""
+    """A small file system."""
     place = tmp_path / "disk"
     place.mkdir()
     try:
@@ -69,7 +68,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
-        for _ in range(2):  # a test may have mounted it once more, read-only; `-l` asks for nobody to have left
+        for _ in range(2):  # a test may have mounted it twice
             subprocess.run(["umount", "-l", place], capture_output=True)
 
 
@@ -77,7 +76,7 @@ def mount(*words: object) -> None:
     subprocess.run(["mount", *map(str, words)], check=True, capture_output=True, text=True)
 
 
-def words_for(digits: Path, folder: Path, **changes: Any) -> list[str]:
+def arguments_for(digits: Path, folder: Path, **changes: Any) -> list[str]:
     settings = {"model__name": "test_checkpoint_disk:net", "train__epochs": 1, "checkpoint__every_steps": 2} | changes
     return arguments(digits, folder, **settings)
 
@@ -88,7 +87,7 @@ def fill(disk: Path, left_bytes: int = 0) -> None:
 
 
 def faults(disk: Path) -> dict[str, tuple[Callable[[], object], Callable[[], object], str]]:
-    """What goes wrong, how it is mended, and what is said."""
+    """By name: what breaks the disk, what repairs it, and the error."""
     run, away = disk / "run", disk / "away"
 
     def make_read_only() -> None:
@@ -118,29 +117,32 @@ def needed_and_free(line: str) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The state that the run ends in where nothing goes wrong."""
+    """The digest of the run's end without a fault."""
     EVENTS.clear()
     folder = tmp_path_factory.mktemp("undisturbed")
-    train_here(words_for(digits, folder))
+    train_here(arguments_for(digits, folder))
     close_log()
     return state_digest(folder)
 
 
-@pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
-def test_stop_ends_with_5_and_the_run_can_go_on(
+FAULTS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("full", "read-only", "gone")]
+
+
+@pytest.mark.parametrize("fault", ["full", *FAULTS[1:]])
+def test_failing_disk_on_error_stop_ends_with_5_and_the_run_resumes(
     fault: str, digits: Path, disk: Path, undisturbed: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    break_it, mend_it, said = faults(disk)[fault]
-    EVENTS[5] = break_it
-    words = words_for(digits, disk / "run", log__tensorboard=fault == "full")
+    break_disk, repair_disk, text = faults(disk)[fault]
+    EVENTS[5] = break_disk
+    words = arguments_for(digits, disk / "run", log__tensorboard=fault == "full")
     assert main(train_command, words) == 5
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2, lines
-    assert re.match(rf"could not write {disk}/run/checkpoints.*{said}", lines[0]), lines
+    assert re.match(rf"could not write {disk}/run/checkpoints.*{text}", lines[0]), lines
     if fault == "full":
         needed, free = needed_and_free(lines[0])
         assert needed > free and lines[0].startswith(f"could not write {disk}/run/checkpoints/step-0000006: ")
-    mend_it()
+    repair_disk()
     assert_all_whole(disk / "run", 2, 4)
     EVENTS.clear()
     train_here([*words, "--resume"])
@@ -148,29 +150,30 @@ def test_stop_ends_with_5_and_the_run_can_go_on(
     assert state_digest(disk / "run") == undisturbed
 
 
-@pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
-def test_continue_trains_on_and_saves_the_next_time(
+@pytest.mark.parametrize("fault", [*FAULTS[:2], "gone"])
+def test_failing_disk_on_error_continue_trains_on_and_saves_the_next_time(
     fault: str, digits: Path, disk: Path, undisturbed: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    break_it, mend_it, said = faults(disk)[fault]
-    EVENTS.update({5: break_it, 7: lambda: assert_all_whole(disk / ("away" if fault == "gone" else "run"), 2, 4)})
-    EVENTS[9] = mend_it
+    break_disk, repair_disk, text = faults(disk)[fault]
+    EVENTS.update({5: break_disk, 7: lambda: assert_all_whole(disk / ("away" if fault == "gone" else "run"), 2, 4)})
+    EVENTS[9] = repair_disk
     folder = disk / "run"
-    train_here(words_for(digits, folder, checkpoint__on_error="continue", log__tensorboard=fault == "full"))
+    train_here(arguments_for(digits, folder, checkpoint__on_error="continue", log__tensorboard=fault == "full"))
     out, err = capfd.readouterr()
     assert err == ""
-    told = [line for line in out.splitlines() if "training continues (checkpoint.on_error)" in line]
-    assert len(told) == 2 and all(re.search(said, line) for line in told), out  # the saves of steps 6 and 8
+    reported = [line for line in out.splitlines() if "training continues (checkpoint.on_error)" in line]
+    assert len(reported) == 2 and all(re.search(text, line) for line in reported), out  # the saves of steps 6 and 8
     assert_all_whole(folder, 10, 11)
     assert len(losses(folder)) == STEPS  # of the steps in between, too
     assert state_digest(folder) == undisturbed
 
 
-def test_a_run_whose_last_save_failed_never_ends_well(
+@pytest.mark.nightly
+def test_failed_last_save_on_error_continue_ends_with_5(
     digits: Path, disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     EVENTS[9] = lambda: fill(disk)
-    words = words_for(digits, disk / "run", checkpoint__on_error="continue", log__tensorboard="true")
+    words = arguments_for(digits, disk / "run", checkpoint__on_error="continue", log__tensorboard="true")
     assert main(train_command, words) == 5
     out, err = capfd.readouterr()
     assert re.match(r"could not write .*/step-0000011: No space left on device", err) and err.count("\n") == 2, err
@@ -180,11 +183,12 @@ def test_a_run_whose_last_save_failed_never_ends_well(
     assert_all_whole(disk / "run", 6, 8)
 
 
-def test_a_limit_on_files_is_the_same(digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.nightly
+def test_file_size_limit_ends_with_5(digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     EVENTS[3] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        assert main(train_command, words_for(digits, tmp_path)) == 5
+        assert main(train_command, arguments_for(digits, tmp_path)) == 5
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     lines = capfd.readouterr().err.splitlines()
@@ -193,11 +197,14 @@ def test_a_limit_on_files_is_the_same(digits: Path, tmp_path: Path, capfd: pytes
     assert_all_whole(tmp_path, 2)
 
 
-def test_too_little_room_is_said_at_the_start(digits: Path, disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In the run, and no longer once its checkpoints are there, which make room for others."""
+@pytest.mark.nightly
+def test_too_little_disk_space_is_reported_at_the_start(
+    digits: Path, disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints that are there already count as space: they are removed for new ones."""
 
     def start(max_steps: int, *flags: str) -> str:
-        words = words_for(digits, disk / "run", train__max_steps=max_steps, checkpoint__keep_last=3)
+        words = arguments_for(digits, disk / "run", train__max_steps=max_steps, checkpoint__keep_last=3)
         train_here([*words, *flags])
         return "\n".join(line for line in capfd.readouterr().out.splitlines() if "three checkpoints" in line)
 
@@ -215,7 +222,7 @@ def test_too_little_room_is_said_at_the_start(digits: Path, disk: Path, capfd: p
     assert start(4, "--resume") == ""
 
 
-def test_a_file_that_was_refused_is_caught_up_to_the_byte(disk: Path) -> None:
+def test_metrics_file_on_a_full_disk_is_complete_later(disk: Path) -> None:
     metrics = MetricsFile(disk / "metrics.jsonl")
     records = [{"kind": "event", "step": step, "message": "x" * 3000} for step in range(8)]
     metrics.write(records[0])
@@ -232,13 +239,3 @@ def test_a_file_that_was_refused_is_caught_up_to_the_byte(disk: Path) -> None:
     (disk / "filler").unlink()
     metrics.close()
     assert read_metrics(disk / "metrics.jsonl") == records
-
-
-def test_the_network_is_eventful() -> None:
-    happened = []
-    EVENTS[2] = lambda: happened.append(1)
-    network = net(10)
-    network(torch.zeros(1, 3, 16, 16))
-    assert happened == []
-    network(torch.zeros(1, 3, 16, 16))
-    assert happened == [1]

@@ -1,6 +1,6 @@
-"""Checkpoints of people whom nobody should trust, through every tool that reads one: no code runs, no memory is spent.
+"""Checkpoints from an attacker, through every tool that reads one: their code never runs, and costs no memory.
 
-The canary is a file that appears if anything of them is run.
+The canary is a file that appears when that code runs.
 """
 
 import argparse
@@ -33,27 +33,27 @@ from imagenet_cls.models.weights import read_weights
 from imagenet_cls.report.log import close_log
 
 CANARY = "canary"
-# What a model's module could hold: it sings when it is imported, and again when it is called.
+# A module of the attacker's: importing it creates the canary.
 MODULE = f"""
 from pathlib import Path
 import helpers
 Path({CANARY!r}).touch()
 def build(num_classes, **kwargs):
-    return bed.plain(num_classes)
+    return helpers.plain(num_classes)
 """
 MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In a folder with a module that sings, as one that was unpacked with its checkpoint would have."""
+    """In a folder with the attacker's modules, as if unpacked with the checkpoint."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("songbird", "hubconf"):
+    for name in ("attacker", "hubconf"):
         (tmp_path / f"{name}.py").write_text(MODULE)
     yield
     close_log()
-    sys.modules.pop("songbird", None)
+    sys.modules.pop("attacker", None)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Run a tool here: exit code and stderr, which is told in few lines."""
+    """Run a tool in this process: exit code and stderr, of at most three lines."""
 
     def here(command: Callable, *words: Any) -> tuple[int, str]:
         capsys.readouterr()
@@ -79,7 +79,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
 
 
 def forged(trained: Path, folder: Path, imports: list[str] | None = None, **model: Any) -> Path:
-    """A copy whose config says something else, with digests that fit."""
+    """A copy with another config, and digests that match."""
     shutil.copytree(trained, folder)
     state = json.loads((folder / "state.json").read_text())
     state["config"]["model"] |= model
@@ -94,7 +94,7 @@ def sealed(folder: Path) -> Path:
 
 
 def evaluation(digits: Path, *more: Any) -> list[Any]:
-    """Of a user who has a config with a model of their own."""
+    """Arguments of test.py, with a config that names the user's model."""
     sizes = ["augment.size_px=16", "eval.crop_px=16"]
     return [DEMO, "model.name=helpers:plain", f"data.root={digits}", "data.num_workers=0", *sizes, *more]
 
@@ -105,11 +105,11 @@ def an_image(digits: Path) -> Path:
 
 # ------------------------------------------------------------------------------------ what its config would call
 
-SONGS: dict[str, dict[str, Any]] = {
+ATTACKS: dict[str, dict[str, Any]] = {
     "os:system": {"name": "os:system", "kwargs": {"command": f"touch {CANARY}"}},
     "torch.hub:load": {"name": "torch.hub:load", "kwargs": {"repo_or_dir": ".", "model": "build", "source": "local"}},
-    "songbird:build": {"name": "songbird:build"},
-    "songbird": {"imports": ["songbird"]},
+    "attacker:build": {"name": "attacker:build"},
+    "attacker": {"imports": ["attacker"]},
     "helpers:subprocess.run": {
         "name": "helpers:subprocess.run",
         "kwargs": {"args": ["touch", CANARY]},
@@ -119,11 +119,11 @@ SONGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SONGS)
-def test_what_a_checkpoint_names_is_not_called(
+@pytest.mark.parametrize("name", ATTACKS)
+def test_factory_named_by_a_checkpoint_is_not_called(
     name: str, trained: Path, digits: Path, tmp_path: Path, call: Callable
 ) -> None:
-    changes = {"name": "helpers:plain", **SONGS[name]}
+    changes = {"name": "helpers:plain", **ATTACKS[name]}
     checkpoint = forged(trained, tmp_path / "forged", **changes)
     trusting = ["--allow-import", "helpers:plain"]
     for code, err in (
@@ -134,16 +134,19 @@ def test_what_a_checkpoint_names_is_not_called(
     assert not Path(CANARY).exists()
 
 
-def test_who_only_takes_weights_calls_nothing(trained: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+@pytest.mark.nightly
+def test_tools_that_read_weights_alone_call_nothing(
+    trained: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     """Averaging, a start from weights, a teacher, and going on, which refuses another model."""
-    one, two = (forged(trained, tmp_path / name, ["songbird"], name="songbird:build") for name in ("one", "two"))
+    one, two = (forged(trained, tmp_path / name, ["attacker"], name="attacker:build") for name in ("one", "two"))
     assert call(average_command, one, two, "--out", tmp_path / "average") == (0, "")
     words = arguments(digits, tmp_path / "run", train__max_steps=1)
     assert call(train_command, *words, f"model.checkpoint={one}") == (0, "")
     teacher = ["distill.kind=soft", "distill.teacher.name=helpers:plain", f"distill.teacher.checkpoint={one}"]
     assert call(train_command, *words, *teacher, "--overwrite") == (0, "")
     code, err = call(train_command, *words, "--overwrite", "--resume-from", one)
-    assert code == 4 and "songbird:build" in err and "--allow-change model.name" in err
+    assert code == 4 and "attacker:build" in err and "--allow-change model.name" in err
     # Allowed, it is the config's own model that is built; the checkpoint's is only compared.
     allowed = ["--allow-change", "model.name"]
     assert call(train_command, *words, "--overwrite", "--resume-from", one, *allowed) == (0, "")
@@ -153,21 +156,24 @@ def test_who_only_takes_weights_calls_nothing(trained: Path, digits: Path, tmp_p
 
 
 @pytest.mark.parametrize("way", ["predict", "test", "test, by its config"])
-def test_what_the_user_names_is_called(way: str, trained: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
-    """So the canary does sing where it is allowed to."""
-    checkpoint = forged(trained, tmp_path / "forged", name="songbird:build")
-    allowed = ["--allow-import", "songbird:build"]
+@pytest.mark.nightly
+def test_factory_allowed_by_the_user_is_called(
+    way: str, trained: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    """Which also shows that the canary works."""
+    checkpoint = forged(trained, tmp_path / "forged", name="attacker:build")
+    allowed = ["--allow-import", "attacker:build"]
     words = [str(word) for word in evaluation(digits, checkpoint)]
     command, words = {
         "predict": (predict_command, [checkpoint, an_image(digits), *allowed]),
         "test": (evaluate_command, [*words, *allowed]),
-        "test, by its config": (evaluate_command, [word.replace("helpers:plain", "songbird:build") for word in words]),
+        "test, by its config": (evaluate_command, [word.replace("helpers:plain", "attacker:build") for word in words]),
     }[way]
     assert call(command, *words) == (0, "")
     assert Path(CANARY).exists()
 
 
-def test_keywords_that_no_run_sets_are_refused(trained: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_model_kwargs_that_load_files_are_an_error(trained: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
     kwargs = {"checkpoint_path": "elsewhere.pth"}
     checkpoint = forged(trained, tmp_path / "forged", name="resnet18", kwargs=kwargs)
     code, err = call(predict_command, checkpoint, an_image(digits))
@@ -208,32 +214,47 @@ def hostile_files(state: dict[str, torch.Tensor], folder: Path) -> dict[str, Pat
     return {path.name: path for path in files}
 
 
-def test_a_pickle_is_never_run(trained: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+@pytest.mark.nightly
+def test_hostile_pickle_through_every_tool_is_never_run(
+    trained: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     state = load_file(trained / "model.safetensors")
     good = trained / "model.safetensors"
     words = arguments(digits, tmp_path / "run", train__max_steps=1)
     files = hostile_files(state, tmp_path)
     assert len(files) == 8
     for name, path in files.items():
-        reading = {
+        ends = {
             "model.checkpoint": call(train_command, *words, f"model.checkpoint={path}"),
             "test.py": call(evaluate_command, *evaluation(digits, path)),
             "average": call(average_command, good, path, "--out", tmp_path / "average.safetensors"),
-        }
-        refusing = {
             "predict.py": call(predict_command, path, an_image(digits)),
             "--resume-from": call(train_command, *words, "--resume-from", path),
         }
-        for way, (code, err) in (reading | refusing).items():
+        for way, (code, err) in ends.items():
             assert code == 4 and name in err, (way, err)
         assert not Path(CANARY).exists(), name
     assert not (tmp_path / "average.safetensors").exists()
     torch.load(tmp_path / "zip.pt", weights_only=False)
-    assert Path(CANARY).exists()  # it does sing where it is allowed to
+    assert Path(CANARY).exists()  # the canary works
 
 
+def test_hostile_pickle_is_never_run(trained: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+    """One file of each kind, through one tool; in a checkpoint folder, too."""
+    for name, path in hostile_files(load_file(trained / "model.safetensors"), tmp_path).items():
+        code, err = call(evaluate_command, *evaluation(digits, path))
+        assert code == 4, (name, err)
+    checkpoint = tmp_path / "folder"
+    shutil.copytree(trained, checkpoint)
+    torch.save({"weight": Hostile()}, checkpoint / "model.safetensors")
+    code, err = call(evaluate_command, *evaluation(digits, sealed(checkpoint)))
+    assert code == 4 and str(checkpoint) in err
+    assert not Path(CANARY).exists()
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "ema.safetensors"])
-def test_a_pickle_in_a_checkpoint_folder_is_never_run(
+def test_hostile_pickle_in_a_checkpoint_folder_is_never_run(
     file: str, trained: Path, digits: Path, tmp_path: Path, call: Callable
 ) -> None:
     checkpoint = tmp_path / "folder"
@@ -280,7 +301,7 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_costs_no_memory(lie: str, trained: Path, tmp_path: Path, little_memory: None) -> None:
+def test_false_safetensors_header_costs_no_memory(lie: str, trained: Path, tmp_path: Path, little_memory: None) -> None:
     """Alone, and in a checkpoint folder with digests that fit."""
     (tmp_path / "weights.safetensors").write_bytes(LIES[lie])
     folder = tmp_path / "folder"
@@ -298,7 +319,8 @@ def test_a_header_that_lies_costs_no_memory(lie: str, trained: Path, tmp_path: P
 # ----------------------------------------------------------------------------------------- weights that don't fit
 
 
-def test_weights_that_do_not_fit_are_counted_and_named(
+@pytest.mark.nightly
+def test_weights_of_another_model_through_every_tool_are_an_error(
     trained: Path, digits: Path, tmp_path: Path, call: Callable
 ) -> None:
     """Through each way in, in the same words: counts, the first three of each kind, what to do."""

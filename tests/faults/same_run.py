@@ -108,6 +108,6 @@ def resumed_at(output: Path) -> int:
     text = output.read_text()
     assert "using an older checkpoint" not in text, text
     found = re.search(r"resumed from \S*/step-0*(\d+) at step (\d+)", "".join(text.splitlines()))
-    assert (found is None) == ("starting fresh" in text), text
+    assert (found is None) == ("starting from scratch" in text), text
     assert found is None or found[1] == found[2]
     return 0 if found is None else int(found[2])

@@ -1,4 +1,4 @@
-"""A save that fails on rank 0, which alone writes: all ranks leave, one says why, and the run can go on."""
+"""A save that fails on rank 0: all ranks end, one reports it, and the run can be resumed."""
 
 import os
 import resource
@@ -48,8 +48,14 @@ def told(output: Path) -> str:
     return "".join(output.read_text().splitlines())  # the console breaks lines
 
 
-@pytest.mark.parametrize(("limited", "at", "left"), [("12 999", 15, [5, 10]), (f"{STEPS - 2} 999", STEPS, [30, 35])])
-def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
+IN_THE_MIDDLE = ("12 999", 15, [5, 10])
+AT_THE_END = (f"{STEPS - 2} 999", STEPS, [30, 35])
+
+
+@pytest.mark.parametrize(
+    ("limited", "at", "left"), [IN_THE_MIDDLE, pytest.param(*AT_THE_END, marks=pytest.mark.nightly)]
+)
+def test_failed_save_ends_all_ranks_and_the_run_resumes(
     rank_server: RankServer,
     few_images: Folder,
     undisturbed: Folder,
@@ -58,7 +64,6 @@ def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
     at: int,
     left: list[int],
 ) -> None:
-    """In the middle, and at the end, which is waited for by all."""
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     codes = rank_server.run(words(few_images, folder, "stop"), output, RANKS, LIMITED_STEPS=limited)
     assert codes[0] == 5 and codes[1] != 0, codes
@@ -75,7 +80,8 @@ def test_a_failed_save_ends_all_ranks_and_the_run_goes_on(
     assert records(folder) == records(undisturbed(RANKS))
 
 
-def test_training_goes_on_where_it_is_told_to(
+@pytest.mark.nightly
+def test_failed_save_with_on_error_continue_trains_on(
     rank_server: RankServer, few_images: Folder, undisturbed: Folder, tmp_path: Path
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"

@@ -1,6 +1,6 @@
-"""SIGKILL at named points of a run, each of which is hit: whatever was under way, the run ends in the same bits.
+"""A run killed by SIGKILL at a named point (kill_points.py) and resumed ends in the same bits.
 
-Points that are drawn at random, several in one run: test_random_kills.py.
+At random points, several in one run: test_random_kills.py.
 """
 
 import signal
@@ -12,8 +12,7 @@ from forked_ranks import KillPoint, RankServer
 from same_run import ACCUMULATION, SAVED_EVERY, STEPS, assert_same_run, checkpoints, resumed_at, words_for
 
 IN_STEP_17 = 17 * ACCUMULATION
-# By point: the passing at which the rank dies, and the newest checkpoint that was begun before. Where that one was in
-# its place, nothing older will do.
+# By point: at which passing the rank is killed, and the step of the newest checkpoint whose write has begun by then.
 POINTS: dict[str, tuple[int, int]] = {
     "while_fetching": (IN_STEP_17, 15),
     "while_waiting_for_a_worker": (IN_STEP_17, 15),
@@ -33,18 +32,21 @@ POINTS: dict[str, tuple[int, int]] = {
     "between_epochs": (2, 10),
     "after_the_last_step": (1, STEPS),
 }
-IN_ITS_PLACE = ("checkpoint_after_rename", "before_old_ones_are_removed", "old_one_half_removed", "after_the_last_step")
-# Those where something between the ranks is under way, and who dies.
+# Where that checkpoint is complete, so that the run must resume from it.
+COMPLETE = ("checkpoint_after_rename", "before_old_ones_are_removed", "old_one_half_removed", "after_the_last_step")
+# On two ranks: the points where a collective is in progress, and the rank that is killed.
 ON_TWO_RANKS = [("in_backward", 1), ("after_optimizer_step", 0), ("checkpoint_after_fsync", 0), ("in_evaluation", 1)]
+CASES = [*((point, 1, 0) for point in POINTS), *((point, 2, victim) for point, victim in ON_TWO_RANKS)]
+FAST = [("checkpoint_half_written", 1, 0), ("after_optimizer_step", 2, 0)]
 
 Undisturbed = Callable[[int], Path]
 
 
 @pytest.mark.parametrize(
     ("point", "ranks", "victim"),
-    [*((point, 1, 0) for point in POINTS), *((point, 2, victim) for point, victim in ON_TWO_RANKS)],
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.nightly) for case in CASES],
 )
-def test_a_run_that_was_killed_ends_in_the_same_bits(
+def test_killed_run_resumes_to_the_same_bits(
     rank_server: RankServer, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path,
     point: str, ranks: int, victim: int,
 ) -> None:  # fmt: skip
@@ -62,15 +64,16 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(
     output.unlink()
     assert rank_server.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
     step = resumed_at(output)
-    assert step == begun if point in IN_ITS_PLACE else begun - SAVED_EVERY <= step <= begun
+    assert step == begun if point in COMPLETE else begun - SAVED_EVERY <= step <= begun
     assert_same_run(folder, undisturbed(ranks))
 
 
-def test_a_stop_at_the_end_of_an_epoch_and_kills_while_its_step_is_saved_again(
+@pytest.mark.nightly
+def test_killed_while_a_step_is_saved_again_resumes_to_the_same_bits(
     rank_server: RankServer, few_images: Undisturbed, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """The stop saves step 20 before it is evaluated. The run that goes on evaluates it and saves it once more, and is
-    killed there: what it told of the evaluation is told once in the end.
+    """SIGTERM saves step 20 before its evaluation. The resumed run evaluates it, and is killed while it saves it again:
+    in the end, the evaluation is recorded once.
     """
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     words = words_for(few_images(1), folder)
@@ -85,7 +88,8 @@ def test_a_stop_at_the_end_of_an_epoch_and_kills_while_its_step_is_saved_again(
     assert_same_run(folder, undisturbed(1))
 
 
-def test_an_optimizer_that_keeps_its_step_count_in_its_groups(
+@pytest.mark.nightly
+def test_killed_run_with_step_count_in_parameter_groups_resumes_to_the_same_bits(
     rank_server: RankServer, few_images: Undisturbed, tmp_path: Path
 ) -> None:
     """timm's LAMB, which is not fused either."""
