@@ -1,9 +1,6 @@
-"""What a user can cause, and the exit code that a shell sees for it.
+"""Errors that a user can cause, with the exit codes that a shell sees. Any other exception is a bug (exit code 1).
 
-Owns every exception that is shown to a user without a traceback. An exception of any other type is a bug (exit code 1).
-Refuses to print or exit: `program`, `ranks` and `parallel.ending` do that. Called from everywhere.
-
-A message is at most three lines and ends in what to do: what happened, where, and the remedy.
+A message has at most three lines: what is wrong, where, what to do.
 """
 
 from collections.abc import Sequence
@@ -12,10 +9,9 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Base of all errors that a user can cause. `str(error)` is what the screen shows.
+    """Base of all errors that a user can cause; they are shown without a traceback.
 
-    reported_by_main: rank 0, or a rank before this one on its machine, raises the same error, so that this one need not
-    show it.
+    reported_by_main: another rank reports the same error, so this one stays silent.
     """
 
     exit_code = 2
@@ -23,15 +19,15 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """A command line that cannot be carried out: unknown option, a run folder that is taken, no such config."""
+    """A command that can't be run: an unknown option, a run folder that holds a run, a config that does not exist."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config.
+    """One error in a config.
 
-    key: the dotted key, such as `optimizer.kwargs.momentum`; "" where no key is at fault.
-    message: what was given, what is allowed, did you mean; one line, without the key and without the file.
+    key: the dotted key, such as `optimizer.kwargs.momentum`; "" for none. message: what was given, what is allowed, did
+    you mean; one line, without key and file.
     """
 
     key: str
@@ -39,30 +35,30 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """A config that cannot be run. Holds one line for each problem, all problems at once."""
+    """An invalid config. lines: one for each problem."""
 
     def __init__(self, lines: Sequence[str]):
         self.lines = list(lines)
         super().__init__("\n".join(self.lines))
 
-    def __reduce__(self) -> tuple[type, tuple[list[str]]]:  # errors travel between ranks
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:  # to be sent to other ranks
         return type(self), (self.lines,)
 
 
 class DataError(UserError):
-    """Images, folders or annotation files that are missing, empty, broken or do not fit each other."""
+    """Images, folders or annotation files that are missing, empty, broken or inconsistent."""
 
     exit_code = 3
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be read, written, verified or loaded into this model."""
+    """A checkpoint that can't be read, verified or loaded into this model."""
 
     exit_code = 4
 
 
 class ResourceError(UserError):
-    """The machine or the network gave out: memory, disk, a port, another rank."""
+    """The machine or the network failed: memory, disk, a port, another rank."""
 
     exit_code = 5
 
@@ -74,7 +70,7 @@ class NonFiniteError(UserError):
 
 
 class Stopped(UserError):
-    """The run was asked to stop, has saved, and can go on with `--resume`. 130: Ctrl-C. 140: SIGUSR2. 143: SIGTERM."""
+    """The run was stopped by a signal, after a save. exit_code: 130 for Ctrl-C, 140 for SIGUSR2, 143 for SIGTERM."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)

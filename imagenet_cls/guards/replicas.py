@@ -180,16 +180,12 @@ def diverged_ranks(tensors: Mapping[str, Tensor], group: Group) -> tuple[dict[in
 
 def check_same_weights(model: nn.Module, group: Group) -> None:
     """Raise ResourceError, on all ranks, unless they start with the same weights and buffers. A collective."""
-    diverged, names = diverged_ranks(weights_of(model), group)
-    if diverged:
-        raise reported_by_main(
-            ResourceError(
-                f"the start weights of {_where(diverged)} of {group.world_size} differ from the other ranks', in "
-                f"{_some(names)}.\n"
-                "Check that all machines have the same code, config and versions; else suspect the network or memory."
-            ),
-            group,
-        )
+    _raise_if_diverged(
+        weights_of(model),
+        group,
+        "at the start",
+        "Check that all machines have the same code, config and versions; else suspect the network or memory.",
+    )
 
 
 def check_replicas(tensors: Mapping[str, Tensor], step: int, agreed_at: int, group: Group) -> None:
@@ -198,25 +194,26 @@ def check_replicas(tensors: Mapping[str, Tensor], step: int, agreed_at: int, gro
     A device, a memory or the network is defective, not the config: hence exit code 5. agreed_at: the last step after
     which all ranks agreed.
     """
+    _raise_if_diverged(
+        tensors,
+        group,
+        f"after step {step}",
+        "Suspect a GPU or memory there, GPUs of different kinds, or a model that changes itself by its input; "
+        "parallel.check_every_steps=null turns this check off.\n"
+        f"All ranks agreed after step {agreed_at}, and no checkpoint was saved since: resume with --resume.",
+    )
+
+
+def _raise_if_diverged(tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str) -> None:
     diverged, names = diverged_ranks(tensors, group)
     if diverged:
+        hosts = list(dict.fromkeys(diverged.values()))
+        where = f"{name_ranks(list(diverged))} ({', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''})"
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise reported_by_main(
             ResourceError(
-                f"diverged replicas: {_where(diverged)} of {group.world_size} differ from the rest after step {step}, "
-                f"in {_some(names)}.\n"
-                "Suspect a GPU or memory there, GPUs of different kinds, or a model that changes itself by its input; "
-                "parallel.check_every_steps=null turns this check off.\n"
-                f"All ranks agreed after step {agreed_at}, and no checkpoint was saved since: resume with --resume."
+                f"diverged replicas: {where} of {group.world_size} differ from the rest {when}, in "
+                f"{', '.join(names[:_SHOWN])}{more}.\n{remedy}"
             ),
             group,
         )
-
-
-def _where(diverged: Mapping[int, str]) -> str:
-    hosts = list(dict.fromkeys(diverged.values()))
-    return f"{name_ranks(list(diverged))} ({', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''})"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

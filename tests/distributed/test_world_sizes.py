@@ -116,8 +116,8 @@ def starting_weights(group: Group) -> None:
             value[0] = not value[0] if value.dtype is torch.bool else torch.nextafter(value[0], torch.tensor(9.0))
         if group.world_size > 1:
             listing = "rank 1" if group.world_size < 4 else "ranks 1, 3"
-            apart = rf"of {group.world_size} ranks start from other weights .*: {listing} \(.*\), in {name}\.\n"
-            with pytest.raises(ResourceError, match=apart):
+            diverged = rf"{listing} \(.*\) of {group.world_size} differ from the rest at the start, in {name}\.\n"
+            with pytest.raises(ResourceError, match=diverged):
                 check_same_weights(model, group)
     broadcast_buffers(model)
     model[0].load_state_dict({name[2:]: value for name, value in handed_out.items() if name.startswith("0.")})
