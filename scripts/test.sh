@@ -1,23 +1,13 @@
 #!/usr/bin/env bash
 # Runs the tests:  bash scripts/test.sh [arguments of pytest]
-# All of them take about 15 minutes on two cores. `-m nightly` runs the nightly tests instead.
-# Without arguments as many run at once as there are cores, and then, one by one, those marked `alone`.
-# REPORTS=FOLDER leaves a JUnit file of each of the two parts there.
+# Without arguments: all but the nightly tests, at most 6 minutes on two cores. `-m nightly`: the nightly tests. Both run
+# one process per core; other arguments, such as the path of a file or folder, go to pytest as they are.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 bash "$root/scripts/setup.sh" test
-# Not the caller's folder: the paths in the arguments are relative to the repository, as pytest prints them.
-cd "$root"
-if [ "$#" -gt 0 ]; then exec "$root/.venv/bin/python" -m pytest "$@"; fi
-part() {  # part NAME ARGUMENTS...
-    local name="$1"
-    shift
-    if [ -n "${REPORTS:-}" ]; then set -- "$@" --junitxml="$REPORTS/$name.xml"; fi
-    "$root/.venv/bin/python" -m pytest "$@" || code=$?
-}
-code=0
-part together -m "not alone" --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
-# By their names: to look through all the others for the mark takes a quarter of a minute.
-mapfile -t alone < <(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
-part alone -m alone "${alone[@]}"
-exit "$code"
+cd "$root"  # paths in the arguments are relative to the repository, as pytest prints them
+if [ "$*" = "" ] || [ "$*" = "-m nightly" ]; then
+    # The tests of a file share its fixtures, so they stay in one process.
+    set -- "$@" --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+fi
+exec "$root/.venv/bin/python" -m pytest "$@"

@@ -1,7 +1,4 @@
-"""What all tests share: few threads, which marked tests run, and no quiet skips in CI.
-
-Imports no torch: the tests of `config` measure how fast the program starts without it.
-"""
+"""Shared by all tests: one thread, which marked tests run, skips in CI, fixtures. Does not import torch."""
 
 import os
 import signal
@@ -11,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Where `helpers`, the tests' own network, is found by the name that a config gives it.
+# For `helpers:plain` and others, which configs of tests name.
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
@@ -21,18 +18,22 @@ from forked_ranks import RankServer  # noqa: E402
 # number changes the bits of sums. torch takes MKL's number, too. Set before the import of torch.
 os.environ["MKL_NUM_THREADS"] = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A script's `&` leaves Ctrl-C ignored to all that it starts, and what is tested respects that.
+# A background job of a script ignores Ctrl-C, and so would the runs that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The folders with the longest tests: they run first, so that no worker ends long after the others.
+SLOW_FOLDERS = ("quick", "faults", "distributed", "engine")
+
 
 def in_ci() -> bool:
-    """Whether a tool that is missing is a defect of the machine: `.ci/run` sets CI=true, as most services do."""
+    """Whether a missing tool is a failure: `.ci/run` and most CI services set CI=true."""
     return os.environ.get("CI", "").lower() in ("1", "true")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect nightly tests unless `-m` names them, and skip `gpu` tests where there is no CUDA device."""
+    """Run slow folders first, deselect nightly tests unless `-m` names them, skip `gpu` tests without a CUDA device."""
+    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in SLOW_FOLDERS)
     if "nightly" not in config.option.markexpr:
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
@@ -48,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
-    """In CI, turn every skip but that of a `gpu` test into a failure: there, nothing may go untested unnoticed."""
+    """In CI, a skipped test fails, except `gpu` tests."""
     report = yield
     if in_ci() and report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
         report.outcome = "failed"
@@ -58,7 +59,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
-    """The same for a whole module that skips itself, such as by `pytest.importorskip`."""
+    """The same for a module that skips itself, such as with `pytest.importorskip`."""
     report = yield
     if in_ci() and report.skipped:
         report.outcome = "failed"
@@ -70,7 +71,7 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the handwritten digits, written once for all tests."""
+    """The folder of the handwritten digits, written once per process."""
     from imagenet_cls.data.digits import write_digits
 
     root = tmp_path_factory.mktemp("data") / "digits"
@@ -87,10 +88,10 @@ def rank_server() -> Iterator[RankServer]:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a real SLURM on this machine, a new one for each module: see `slurm_cluster.py`."""
+    """The environment of a real SLURM cluster on this machine, one for each module: see `slurm_cluster.py`."""
     import slurm_cluster
 
-    if not slurm_cluster.is_there():
+    if not slurm_cluster.is_installed():
         pytest.skip("needs a SLURM (Debian: slurm-wlm)")
     with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as env:
         yield env

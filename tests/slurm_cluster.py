@@ -1,7 +1,7 @@
-"""A real SLURM cluster of two machines on this one, for tests: its own folder, ports and configuration.
+"""A SLURM cluster of two nodes on this machine, with its own folder, ports and configuration.
 
-Needs Debian's `slurm-wlm`, and no privileges beyond those that `slurmd` has. Authentication is switched off, so it
-listens to anybody on this machine while a test runs.
+Needs Debian's `slurm-wlm`, and no privileges beyond those of `slurmd`. Authentication is off, so any process on this
+machine can use it while a test runs.
 """
 
 import os
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 DAEMONS = ("slurmctld", "slurmd")
-# A requeued job waits for `cred_expire`, two minutes otherwise, and then for the scheduler.
-# The machines' names are addresses, so that the first of a step's list leads to rank 0, as names do in a cluster.
+# A requeued job waits for `cred_expire` (default: two minutes), then for the scheduler.
+# The node names are addresses, so that the first one of a step leads to rank 0.
 CONFIG = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -47,7 +47,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def is_there() -> bool:
+def is_installed() -> bool:
     return all(shutil.which(name) or Path("/usr/sbin", name).exists() for name in DAEMONS) and bool(
         shutil.which("srun")
     )
@@ -55,7 +55,7 @@ def is_there() -> bool:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Start it, yield the environment that `srun` and `sbatch` need, and end it with every process that it started."""
+    """Yields the environment that `srun` and `sbatch` need; ends the cluster and all its processes at exit."""
     with socket.socket() as a, socket.socket() as b, socket.socket() as c:
         for probe in (a, b, c):
             probe.bind(("", 0))
@@ -63,7 +63,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     host = socket.gethostname().split(".")[0]
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     (folder / "state").mkdir(parents=True)
-    (folder / "gpu").touch()  # SLURM counts files; what is in them is the driver's business
+    (folder / "gpu").touch()  # SLURM only counts files
     text = CONFIG.format(host=host, user=user, folder=folder, ports=ports, cpus=os.cpu_count())
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text(f"NodeName=127.0.0.[1-2] Name=gpu File={folder}/gpu\n")

@@ -10,8 +10,6 @@ from helpers import REPOSITORY, environment, free_port, run
 
 from imagenet_cls.commands.check_dist import RankReport, rank_problems, table
 
-pytestmark = pytest.mark.alone
-
 CHECK = str(REPOSITORY / "tools" / "check_dist.py")
 GOOD = RankReport(0, 0, 2, "host0", "cuda:0 H", "GPU-1", "eth0", "2.15.0", "3.11.7", "2.30.7", True, 100.0)
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from forked_ranks import RankServer, join_group
 
-pytestmark = pytest.mark.alone
-
 
 def wait_for_data_for_ever(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is stopped; rank 0 waits for something that is no collective."""

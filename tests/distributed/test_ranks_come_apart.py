@@ -31,8 +31,6 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.report.log import close_log
 from imagenet_cls.seeding import generator
 
-pytestmark = pytest.mark.alone
-
 HERE = Path(__file__).stem
 RANKS, BATCH, IMAGES, SEED = 2, 8, 96, 0
 _SETTLING_PASSES = 2  # that DDP's buckets take before the first step

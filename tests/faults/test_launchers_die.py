@@ -25,8 +25,6 @@ from helpers import (
 )
 from same_run import assert_same_run, words_for
 
-pytestmark = pytest.mark.alone
-
 ByRanks = Callable[[int], Path]
 LAUNCHERS = ["alone", "spawn", "dist_train.sh"]
 STARTING = LAUNCHERS[1:]

@@ -11,8 +11,6 @@ import pytest
 from forked_ranks import KillPoint, RankServer
 from same_run import ACCUMULATION, assert_same_run, checkpoints, records, resumed_at, words_for
 
-pytestmark = pytest.mark.alone
-
 ByRanks = Callable[[int], Path]
 
 IN_STEP_17 = ("in_forward", 17 * ACCUMULATION)

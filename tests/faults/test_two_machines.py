@@ -19,8 +19,6 @@ import pytest
 from forked_ranks import RankServer
 from helpers import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
 
-pytestmark = pytest.mark.alone
-
 STEPS = 22
 TIMEOUT_SEC = 10.0
 IP = shutil.which("ip") or "/usr/sbin/ip"
