@@ -21,7 +21,7 @@ def main(command: Command, argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code, after printing a UserError on stderr. Any other exception is a bug.
 
     argv: the command's arguments. None: those of this process, which ends here; until the command asks for something
-    else (`raise_interrupts`, or handlers of its own), Ctrl-C ends it at once.
+    else (`raise_interrupts`, or its own handlers), Ctrl-C ends it at once.
     """
     open_streams()
     if argv is None:

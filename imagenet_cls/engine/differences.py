@@ -20,7 +20,7 @@ def evaluation_differences(
     """One line for each key that makes this evaluation differ from the run's own, with a remedy and a warning.
 
     config: the user's, which is evaluated. stored: of the checkpoint in the folder `checkpoint`. preprocessing: its
-    `mean` and `std`, which are used whatever the config says, as its model is.
+    `mean` and `std`, which are used, not the config's, as is its model.
     """
     pairs = [
         (f"{section}.{name}", getattr(getattr(config, section), name), getattr(getattr(stored, section), name))
@@ -39,7 +39,7 @@ def evaluation_differences(
         lines.append(f"{run_config} as CONFIG evaluates as the run did")
     if _may_hold_training_images(config.data, stored.data):
         lines.append("warning: images that the run trained on may be among those evaluated: this is no test of it")
-    used = {"model.name": (config.model.name, stored.model.name)}
+    used: dict[str, tuple[Any, Any]] = {"model.name": (config.model.name, stored.model.name)}
     used |= {f"data.{name}": (getattr(config.data, name), list(preprocessing[name])) for name in ("mean", "std")}
     unused = [
         f"{key}: {here} is not used, but {there}, with which the checkpoint was trained"

@@ -55,8 +55,8 @@ def test_rows_of_the_demo_differ_by_batch_norm(tmp_path: Path) -> None:
 
 
 def test_failing_run_passes_its_message_and_exit_code_on(tmp_path: Path) -> None:
-    words = [DEMO, "data.name=folder", f"data.root={tmp_path / 'nowhere'}", "device=cpu"]
-    done = run([*TOOL, *words], TMPDIR=str(tmp_path))
+    argv = [DEMO, "data.name=folder", f"data.root={tmp_path / 'nowhere'}", "device=cpu"]
+    done = run([*TOOL, *argv], TMPDIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (3, "")
     progress, *error = done.stderr.splitlines()
     assert progress == "1 of 6: one process" and error[0].startswith("one process: ") and len(error) <= 3
@@ -66,9 +66,9 @@ def test_failing_run_passes_its_message_and_exit_code_on(tmp_path: Path) -> None
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_signal_ends_the_run_and_leaves_nothing(digits: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C reaches the run as well, SIGTERM only the tool."""
-    words = overrides_for(digits, 1000, model__name="helpers:noisy", model__kwargs="{pause_sec: 0.2}", train__epochs=99)
+    argv = overrides_for(digits, 1000, model__name="helpers:noisy", model__kwargs="{pause_sec: 0.2}", train__epochs=99)
     process = subprocess.Popen(
-        [*TOOL, *words], env=environment(TMPDIR=str(tmp_path)), cwd=REPOSITORY, text=True, start_new_session=True,
+        [*TOOL, *argv], env=environment(TMPDIR=str(tmp_path)), cwd=REPOSITORY, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:

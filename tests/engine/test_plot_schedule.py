@@ -32,8 +32,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def plot(*words: object) -> int:
-    return main(plot_schedule_command, [str(word) for word in words])
+def plot(*argv: object) -> int:
+    return main(plot_schedule_command, [str(word) for word in argv])
 
 
 def test_plot_and_summary(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +66,8 @@ def test_curves_are_those_of_the_run(config: Path) -> None:
 
 
 def test_momentum_of_a_schedule(config: Path) -> None:
-    words = ["schedule.name=one_cycle", "schedule.kwargs.min_momentum=0.8", "schedule.kwargs.max_momentum=0.95"]
-    momentum = schedule_curves(load_config(config, words).config, 102_500).momentum
+    argv = ["schedule.name=one_cycle", "schedule.kwargs.min_momentum=0.8", "schedule.kwargs.max_momentum=0.95"]
+    momentum = schedule_curves(load_config(config, argv).config, 102_500).momentum
     assert momentum is not None and momentum[0] == momentum[-1] == pytest.approx(0.95)
     assert min(momentum) == pytest.approx(0.8)
 
@@ -77,9 +77,9 @@ def test_momentum_of_a_schedule(config: Path) -> None:
     [("adamw", {"betas": [0.85, 0.99]}, 0.85), ("rmsprop", {"momentum": 0.7}, 0.7), ("timm:adagrad", {}, None)],
 )
 def test_momentum_of_an_optimizer(config: Path, name: str, kwargs: dict, expected: float | None) -> None:
-    words = [f"optimizer.name={name}", "optimizer.lr=0.1", "optimizer.lr_scales={'head.*': 10}"]
-    words += [f"optimizer.kwargs.{key}={value}" for key, value in kwargs.items()]
-    assert initial_momentum(load_config(config, words).config.optimizer) == expected
+    argv = [f"optimizer.name={name}", "optimizer.lr=0.1", "optimizer.lr_scales={'head.*': 10}"]
+    argv += [f"optimizer.kwargs.{key}={value}" for key, value in kwargs.items()]
+    assert initial_momentum(load_config(config, argv).config.optimizer) == expected
 
 
 def test_optimizer_without_momentum_has_no_panel(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,23 +95,23 @@ def test_optimizer_without_momentum_has_no_panel(config: Path, capsys: pytest.Ca
 def test_training_images_are_counted_given_or_assumed(
     config: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["data.val=null", "data.val_fraction=0.2", "train.global_batch_size=100"]
+    argv = ["data.val=null", "data.val_fraction=0.2", "train.global_batch_size=100"]
     for more, expected in (
         ([f"data.root={digits}"], "1,438 training images: counted"),
         (["data.name=synthetic", "data.kwargs.train_images=4096"], "4,096 training images: counted"),
         ([f"data.name=digits data.root={tmp_path / 'none'}"], "1,281,167 training images: assumed"),
         (["data.name=torchvision:CIFAR10", f"data.root={tmp_path / 'none'}"], "1,281,167 training images: assumed"),
     ):
-        extra = words[2:] if "synthetic" in more[0] else words
+        extra = argv[2:] if "synthetic" in more[0] else argv
         assert plot(config, *" ".join(more).split(), *extra) == 0
         assert expected in capsys.readouterr().out and not (tmp_path / "none").exists()
-    assert plot(config, f"data.root={digits}", *words, "--images", 1000) == 0
+    assert plot(config, f"data.root={digits}", *argv, "--images", 1000) == 0
     out = capsys.readouterr().out
     assert "of 1,000 images" in out and "counted" not in out and "assumed" not in out
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "expected"),
+    ("argv", "code", "expected"),
     [
         (["schedule.nam=cosine"], 2, "schedule.nam"),  # stage 1
         (["schedule.cooldown_epochs=5"], 2, "schedule.cooldown_epochs"),
@@ -124,9 +124,9 @@ def test_training_images_are_counted_given_or_assumed(
         (["other.yaml"], 2, "other.yaml"),
     ],
 )
-def test_bad_command_line_is_reported(config: Path, words: list[str], code: int, expected: str, capsys) -> None:
+def test_bad_command_line_is_reported(config: Path, argv: list[str], code: int, expected: str, capsys) -> None:
     Path("folder.png").mkdir()
-    assert plot(config, *words) == code
+    assert plot(config, *argv) == code
     error = capsys.readouterr().err
     assert expected in error and len(error.splitlines()) <= 3
     assert list(Path().glob("**/*.png")) == [Path("folder.png")]

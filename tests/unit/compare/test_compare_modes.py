@@ -59,7 +59,7 @@ def test_defaults_are_replaced_by_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         (["optimizer.lr=fast"], "optimizer.lr"),
         (["train.global_batch_size=63"], "train.global_batch_size"),
@@ -72,10 +72,10 @@ def test_defaults_are_replaced_by_overrides() -> None:
     ],
 )
 def test_bad_command_line_is_reported_before_any_run(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError) as caught:
-        compare_command([*words, "device=cpu"])
+        compare_command([*argv, "device=cpu"])
     assert caught.value.exit_code == 2 and expected in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 3
     assert capsys.readouterr() == ("", "")
