@@ -1,4 +1,4 @@
-"""The few collectives that a run needs, as no-ops for one rank alone. Called by `engine`."""
+"""Collectives; with a single rank they do nothing."""
 
 import json
 
@@ -10,7 +10,7 @@ from imagenet_cls.parallel.process_group import Group
 
 
 def all_sum(tensor: Tensor, group: Group) -> Tensor:
-    """Sum over all ranks, in place; the same bits on every rank. Over the group that carries gradients."""
+    """Sum over all ranks, in place, on the main process group; the same bits on every rank."""
     if group.world_size > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -22,7 +22,7 @@ def all_mean(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather_to_main(rows: list, group: Group) -> list:
-    """All ranks' lists, joined on rank 0 in the order of ranks; an empty list elsewhere. For small host data."""
+    """Concatenate all ranks' lists on rank 0, in the order of ranks; an empty list elsewhere. For small host data."""
     if group.control is None:
         return rows
     parts: list | None = [None] * group.world_size if group.is_main else None
@@ -31,7 +31,7 @@ def gather_to_main(rows: list, group: Group) -> list:
 
 
 def find_differences(facts: dict[str, str], group: Group) -> dict[str, list[int]]:
-    """Names of facts that other ranks state otherwise than rank 0, with those ranks; the same answer on every rank."""
+    """Names of facts that differ from rank 0's, with the ranks where they do; the same result on every rank."""
     if group.control is None:
         return {}
     reference: list[dict[str, str]] = [facts]
@@ -44,9 +44,9 @@ def find_differences(facts: dict[str, str], group: Group) -> dict[str, list[int]
 
 
 def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """Give every rank rank 0's named CPU tensors, over the control group: no shared disk is needed.
+    """Broadcast rank 0's named CPU tensors over the control group, so that no shared disk is needed.
 
-    tensors: rank 0's, any shapes and dtypes; ignored on other ranks. Returns the same names, in the same order.
+    tensors: rank 0's, of any shapes and dtypes; ignored on other ranks. Returns them in the same order on every rank.
     """
     if group.control is None:
         assert tensors is not None
@@ -63,7 +63,7 @@ def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[s
             tensor = tensors[name].contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        # As bytes: gloo does not take every dtype. A tensor without elements has nothing to send.
+        # As bytes: gloo does not support every dtype. An empty tensor is not sent.
         if tensor.numel():
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=group.control)
         received[name] = tensor

@@ -1,9 +1,7 @@
-"""BatchNorm over the images of all ranks: `parallel.sync_bn`.
+"""BatchNorm over the images of all ranks (`parallel.sync_bn`).
 
-Owns the change of a model's BatchNorm layers into synchronised ones. On GPUs they become torch's SyncBatchNorm (with
-timm's variant for its fused layers); torch's refuses CPU tensors, so ranks on CPUs get the one that is defined here.
-Refuses BatchNorm layers with a forward of their own, which a synchronised one would replace unseen. Called by
-`engine.model` before the model is wrapped.
+On GPUs layers become torch's SyncBatchNorm (timm's variant for its fused layers). That one does not support CPU
+tensors, so on CPUs they become the `SyncBatchNorm` defined here.
 """
 
 from typing import Any
@@ -19,42 +17,42 @@ from imagenet_cls.parallel.process_group import Group
 
 
 def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
-    """Let every BatchNorm of `model` see the images of all ranks in training. One rank alone keeps plain layers.
+    """Make every BatchNorm of `model` a SyncBN layer, before the model is wrapped. With a single rank: no change.
 
-    Changes the model in place and returns it (or the new layer, where the model is nothing but a BatchNorm). Names,
-    order, weights and running statistics stay as they are, so checkpoints do not tell the difference.
+    Changes the model in place and returns it, or the new layer if the model is a BatchNorm itself. Names, order,
+    weights and running statistics stay, and so do checkpoints.
 
-    Raises UsageError for a BatchNorm layer whose own forward can't be synchronised (timm's split BatchNorm, say).
+    Raises UsageError for a BatchNorm with another forward, such as timm's split BatchNorm, which SyncBN would replace.
     """
     if group.world_size == 1:
         return model
-    from timm.layers import BatchNormAct2d, convert_sync_batchnorm  # here: ranks that don't need it come up faster
+    from timm.layers import BatchNormAct2d, convert_sync_batchnorm  # slow to import
 
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and not is_synchronized(layer)]
     for layer in layers:
         if type(layer).forward not in (_BatchNorm.forward, BatchNormAct2d.forward):
             raise UsageError(
-                f"parallel.sync_bn: {type(layer).__name__} has a forward of its own, which can't be synchronised.\n"
-                "Set parallel.sync_bn to false, or take a model with plain BatchNorm layers."
+                f"parallel.sync_bn: {type(layer).__name__} can't be synchronised, since it overrides forward.\n"
+                "Set parallel.sync_bn to false, or use a model with plain BatchNorm layers."
             )
     if group.device.type == "cuda":
         return convert_sync_batchnorm(model)
     for layer in layers:
-        # The same tensors, children and options with another forward; torch's lazy layers change class this way, too.
+        # Same tensors, children and options, another forward; torch's lazy layers change class in this way, too.
         layer.__class__ = SyncBatchNormAct if isinstance(layer, BatchNormAct2d) else SyncBatchNorm
     return model
 
 
 def is_synchronized(layer: nn.Module) -> bool:
-    """Whether this is a BatchNorm whose statistics are those of all ranks."""
+    """Whether this layer is a SyncBN layer."""
     return isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
 
 
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm over (N, C, ...) of any floating dtype, on any device, with the statistics of all ranks in training.
 
-    Ranks may hold different numbers of images, but at least one each. In evaluation it is plain BatchNorm. The formulas
-    are those of Ioffe and Szegedy, 2015 (arXiv:1502.03167), section 3; statistics are computed in at least float32.
+    Ranks may have different numbers of images, at least one each. In evaluation it is plain BatchNorm. Formulas: Ioffe
+    and Szegedy, 2015 (arXiv:1502.03167), section 3; statistics are computed in at least float32.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -69,7 +67,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.track_running_stats:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
-            # Without a momentum: the plain mean over all batches so far.
+            # Without a momentum: the mean over all batches so far.
             share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
             for running, new in ((self.running_mean, mean), (self.running_var, variance)):
                 assert running is not None
@@ -78,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class SyncBatchNormAct(SyncBatchNorm):
-    """The same for timm's layer that drops out and activates, too."""
+    """SyncBatchNorm for timm's BatchNormAct2d, with its dropout and activation."""
 
     drop: nn.Module
     act: nn.Module
@@ -102,7 +100,7 @@ class _Normalize(torch.autograd.Function):
         own = torch.cat([mean, variance, count])
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, own)
-        # Means and variances are merged, not sums and sums of squares, whose difference would cancel.
+        # Merges means and variances; the difference of sums of squares would suffer from cancellation.
         means, variances, counts = torch.stack(ranks).split([channels, channels, 1], dim=1)
         total = counts.sum()
         mean = (counts * means).sum(0) / total
@@ -121,13 +119,13 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the sum of all ranks' losses by this rank's input; by weight and bias this rank's share."""
+        """Gradient of the sum of all ranks' losses for this rank's input; this rank's share for weight and bias."""
         input, weight, bias, mean, inverse_std, total = ctx.saved_tensors
         shape, others = _per_channel(input), _all_but_channels(input)
         grad = grad.to(mean.dtype)
         normalized = (input.to(mean.dtype) - mean.view(shape)) * inverse_std.view(shape)
         sums = torch.stack([grad.sum(others), (grad * normalized).sum(others)])
-        # DDP reduces the gradients of weight and bias, as it does all others.
+        # DDP reduces the gradients of weight and bias.
         grad_bias = None if bias is None else sums[0].to(bias.dtype)
         grad_weight = None if weight is None else sums[1].to(weight.dtype)
         reduced = sums.clone()
@@ -139,7 +137,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _per_channel(input: Tensor) -> list[int]:
-    """The shape that lets a tensor (C,) act on `input`'s channels."""
+    """The shape with which a tensor (C,) broadcasts over `input`'s channels."""
     return [1, -1, *[1] * (input.ndim - 2)]
 
 

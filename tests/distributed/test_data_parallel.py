@@ -20,7 +20,7 @@ from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, TrainConfig
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.data_parallel import Devices, as_called_here, choose_devices, spread
+from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread, with_callers_autocast
 from imagenet_cls.seeding import seed_generators
 
 CPU = torch.device("cpu")
@@ -164,9 +164,9 @@ def test_autocast_reaches_other_threads_with_its_dtype() -> None:
         thread.join()
 
     with torch.autocast("cpu", torch.float16):
-        in_thread("wrapped", as_called_here(layer, "cpu"))
+        in_thread("wrapped", with_callers_autocast(layer, "cpu"))
         in_thread("plain", layer)
-    in_thread("without", as_called_here(layer, "cpu"))
+    in_thread("without", with_callers_autocast(layer, "cpu"))
     assert found == {"wrapped": torch.float16, "plain": torch.float32, "without": torch.float32}
 
 
@@ -178,7 +178,7 @@ def test_on_a_cpu_it_trains_as_without_and_says_so(digits: Path, tmp_path: Path,
     train_here(arguments(digits, tmp_path / "plain", "noisy", **common))
     assert "parallel.mode=dp" not in capsys.readouterr().out
     train_here(arguments(digits, tmp_path / "dp", "noisy", **common, parallel__mode="dp"))
-    assert capsys.readouterr().out.count("parallel.mode=dp: no GPU takes part, so the model runs on the CPU") == 1
+    assert capsys.readouterr().out.count("parallel.mode=dp: no GPU is used, so the model runs on the CPU") == 1
     for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
         assert (newest(tmp_path / "dp") / name).read_bytes() == (newest(tmp_path / "plain") / name).read_bytes()
     state = safetensors.torch.load_file(newest(tmp_path / "dp") / "model.safetensors")

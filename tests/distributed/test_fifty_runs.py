@@ -1,8 +1,7 @@
-"""Fifty runs of two ranks in a row end without an abort: gloo's threads do not survive the end of the interpreter.
+"""Runs of two ranks end without an abort: gloo's threads may abort in the interpreter's finalization.
 
-This file is also the program that the test starts: it imports torch once and forks the ranks of one run after the
-other. Each is a whole run, to its end in `parallel.group.leave`. A rank that goes through the end of the interpreter
-instead aborts now and then, so here it says so each time; bare forks, unlike those of multiprocessing, would get there.
+This file is also the program that the test starts: it imports torch once and forks the ranks of each run, which end in
+`parallel.exit.end_process`. A rank that reached the finalization instead would print a line.
 """
 
 import atexit
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY, TRAIN, arguments, losses, run
 
-RUNS, STEPS = 50, 3
+STEPS = 3
 
 
 def words_for(images: Path, folder: Path) -> list[str]:
@@ -34,27 +33,28 @@ def images(digits: Path, tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def test_fifty_runs_end_without_an_abort(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs", [5, pytest.param(50, marks=pytest.mark.nightly)])
+def test_many_runs_end_without_an_abort(images: Path, tmp_path: Path, runs: int) -> None:
     paths = f"{REPOSITORY / 'tests'}:{REPOSITORY}"
-    done = run([sys.executable, __file__, str(images), str(tmp_path)], timeout_sec=120, PYTHONPATH=paths)
-    assert done.stdout.split() == ["0,0"] * RUNS, done.stderr
+    done = run([sys.executable, __file__, str(images), str(tmp_path), str(runs)], timeout_sec=120, PYTHONPATH=paths)
+    assert done.stdout.split() == ["0,0"] * runs, done.stderr
     assert done.stderr == ""
-    assert all(len(losses(tmp_path / str(number))) == STEPS for number in range(RUNS))
+    assert all(len(losses(tmp_path / str(number))) == STEPS for number in range(runs))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["spawn", "pytorch"])
-def test_fifty_launched_runs_end_without_an_abort(images: Path, tmp_path: Path, launcher: str) -> None:
+def test_many_launched_runs_end_without_an_abort(images: Path, tmp_path: Path, launcher: str) -> None:
     codes = []
-    for number in range(RUNS):
+    for number in range(50):
         words = [*words_for(images, tmp_path / str(number)), "--launcher", launcher, "--gpus", "2"]
         done = run([sys.executable, TRAIN, *words])
         codes.append((done.returncode, done.stderr))
-    assert codes == [(0, "")] * RUNS
+    assert codes == [(0, "")] * 50
 
 
-def main(images: Path, folder: Path) -> None:
-    # Once, in the parent, what takes longer than all the rest of a run: imports, reading the config, drawing curves.
+def main(images: Path, folder: Path, runs: int) -> None:
+    # Once, in the parent, what takes longest: imports, reading the config, plots.
     import imagenet_cls.engine.run
     import imagenet_cls.parallel.exit  # noqa: F401
     from imagenet_cls.commands.distributed import RankCommand, run_rank
@@ -65,22 +65,21 @@ def main(images: Path, folder: Path) -> None:
     loaded = load_for_training(train_parser().parse_intermixed_args([*words, "parallel.timeout_sec=30"]))
     command = RankCommand("train.py", train_parser, lambda _: loaded, check_work_dir, train_here)
     reporter.plot_run = lambda *_: []
-    gc.freeze()  # else each fork's collector would copy the pages of all modules
-    for number in range(RUNS):
+    gc.freeze()  # garbage collection in a child would copy all modules' pages
+    for number in range(runs):
         pids = [os.fork()]
         if pids[0]:
             pids.append(os.fork())
         if not pids[-1]:
             rank = str(len(pids) - 1)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            atexit.register(os.write, 2, b"a rank goes through the end of the interpreter\n")
+            atexit.register(os.write, 2, b"a rank reached the finalization\n")
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             run_rank(command, ["--work-dir", str(folder / str(number))])
-            return  # it never comes here, but one that did would end as any script does
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         print(*codes, sep=",", flush=True)
     gc.unfreeze()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -86,6 +86,7 @@ def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
 # ----------------------------------------------------------------------------------------------- torch's
 
 
+@pytest.mark.nightly
 def test_torch_distributed_launch_under_nohup(one_rank: Path, digits: Path, tmp_path: Path) -> None:
     """It passes --local-rank=N; the terminal closes (SIGHUP), and the run goes on."""
     words = words_for(digits, tmp_path / "run")
@@ -126,6 +127,7 @@ def test_by_hand(one_rank: Path, digits: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ several nodes
 
 
+@pytest.mark.nightly
 def test_spawn_on_two_nodes(one_rank: Path, digits: Path, tmp_path: Path) -> None:
     """Each in a folder of its own; the second finds the first by parallel.init_method."""
     folders = [tmp_path / "node0", tmp_path / "node1"]
@@ -156,11 +158,12 @@ def test_a_machine_that_nobody_joins_says_where_it_waits_and_ends(digits: Path, 
     config, *rest = arguments(digits, tmp_path / "run", parallel__timeout_sec=3)
     port = str(free_port())
     done = run(["bash", DIST_TRAIN, config, "1", *rest], NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert done.stdout == f"node rank 0 of 2 meets the others at 127.0.0.1:{port}\n"
+    assert done.stdout == f"node 0 of 2: rendezvous at 127.0.0.1:{port}\n"
     assert done.returncode == 5 and "1/2 clients joined" in done.stderr and len(done.stderr.splitlines()) <= 3
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_an_elastic_job_takes_who_comes_and_restarts(one_rank: Path, digits: Path, tmp_path: Path) -> None:
     """Two machines of one to two; on one of them the rank is killed: all start again, and go on by themselves, though
     either machine may have rank 0 then."""
@@ -202,6 +205,7 @@ def test_a_given_port_that_is_taken_is_named(digits: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_two_jobs_at_once_and_one_of_them_meets_in_a_file(one_rank: Path, digits: Path, tmp_path: Path) -> None:
     """Nobody names a port. The file goes away with the run, so that the next one may have it."""
     store = tmp_path / "meeting"
@@ -217,6 +221,7 @@ def test_two_jobs_at_once_and_one_of_them_meets_in_a_file(one_rank: Path, digits
 # ------------------------------------------------------------------------------------------ MPI and SLURM
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
 def test_mpirun(one_rank: Path, digits: Path, tmp_path: Path) -> None:
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
@@ -224,6 +229,7 @@ def test_mpirun(one_rank: Path, digits: Path, tmp_path: Path) -> None:
     assert_agrees(one_rank, [tmp_path / "run"], run_together([(command, {})]))
 
 
+@pytest.mark.nightly
 def test_slurm_train_on_two_machines(one_rank: Path, digits: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
     script = str(REPOSITORY / "scripts" / "slurm_train.sh")
     env = slurm | {"GPUS": "2", "GPUS_PER_NODE": "1", "CPUS_PER_TASK": "1", "SRUN_ARGS": "--quiet --time=5"}
@@ -233,6 +239,7 @@ def test_slurm_train_on_two_machines(one_rank: Path, digits: Path, tmp_path: Pat
     assert "rank 1 of 2 on cpu" in told
 
 
+@pytest.mark.nightly
 def test_srun_inside_a_batch_job(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Two tasks on one machine. In the batch script itself, which has SLURM's variables too, nothing is a rank."""
     find = "import os; from imagenet_cls.parallel.environment import find_rank_info as f; assert f(os.environ) is None"

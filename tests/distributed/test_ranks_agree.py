@@ -27,7 +27,9 @@ def start_words(way: str, words: list[str]) -> list[str]:
     }[way]
 
 
-@pytest.mark.parametrize("way", ["dist_train.sh", "spawn", "torchrun"])
+@pytest.mark.parametrize(
+    "way", ["spawn", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("dist_train.sh", "torchrun"))]
+)
 def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_path: Path, way: str) -> None:
     folder = tmp_path / "run"
     # The same network by two names: a factory's, and one that a module under `imports` registers in each process.
@@ -50,7 +52,7 @@ def test_two_ranks_repeat_the_losses_of_one(one_rank: Path, digits: Path, tmp_pa
         assert abs(ours["top1_pct"] - alone["top1_pct"]) <= 100 / 359 + 1e-9  # one image on the edge may tip
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_more_ranks_too(rank_server: RankServer, digits: Path, tmp_path: Path, ranks: int) -> None:
     """Three is the odd one: nothing halves evenly, and sums are taken in another order."""
     common = {"train.global_batch_size": 48, "train.max_steps": 6, "optimizer.lr": 0.01}

@@ -128,7 +128,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) / 2
 
-    with pytest.raises(UsageError, match="Halved has a forward of its own") as refusal:
+    with pytest.raises(UsageError, match="Halved can't be synchronised") as refusal:
         synchronize_batch_norm(nn.Sequential(nn.BatchNorm2d(3), Halved(3)), TWO)
     assert len(str(refusal.value).splitlines()) <= 3
     timms = timm.layers.SplitBatchNorm2d(4)

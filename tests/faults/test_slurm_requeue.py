@@ -1,6 +1,6 @@
-"""A batch job of a real SLURM that is told of its time limit: it saves, is queued again, and ends in the same bits.
+"""A batch job in a real SLURM before its time limit: it saves, is requeued, and ends with the same bits.
 
-What a rank says and does at SIGUSR2, and a SLURM that refuses: test_stop_signals.py.
+The fast tests, with a scontrol of their own, are in test_stop_signals.py.
 """
 
 import os
@@ -24,15 +24,16 @@ def call(words: list[str], folder: Path, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("pause_sec", "options"),
     [
-        pytest.param(0.1, "--time=5", id="told by hand"),
-        # SLURM looks every 30 s, and tells a job that has less than 30 s left by then.
-        pytest.param(0.5, "--time=1 --signal=USR2@30", id="by its time limit", marks=pytest.mark.nightly),
+        pytest.param(0.1, "--time=5", id="scancel"),
+        # SLURM checks every 30 s, and signals a job that has less than 30 s left.
+        pytest.param(0.5, "--time=1 --signal=USR2@30", id="time limit"),
     ],
 )
-def test_a_batch_job_saves_before_its_time_limit_and_goes_on_by_itself(
+def test_batch_job_before_its_time_limit_is_requeued_and_resumes(
     few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path, slurm: dict[str, str], pause_sec: float, options: str
 ) -> None:
     folder = tmp_path / "a run"  # its words reach the ranks through two shells
@@ -48,7 +49,7 @@ def test_a_batch_job_saves_before_its_time_limit_and_goes_on_by_itself(
     if "--signal" not in options:
         wait_for(lambda: steps_done(folder) >= 12, "step 12")
         call(["scancel", "--signal=USR2", job], tmp_path, **slurm)
-    wait_for(lambda: said(f"SLURM will start job {job} again"), "the job to be queued again", 60)
+    wait_for(lambda: said(f"SLURM will restart job {job}"), "the job to be queued again", 60)
     assert steps_done(folder) < STEPS
     wait_for(lambda: said("\ndone\n"), "the job to go on to its end")
 
@@ -60,7 +61,7 @@ def test_a_batch_job_saves_before_its_time_limit_and_goes_on_by_itself(
     assert_same_bits(folder, undisturbed(2))
 
 
-def test_without_a_batch_job_it_waits_and_takes_no_other_word_for_one(tmp_path: Path) -> None:
+def test_slurm_script_with_an_invalid_batch_value_exits_with_code_2(tmp_path: Path) -> None:
     env = os.environ | {"BATCH": "yes"}
     done = subprocess.run(
         ["bash", SCRIPT, "main", "tests", "configs/demo.yaml"], env=env, capture_output=True, text=True, timeout=120

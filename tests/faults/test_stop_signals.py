@@ -47,7 +47,7 @@ def test_sigterm_saves_the_same_step_and_nothing_is_lost(
     step = STOPPED_AT[ranks]
     assert output.read_text().splitlines()[-2:] == [
         f"stopped by SIGTERM after step {step} of 40, saved in {folder}/checkpoints/step-{step:07d}",
-        "Go on with the same command and --resume.",
+        "Resume with the same command and --resume.",
     ]
     assert checkpoints(folder)[-1] == step
 
@@ -101,7 +101,7 @@ def test_a_slurm_job_is_queued_again_by_one_rank_and_goes_on_by_itself(
     assert codes == [140, 140]
     assert output.read_text().splitlines()[-2:] == [
         f"stopped by SIGUSR2 after step 18 of 40, saved in {folder}/checkpoints/step-0000018",
-        "SLURM will start job 4711 again, and it goes on by itself.",
+        "SLURM will restart job 4711, which resumes by itself.",
     ]
     assert (tmp_path / "bin" / "asked").read_text() == "requeue 4711\n"
 
@@ -121,8 +121,8 @@ def test_a_job_that_slurm_does_not_take_back_is_saved_and_says_so(
     ]
     assert output.read_text().splitlines()[-3:] == [
         f"stopped by SIGUSR2 after step 17 of 40, saved in {folder}/checkpoints/step-0000017",
-        "SLURM did not queue job 4711 again: Requested operation is presently disabled for job 4711",
-        "Go on with the same command and --resume.",
+        "SLURM did not requeue job 4711: Requested operation is presently disabled for job 4711",
+        "Resume with the same command and --resume.",
     ]
 
 
@@ -136,6 +136,6 @@ def test_other_signals_save_and_stop_alike(
     assert rank_server.run(words, output, 1, [KillPoint(*IN_STEP_17, 0, number)]) == [128 + number]
     assert output.read_text().splitlines()[-2:] == [
         f"stopped by {number.name} after step 17 of 40, saved in {folder}/checkpoints/step-0000017",
-        "Go on with the same command and --resume.",
+        "Resume with the same command and --resume.",
     ]
     assert checkpoints(folder)[-1] == 17

