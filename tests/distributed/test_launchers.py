@@ -1,4 +1,4 @@
-"""Every launcher that there is, for real: two ranks repeat the run of one, write one run, and speak with one voice."""
+"""Every launcher: two ranks reproduce the run of one, write one run folder, and print once."""
 
 import os
 import re

@@ -1,9 +1,4 @@
-"""What docs/parallel.md says of ranks, shown by ranks: what DDP sends and when, what each rank has in the end.
-
-Each row of the page's tables names the test that holds it; a test here that no row names is noticed by
-tests/architecture/test_docs_parallel.py. Two ranks are started once, and leave what they saw for the tests. What needs
-one process only: test_lessons_alone.py.
-"""
+"""What docs/parallel.md says about DDP: what is sent and when, and what each of two ranks has in the end."""
 
 import json
 import os
@@ -26,6 +21,8 @@ from imagenet_cls.engine import run as engine_run
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import BatchNormStatistics, wrap_model
+
+pytestmark = pytest.mark.nightly
 
 RANKS = 2
 PAUSE_SEC = 1.0

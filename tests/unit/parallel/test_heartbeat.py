@@ -37,7 +37,7 @@ def heartbeats() -> Iterator[Heartbeats]:
         reasons = [] if aborts is None else aborts
         for heartbeat in found:
             heartbeat.start([other.me for other in found], reasons.append)
-        wait_for(lambda: all(len(heartbeat._silence()) == count - 1 for heartbeat in found), "all heartbeats", 5)
+        wait_for(lambda: all(len(heartbeat._silence()) == count - 1 for heartbeat in found), "all heartbeats")
         return found
 
     yield make
@@ -95,7 +95,7 @@ def test_silent_rank_aborts_the_others_once_unless_they_are_leaving(heartbeats: 
     _, leaving, gone = heartbeats(3, aborts)
     leaving.stop_aborting()
     vanish(gone)
-    wait_for(lambda: bool(aborts), "an abort", 10)
+    wait_for(lambda: bool(aborts), "an abort")
     time.sleep(0.6)
     (reason,) = aborts
     assert on_ranks(2) in str(reason) and reason.exit_code == 5
