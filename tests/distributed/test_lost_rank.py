@@ -12,6 +12,7 @@ from forked_ranks import RankServer, join_group
 
 from imagenet_cls.guards.heartbeat import start_heartbeat
 
+
 def wait_outside_of_collectives(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is stopped; rank 0 sleeps."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
