@@ -1,8 +1,8 @@
-"""What saving costs: `python benchmarks/checkpoint_cost.py`.
+"""Cost of saving: `python benchmarks/checkpoint_cost.py`.
 
-A ResNet-50 on the CPU with an average and SGD's momentum. Three things: how long the loop stands still for a save, how
-long the write behind it takes, and how much slower CPU steps are meanwhile. The first is set against 2 % of an epoch of
-ImageNet, at two published speeds (`EPOCHS`). Each figure is a median.
+A ResNet-50 on the CPU with EMA and momentum. Measures how long the loop waits for a save, how long the write in the
+background takes, and how much slower CPU steps are during a write. The first is relative to 2 % of an epoch of ImageNet
+at two published speeds (`EPOCHS`). Each number is a median.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 class Training:
-    """Steps of a ResNet-50 on one batch of noise, and what a run holds besides."""
+    """Steps of a ResNet-50 on one batch of noise, with the state of a run."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ class Training:
         self.progress.step += 1
 
     def timed_step(self) -> tuple[float, float]:
-        """Seconds on the clock, and of a core: with one thread the two differ by what others had of it."""
+        """Wall-clock and CPU seconds: with one thread they differ if other programs use the core."""
         begin = time.thread_time()
         return seconds(self.step), time.thread_time() - begin
 
@@ -72,7 +72,7 @@ class Training:
         return take_snapshot(cast(Parts, parts), self.progress, {})
 
     def hash(self) -> None:
-        """What ranks compare before each save, where there are several."""
+        """The hash that several ranks compare before each save."""
         tensor_hashes(replicated_tensors(self.model, self.ema.module, self.optimizer.state))
 
 
@@ -106,25 +106,25 @@ def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, flo
         copies.append(seconds(saver.save))
         while any(thread.name == "checkpoint" for thread in threading.enumerate()):
             meanwhile.append(training.timed_step())
-        beside.append(time.perf_counter() - started[-1])  # to the end of a step, and with the removal of the old one
+        beside.append(time.perf_counter() - started[-1])  # to the end of a step; includes the deletion of the old one
         saver.wait()
     rows = [
-        ("the loop stands still: copy to host memory", median(copies)),
-        ("before it, on several ranks: the hash that they compare", median(hashes)),
+        ("the loop waits for the copy to host memory", median(copies)),
+        ("before it, on several ranks: the hash that is compared", median(hashes)),
         ("the write, alone", median(writes)),
-        ("the write, beside training", median(beside)),
+        ("the write, during training", median(beside)),
     ]
-    for when, steps in (("alone", alone), ("beside a write", meanwhile)):
+    for when, steps in (("alone", alone), ("during a write", meanwhile)):
         what = f"a step {when} ({BATCH} images of {SIDE_PX} px, {len(steps)} steps)"
         rows.append((what, median(wall for wall, _ in steps)))
-        rows.append(("the same, in time that its thread had a core", median(cpu for _, cpu in steps)))
+        rows.append(("the same, in CPU time", median(cpu for _, cpu in steps)))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saves", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1, help="of the training; the write has one of its own")
+    parser.add_argument("--threads", type=int, default=1, help="of the training; the write has another one")
     parser.add_argument("--folder", type=Path, help="on the disk to write to (default: a temporary one)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -142,8 +142,8 @@ def main() -> None:
     still = rows[0][1]
     for name, epoch_sec in EPOCHS.items():
         share = 100 * still / epoch_sec
-        print(f"\n{name}: {epoch_sec:.1f} s an epoch, {100 * SHARE:g} % of it {1e3 * SHARE * epoch_sec:.0f} ms")
-        print(f"the loop stands still for {share:.2f} % of that epoch")
+        print(f"\n{name}: {epoch_sec:.1f} s per epoch, {100 * SHARE:g} % of it {1e3 * SHARE * epoch_sec:.0f} ms")
+        print(f"the loop waits for {share:.2f} % of the epoch")
 
 
 if __name__ == "__main__":

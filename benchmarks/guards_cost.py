@@ -1,8 +1,8 @@
-"""What the guards of a training step cost, each measured alone: `python benchmarks/guards_cost.py`.
+"""Cost of the guards of a training step, each measured alone: `python benchmarks/guards_cost.py`.
 
-On the CPU, with the tensors of a ResNet-50 where their size matters, and with two gloo ranks where ranks talk. Each row
-is the median over blocks of its calls; what happens less often than once a step is divided among the steps. The sum is
-set against a step of 100 ms, which is what a GPU takes for some 256 images.
+On the CPU, with the tensors of a ResNet-50 and two gloo ranks for collectives. Each row is the median over blocks of
+calls; the cost of rarer calls is divided by the steps between them. The sum is relative to a step of 100 ms, about that
+of a GPU with 256 images.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from imagenet_cls.seeding import hash_key, seed_generators
 
 CPU = torch.device("cpu")
 STEP_SEC = 0.1
-# Between two stop flags: a shorter step than any, but long enough for a flag to arrive.
+# Between two stop requests: shorter than any step, but long enough for the all-reduce.
 PAUSE_SEC = 0.005
-# As a job on one machine has them.
+# A job on one machine.
 HEARTBEAT_RANKS = 8
 
 
 class Row(NamedTuple):
-    """calls: measured. a_step: how often it happens in a step."""
+    """calls: measured. a_step: calls per step."""
 
     guard: str
     calls: int
@@ -93,16 +93,16 @@ def on_one_rank(calls: int) -> Iterator[Row]:
     def finite() -> Tensor:
         return (~torch.isfinite(norm)).float()
 
-    yield Row("key of a micro-batch's draws", calls, measured(key_of_a_micro_batch, calls), 1)
-    yield Row("is the norm finite", calls, measured(finite, calls), 1)
+    yield Row("key of the random draws of a micro-batch", calls, measured(key_of_a_micro_batch, calls), 1)
+    yield Row("check that the norm is finite", calls, measured(finite, calls), 1)
     few = max(3, calls // 100)
     yield Row("norm of the gradient", few, measured(lambda: nn.utils.get_total_norm(gradients), few), 1, _NORM)
     statistics, skipped = BatchNormStatistics(model, group), torch.tensor(False)
-    yield Row("BatchNorm's statistics settled", calls, measured(lambda: statistics.sync(skipped), calls), 1)
+    yield Row("BatchNorm's running statistics", calls, measured(lambda: statistics.sync(skipped), calls), 1)
     meter, nonfinite = Meter(group, 256), NonFiniteGuard(group, 10, 1000)
     every = LogConfig().every_steps
     loss = torch.tensor(1.0)
-    yield Row("meter: a step noted", calls, measured(lambda: meter.add(1, 0, 0.1, loss, norm, skipped), calls), 1)
+    yield Row("meter: add a step", calls, measured(lambda: meter.add(1, 0, 0.1, loss, norm, skipped), calls), 1)
 
     def look() -> None:
         meter.rows, meter.values = [(1, 0, 0.1)] * every, values
@@ -111,23 +111,23 @@ def on_one_rank(calls: int) -> Iterator[Row]:
         nonfinite.check(records, meter.own_losses)
 
     values = meter.values[:every]
-    yield Row(f"meter: {every} steps read", calls, measured(look, calls), 1 / every)
+    yield Row(f"meter: read {every} steps", calls, measured(look, calls), 1 / every)
     batches = meter.time_waiting(iter(lambda: 0, 1))
-    yield Row("meter: wait for a batch timed", calls, measured(lambda: next(batches), calls), 1)
+    yield Row("meter: data wait", calls, measured(lambda: next(batches), calls), 1)
     saver = CheckpointSaver(
         Path("none"), CheckpointConfig(), False, Progress(), lambda: Snapshot({}, {}, {}, {}), lambda: None, print
     )
-    yield Row("has a save failed", calls, measured(saver.check, calls), 1)
+    yield Row("check for a failed save", calls, measured(saver.check, calls), 1)
     every = ParallelConfig().check_every_steps or 0
     drift = ReplicaCheck(group, every, 0, dict)
-    yield Row("is the ranks' comparison due", calls, measured(lambda: drift.check_if_due(1), calls), 1)
+    yield Row("check whether a comparison is due", calls, measured(lambda: drift.check_if_due(1), calls), 1)
     held = replicated_tensors(model, timm.create_model("resnet50"), optimizer.state)
     few = max(3, calls // 500)
-    yield Row("hash of weights, average, momentum", few, measured(lambda: tensor_hashes(held), few), 1 / every, _HASH)
+    yield Row("hash of weights, EMA and momentum", few, measured(lambda: tensor_hashes(held), few), 1 / every, _HASH)
 
 
 def heartbeats(calls: int) -> Row:
-    """Sending to, and hearing, every other rank once a second; the thread does both."""
+    """Send to and receive from every other rank once a second."""
     ours, theirs = Heartbeat(0, "127.0.0.1", 600.0), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     theirs.bind(("127.0.0.1", 0))
     address = ("127.0.0.1", theirs.getsockname()[1])
@@ -135,18 +135,18 @@ def heartbeats(calls: int) -> Row:
     ours._others = {1: Member(1, "host", "127.0.0.1", address[1], 1)}
     theirs.connect(("127.0.0.1", ours.me.port))
 
-    def beat_and_hear() -> None:
+    def send_and_receive() -> None:
         ours._send(0, [address])
         theirs.send(theirs.recv(64)[:8] + (1).to_bytes(4, "big") + b"\0")
         ours._note(ours._socket.recv(64))
 
-    sec = measured(beat_and_hear, calls)
+    sec = measured(send_and_receive, calls)
     theirs.close()
     return Row("heartbeat to and from a rank", calls, sec, (HEARTBEAT_RANKS - 1) * STEP_SEC, _BEAT)
 
 
 def on_two_ranks(rank: int, folder: str, calls: int) -> None:
-    """A rank's part of what needs two: the flags of a stop request, the comparison's collective."""
+    """A rank's part of the collectives: the stop request and the comparison of replicas."""
     torch.set_num_threads(1)
     group = init_group(RankInfo(rank, rank, 2, 2), CPU, "auto", "gloo", f"file://{folder}/store", 60.0)
     stop = StopRequest(group)
@@ -178,26 +178,24 @@ def between_ranks(calls: int) -> Iterator[Row]:
         for rank in ranks:
             rank.join()
         back_to_back, with_time, compare = map(float, Path(folder, "seconds").read_text().split())
-    yield Row("stop flag between ranks", calls, with_time, 1, _FLAG.format(back_to_back * 1e6))
-    yield Row("comparison between ranks", calls, compare, 1 / (ParallelConfig().check_every_steps or 1))
+    yield Row("stop request, all-reduced", calls, with_time, 1, _FLAG.format(back_to_back * 1e6))
+    yield Row("comparison of replicas between ranks", calls, compare, 1 / (ParallelConfig().check_every_steps or 1))
 
 
-_NORM = (
-    "on one CPU core, 102 MB read; on a GPU a matter of memory bandwidth. Not in the sum: it is reported as `grad_norm`"
-)
+_NORM = "on one CPU core, 102 MB read. Not in the sum: it is reported as `grad_norm`"
 _HASH = "on one CPU core, 307 MB read"
-_BEAT = f"both sides of it, with {HEARTBEAT_RANKS} ranks, in a thread of its own"
-_FLAG = f"{PAUSE_SEC * 1e3:.0f} ms after the one before" + "; without a pause, on the way there and back, {:.0f} us"
+_BEAT = f"both directions, with {HEARTBEAT_RANKS} ranks, in a background thread"
+_FLAG = f"{PAUSE_SEC * 1e3:.0f} ms after the previous one" + "; without a pause {:.0f} us"
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| guard | calls | us a call | us a step | |", "|---|---:|---:|---:|---|"]
+    lines = ["| guard | calls | us per call | us per step | |", "|---|---:|---:|---:|---|"]
     lines += [
         f"| {row.guard} | {row.calls} | {row.call_sec * 1e6:.1f} | {row.step_sec * 1e6:.1f} | {row.note} |"
         for row in rows
     ]
     total = sum(row.step_sec for row in rows if row.note is not _NORM)
-    lines.append(f"| all of them | | | {total * 1e6:.0f} | {100 * total / STEP_SEC:.2f} % of {STEP_SEC * 1e3:.0f} ms |")
+    lines.append(f"| sum | | | {total * 1e6:.0f} | {100 * total / STEP_SEC:.2f} % of {STEP_SEC * 1e3:.0f} ms |")
     return "\n".join(lines)
 
 
@@ -212,7 +210,7 @@ def main() -> None:
     package = Path(__file__).resolve().parents[1] / "imagenet_cls"
     begin = time.perf_counter()
     digest_of_sources(package)
-    print(f"\nonce, at the start: digest of the package's sources {1e3 * (time.perf_counter() - begin):.0f} ms")
+    print(f"\nonce, at the start: digest of the source files {1e3 * (time.perf_counter() - begin):.0f} ms")
 
 
 if __name__ == "__main__":
