@@ -1,4 +1,4 @@
-"""Which checkpoints stay where the weights and their average are at their best at different steps."""
+"""Which checkpoints stay where the raw weights and the EMA are best at different steps."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ STEPS = 11  # in an epoch
 
 
 class Reversed(nn.Sequential):
-    """From the last step of the second epoch on, the classifier is turned round: what it knew best it now knows worst.
+    """From the last step of the second epoch on, the classifier's weight is negated.
 
-    At that step the average hardly notices, at a decay of 0.8; four steps later it is turned round, too.
+    The EMA with a decay of 0.8 hardly changes at that step, and is negated four steps later.
     """
 
     def __init__(self, num_classes: int):
@@ -34,7 +34,7 @@ class Reversed(nn.Sequential):
         return super().forward(images)
 
 
-def test_the_best_of_each_kind_stays(digits: Path, tmp_path: Path) -> None:
+def test_best_checkpoint_of_each_kind_stays(digits: Path, tmp_path: Path) -> None:
     settings = {"train__epochs": 3, "ema__decay": 0.8, "checkpoint__keep_last": 1, "checkpoint__every_steps": 4}
     train_here(
         arguments(
@@ -46,7 +46,7 @@ def test_the_best_of_each_kind_stays(digits: Path, tmp_path: Path) -> None:
     for kind in ("raw", "ema"):
         results = {record["step"]: record["top1_pct"] for record in evaluations(tmp_path) if record["weights"] == kind}
         best[kind] = max(results, key=lambda step: results[step])
-    assert best == {"raw": STEPS, "ema": 2 * STEPS}, "or the test would be about nothing"
+    assert best == {"raw": STEPS, "ema": 2 * STEPS}, "the premise of this test"
     stay = list_checkpoints(tmp_path / "checkpoints")
     assert sorted(map(step_of, stay)) == [STEPS, 2 * STEPS, 3 * STEPS]
     assert all(read_checkpoint(path) for path in stay)

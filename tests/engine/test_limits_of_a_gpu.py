@@ -1,4 +1,4 @@
-"""What only a GPU does: overflow in half precision, which is no error, and memory that runs out for real."""
+"""What only a GPU does: overflow in half precision, and real out-of-memory errors."""
 
 import json
 import re
@@ -23,7 +23,7 @@ TINY = {
 
 
 def steep(logits: Tensor, targets: Tensor) -> Tensor:
-    """Whose gradient, times the loss scale that a run begins with, does not fit into half precision."""
+    """Its gradient times the initial loss scale overflows in half precision."""
     return 1000 * functional.cross_entropy(logits, targets)
 
 
@@ -38,7 +38,7 @@ def greedy(num_classes: int) -> nn.Module:
 
 
 @pytest.mark.gpu
-def test_overflow_of_the_loss_scale_is_no_error_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_fp16_overflow_is_no_error_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     changes = TINY | {"train__precision": "fp16", "train__deterministic": "true", "optimizer__lr": 1e-5}
     changes |= {"loss__name": f"{__name__}:steep", "train__max_nonfinite_steps": 1, "checkpoint__every_steps": 3}
     train_here(arguments(tmp_path, tmp_path / "whole", "noisy", **changes))
@@ -54,7 +54,7 @@ def test_overflow_of_the_loss_scale_is_no_error_and_resumes_to_the_same_bits(tmp
 
 
 @pytest.mark.gpu
-def test_memory_that_runs_out_is_told_with_batch_image_size_peak_and_total(tmp_path: Path) -> None:
+def test_out_of_memory_error_names_batch_image_size_peak_and_total(tmp_path: Path) -> None:
     with pytest.raises(ResourceError) as error:
         train_here(arguments(tmp_path, tmp_path / "run", **TINY, **{"model.name": f"{__name__}:greedy"}))
     close_log()

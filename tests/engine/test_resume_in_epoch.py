@@ -1,4 +1,4 @@
-"""A run that goes on in the middle of an epoch: it reads what is left and nothing else, and knows what it knew.
+"""A run that is resumed in the middle of an epoch reads only what is left of it, and keeps its progress.
 
 With another number of ranks: tests/faults/test_other_ranks.py.
 """
@@ -23,7 +23,7 @@ def progress_of(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "state.json").read_text())["progress"]
 
 
-def test_late_in_an_epoch_nothing_is_replayed(tmp_path: Path) -> None:
+def test_resume_late_in_an_epoch_replays_nothing(tmp_path: Path) -> None:
     """An epoch of as many steps as ImageNet's, of one image each. A checkpoint at step 1 is made one at step 4,900."""
     notes, folder = tmp_path / "notes", tmp_path / "run"
 
@@ -51,7 +51,7 @@ def test_late_in_an_epoch_nothing_is_replayed(tmp_path: Path) -> None:
     assert list(read) == order[LATE : LATE + 3] and set(read.values()) == {1}
 
 
-def test_other_workers_go_on_to_the_same_bits(digits: Path, tmp_path: Path) -> None:
+def test_resume_with_other_data_workers_ends_in_the_same_bits(digits: Path, tmp_path: Path) -> None:
     def words(folder: str, **more: object) -> list[str]:
         return arguments(
             digits, tmp_path / folder, "noisy", ema__decay=0.9, train__micro_batch_size=64,
@@ -60,7 +60,7 @@ def test_other_workers_go_on_to_the_same_bits(digits: Path, tmp_path: Path) -> N
         )  # fmt: skip
 
     train_here(words("whole"))
-    # Where the run is cut it is evaluated, which an undisturbed one is not: so go on from before that.
+    # max_steps ends a run with an evaluation, which the whole run does not have at this step: resume from before.
     train_here(words("parts", train__max_steps=16))
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-0000016")
     train_here([*words("parts", data__num_workers=3, data__prefetch_batches=4), "--resume"])
@@ -68,10 +68,12 @@ def test_other_workers_go_on_to_the_same_bits(digits: Path, tmp_path: Path) -> N
     assert state_digest(tmp_path / "parts") == state_digest(tmp_path / "whole")
 
 
-def test_what_a_run_knows_survives(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The best so far, the history that a plateau goes by, and the count of the average's updates, which warm up.
+def test_resume_keeps_best_evaluations_and_ema_warmup(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best so far, the evaluations that `plateau` reads, and the number of EMA updates, which the warm-up reads.
 
-    Between two evaluations, and under a config of which only what is no recipe has changed.
+    Resumed between two evaluations, with a changed key that is not recipe.
     """
     folder = tmp_path / "run"
     settings = {
@@ -81,8 +83,8 @@ def test_what_a_run_knows_survives(digits: Path, tmp_path: Path, capsys: pytest.
     train_here(arguments(digits, folder, train__max_steps=11, **settings))
     known = progress_of(newest(folder))
     train_here([*arguments(digits, folder, train__max_steps=13, log__every_steps=2, **settings), "--resume"])
-    told = capsys.readouterr().out
-    assert "changed since the checkpoint: log.every_steps: 1 -> 2" in told
+    output = capsys.readouterr().out
+    assert "changed since the checkpoint: log.every_steps: 1 -> 2" in output
     later = progress_of(folder / "checkpoints" / "step-0000012")
     assert known["best"]["raw"]["step"] == known["best"]["ema"]["step"] == 11 and len(known["evaluations"]) == 1
     assert {**later, "step": 11} == known

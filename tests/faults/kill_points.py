@@ -1,8 +1,7 @@
-"""Named points of a run at which a rank sends itself a signal: for what nobody outside could hit twice.
+"""Named points of a run at which a rank sends itself a signal, so that a kill can be repeated exactly.
 
-A point is passed many times; a rank is hit at the passing that it is told to. Everything is patched in the rank's own
-process, on the lowest level there is (`os`, torch's global hooks), so that what is tested does not know. Imported by
-`forked_ranks.py` in a process that has torch.
+Given are the point, and at which of its passings. Patched are `os`, torch's global hooks and a few methods, in the
+process of the rank. Imported by `forked_ranks.py`, in a process that has torch.
 """
 
 import os
@@ -27,10 +26,7 @@ Passed = Callable[[], None]
 
 
 def arm(point: str, passing: int, number: int) -> None:
-    """Let this process get the signal when it passes `point` for the `passing`-th time since the loop began.
-
-    What lies before the loop, such as the throw-away passes of DistributedDataParallel, passes nothing.
-    """
+    """Send this process the signal when it passes `point` for the `passing`-th time since the training loop began."""
     begun, times = False, 0
 
     def passed() -> None:
@@ -54,7 +50,7 @@ def arm(point: str, passing: int, number: int) -> None:
 
 
 def while_fetching(passed: Passed) -> None:
-    """Half of a micro-batch is made."""
+    """Half of a micro-batch is loaded."""
     make = _TrainSamples.batch
 
     def batch(self: _TrainSamples, keys: list[Any]) -> Any:
@@ -70,12 +66,12 @@ def while_waiting_for_a_worker(passed: Passed) -> None:
 
 
 def in_forward(passed: Passed) -> None:
-    """In the network's middle: BatchNorm's statistics of this step are in, and dropout has drawn."""
+    """At the dropout layer: BatchNorm's statistics are updated, and dropout has drawn."""
     at_dropout(lambda module, output: passed() if module.training else None)
 
 
 def in_backward(passed: Passed) -> None:
-    """In its middle: the head has its gradient, and the rest has none."""
+    """The head has its gradient, the other layers have none."""
 
     def hook(module: nn.Module, output: torch.Tensor) -> None:
         if module.training and output.requires_grad:
@@ -89,7 +85,7 @@ def before_optimizer_step(passed: Passed) -> None:
 
 
 def after_optimizer_step(passed: Passed) -> None:
-    """Neither the average nor the records know of the step."""
+    """Before the EMA update and the records of the step."""
     register_optimizer_step_post_hook(lambda *_: passed())
 
 
@@ -106,12 +102,12 @@ def between_epochs(passed: Passed) -> None:
 
 
 def after_the_last_step(passed: Passed) -> None:
-    """Everything is saved; the last words are not said."""
+    """Everything is saved; the final message is not printed."""
     before(engine_run, "final_message", passed)
 
 
 def half_a_record(passed: Passed) -> None:
-    """A line of metrics.jsonl whose second half never reaches the file."""
+    """Half of a line of metrics.jsonl is written."""
     flush = MetricsFile.flush
 
     def flush_half(self: MetricsFile) -> None:
@@ -127,17 +123,17 @@ def half_a_record(passed: Passed) -> None:
 
 
 def checkpoint_opened(passed: Passed) -> None:
-    """Its temporary folder is there, and empty."""
+    """The temporary folder exists, and is empty."""
     after(os, "mkdir", passed, lambda path, *_: is_temporary(path))
 
 
 def checkpoint_half_written(passed: Passed) -> None:
-    """Files are missing, and one is cut off."""
+    """Files are missing, and one is truncated."""
 
-    def at_event(event: str, words: tuple[Any, ...]) -> None:
-        if event != "open" or not str(words[0]).endswith("/state.json") or "w" not in str(words[1]):
+    def at_event(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not str(arguments[0]).endswith("/state.json") or "w" not in str(arguments[1]):
             return
-        folder = Path(str(words[0])).parent
+        folder = Path(str(arguments[0])).parent
         if is_temporary(folder):
             weights = folder / "model.safetensors"
             content = weights.read_bytes()
@@ -149,17 +145,17 @@ def checkpoint_half_written(passed: Passed) -> None:
 
 
 def checkpoint_before_fsync(passed: Passed) -> None:
-    """All files are written, and none is on the disk for sure."""
+    """All files are written, none is synced."""
     before(os, "fsync", passed, lambda descriptor: ".tmp-step" in str(path_of(descriptor)))
 
 
 def checkpoint_after_fsync(passed: Passed) -> None:
-    """It is whole, beside its place."""
+    """It is complete, in its temporary folder."""
     before(os, "rename", passed, lambda source, target, **_: is_temporary(source))
 
 
 def checkpoint_after_rename(passed: Passed) -> None:
-    """It is in its place, which the disk may not know yet."""
+    """It has its name; the parent folder is not synced."""
     after(os, "rename", passed, lambda source, target, **_: is_temporary(source))
 
 
@@ -168,7 +164,7 @@ def before_old_ones_are_removed(passed: Passed) -> None:
 
 
 def old_one_half_removed(passed: Passed) -> None:
-    """The model is gone, the rest is there."""
+    """The model is removed, the rest is not."""
     remove = shutil.rmtree
 
     def rmtree(path: Any, *rest: Any, **more: Any) -> None:
@@ -211,10 +207,10 @@ def before(owner: Any, name: str, passed: Passed, where: Callable[..., bool] = a
     """Pass before each call of `owner.name` whose arguments `where` accepts."""
     function = getattr(owner, name)
 
-    def call(*words: Any, **more: Any) -> Any:
-        if where(*words, **more):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if where(*args, **kwargs):
             passed()
-        return function(*words, **more)
+        return function(*args, **kwargs)
 
     setattr(owner, name, call)
 
@@ -223,9 +219,9 @@ def after(owner: Any, name: str, passed: Passed, where: Callable[..., bool] = al
     """Pass after each call of `owner.name` whose arguments `where` accepts."""
     function = getattr(owner, name)
 
-    def call(*words: Any, **more: Any) -> Any:
-        result = function(*words, **more)
-        if where(*words, **more):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if where(*args, **kwargs):
             passed()
         return result
 

@@ -1,4 +1,4 @@
-"""The run that all cases of a kill share, and what it means that a disturbed one ended as one that nobody touched.
+"""The run that the tests of kills share, and the comparison of a killed run with an undisturbed one.
 
 BatchNorm, dropout, EMA, mixup, RandAugment, accumulation 2, warm-up and cosine; 40 steps in 4 epochs, a checkpoint
 every 5 steps, of which two stay.
@@ -15,7 +15,7 @@ STEPS, STEPS_PER_EPOCH, ACCUMULATION, SAVED_EVERY = 40, 10, 2, 5
 MICRO_BATCH = 2  # small, since RandAugment takes most of the time
 CLASSES, EVAL_IMAGES = 10, 40
 
-# What two runs of the same bits differ in.
+# Measured, so different in each run.
 _MEASURED = ("images_per_sec", "data_wait_pct", "memory_mib", "seconds")
 
 
@@ -24,7 +24,7 @@ def global_batch(ranks: int) -> int:
 
 
 def link_images(digits: Path, folder: Path, ranks: int) -> Path:
-    """Few of the digits, as many of each class: `STEPS_PER_EPOCH` global batches, and `EVAL_IMAGES` to evaluate on."""
+    """A balanced part of the digits: `STEPS_PER_EPOCH` global batches, and `EVAL_IMAGES` for validation."""
     per_class = {"train": global_batch(ranks) * STEPS_PER_EPOCH // CLASSES, "val": EVAL_IMAGES // CLASSES}
     for source in sorted((digits / "train").iterdir()):
         images = iter(sorted(source.glob("*.jpg")))
@@ -37,7 +37,7 @@ def link_images(digits: Path, folder: Path, ranks: int) -> Path:
 
 
 def words_for(images: Path, folder: Path, ranks: int = 1, model: str = "noisy", **changes: Any) -> list[str]:
-    """Words for train.py. A double underscore in a name is a dot."""
+    """Arguments of train.py. A double underscore in a name is a dot."""
     settings: dict[str, Any] = {
         "device": "cpu",
         "data__name": "folder",
@@ -60,7 +60,7 @@ def words_for(images: Path, folder: Path, ranks: int = 1, model: str = "noisy", 
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Steps and evaluations of metrics.jsonl, in order, without what is measured."""
+    """Steps and evaluations of metrics.jsonl, in order, without measurements."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if name not in _MEASURED}
@@ -70,7 +70,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows: (step, value) of each scalar, without what is measured."""
+    """What TensorBoard shows: (step, value) of each scalar, without measurements."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     board = EventAccumulator(str(folder / "tensorboard"), {SCALARS: 0})
@@ -87,24 +87,24 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def assert_same_run(folder: Path, undisturbed: Path) -> None:
-    """As `assert_same_bits`, and the same checkpoints left, as where no stop was within the last few steps."""
+    """As `assert_same_bits`, and the same checkpoints are left: true unless the kill was in the last few steps."""
     assert_same_bits(folder, undisturbed)
     assert checkpoints(folder) == checkpoints(undisturbed)
 
 
 def assert_same_bits(folder: Path, undisturbed: Path) -> None:
-    """Same bits of all that was computed; every step and evaluation told once, alike."""
+    """Same bits of all results; every step and evaluation is recorded once, with the same values."""
     assert state_digest(folder) == state_digest(undisturbed)
-    told = records(folder)
-    assert [record["step"] for record in told if record["kind"] == "train"] == list(range(1, STEPS + 1))
-    assert told == records(undisturbed)
+    lines = records(folder)
+    assert [record["step"] for record in lines if record["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert lines == records(undisturbed)
     shown = curves(folder)
     assert [step for step, _ in shown["train/loss"]] == list(range(1, STEPS + 1))
     assert shown == curves(undisturbed)
 
 
 def resumed_at(output: Path) -> int:
-    """The step that a run went on from, as it says; 0 for a fresh start. Asserts that no checkpoint was damaged."""
+    """The step that a run resumed from, by its output; 0 for none. Asserts that no checkpoint was damaged."""
     text = output.read_text()
     assert "using an older checkpoint" not in text, text
     found = re.search(r"resumed from \S*/step-0*(\d+) at step (\d+)", "".join(text.splitlines()))

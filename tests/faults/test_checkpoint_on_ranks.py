@@ -36,7 +36,7 @@ class Limited(nn.Sequential):
         return super().forward(images)
 
 
-def words(few_images: Folder, folder: Path, on_error: str) -> list[str]:
+def arguments(few_images: Folder, folder: Path, on_error: str) -> list[str]:
     changes = {"checkpoint__on_error": on_error, "log__tensorboard": "false"}
     return [
         word.replace("helpers:noisy", f"{Path(__file__).stem}:Limited")
@@ -44,7 +44,7 @@ def words(few_images: Folder, folder: Path, on_error: str) -> list[str]:
     ]
 
 
-def told(output: Path) -> str:
+def text_of(output: Path) -> str:
     return "".join(output.read_text().splitlines())  # the console breaks lines
 
 
@@ -65,17 +65,17 @@ def test_failed_save_ends_all_ranks_and_the_run_resumes(
     left: list[int],
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    codes = rank_server.run(words(few_images, folder, "stop"), output, RANKS, LIMITED_STEPS=limited)
+    codes = rank_server.run(arguments(few_images, folder, "stop"), output, RANKS, LIMITED_STEPS=limited)
     assert codes[0] == 5 and codes[1] != 0, codes
     if at == STEPS:
         assert codes == [5, 5]
-    assert told(output).count(f"step-{at:07d}: File too large (") == 1, told(output)
-    assert "Traceback" not in told(output)
+    assert text_of(output).count(f"step-{at:07d}: File too large (") == 1, text_of(output)
+    assert "Traceback" not in text_of(output)
     steps = [record["step"] for record in records(folder) if record["kind"] == "train"]
     assert at <= len(steps) <= at + 5
     assert checkpoints(folder)[-2:] == left
-    assert rank_server.run([*words(few_images, folder, "stop"), "--resume"], output, RANKS) == [0] * RANKS
-    assert f"at step {left[-1]}" in told(output)
+    assert rank_server.run([*arguments(few_images, folder, "stop"), "--resume"], output, RANKS) == [0] * RANKS
+    assert f"at step {left[-1]}" in text_of(output)
     assert state_digest(folder) == state_digest(undisturbed(RANKS))
     assert records(folder) == records(undisturbed(RANKS))
 
@@ -85,11 +85,11 @@ def test_failed_save_with_on_error_continue_trains_on(
     rank_server: RankServer, few_images: Folder, undisturbed: Folder, tmp_path: Path
 ) -> None:
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    goes_on = words(few_images, folder, "continue")
-    assert rank_server.run(goes_on, output, RANKS, LIMITED_STEPS="12 17") == [0] * RANKS, told(output)
-    assert told(output).count("training continues (checkpoint.on_error)") == 1  # the save of step 15
+    arguments_continue = arguments(few_images, folder, "continue")
+    assert rank_server.run(arguments_continue, output, RANKS, LIMITED_STEPS="12 17") == [0] * RANKS, text_of(output)
+    assert text_of(output).count("training continues (checkpoint.on_error)") == 1  # the save of step 15
     assert state_digest(folder) == state_digest(undisturbed(RANKS))
     assert records(folder) == records(undisturbed(RANKS))
     assert checkpoints(folder) == checkpoints(undisturbed(RANKS))
-    last = [*words(few_images, tmp_path / "last", "continue")]
+    last = [*arguments(few_images, tmp_path / "last", "continue")]
     assert rank_server.run(last, output, RANKS, LIMITED_STEPS=f"{STEPS - 2} 999") == [5] * RANKS

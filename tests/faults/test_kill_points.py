@@ -28,7 +28,7 @@ POINTS: dict[str, tuple[int, int]] = {
     "checkpoint_after_rename": (4, 20),
     "before_old_ones_are_removed": (2, 20),
     "old_one_half_removed": (2, 20),
-    "in_evaluation": (4, 15),  # of the averaged weights, behind the raw ones
+    "in_evaluation": (4, 15),  # of the EMA weights, after the raw ones
     "between_epochs": (2, 10),
     "after_the_last_step": (1, STEPS),
 }
@@ -52,17 +52,17 @@ def test_killed_run_resumes_to_the_same_bits(
 ) -> None:  # fmt: skip
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     workers = int(point == "while_waiting_for_a_worker")
-    words = words_for(few_images(ranks), folder, ranks, data__num_workers=workers)
+    arguments = words_for(few_images(ranks), folder, ranks, data__num_workers=workers)
     passing, begun = POINTS[point]
 
-    codes = rank_server.run(words, output, ranks, [KillPoint(point, passing, victim)])
+    codes = rank_server.run(arguments, output, ranks, [KillPoint(point, passing, victim)])
     assert codes[victim] == -signal.SIGKILL, f"{point} was not passed {passing} times; see {output}"
     assert "done" not in output.read_text().splitlines()
     left = [path.name for path in (folder / "checkpoints").iterdir()]
     assert len([name for name in left if name.startswith(".tmp-")]) <= 1, left
 
     output.unlink()
-    assert rank_server.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
+    assert rank_server.run([*arguments, "--resume"], output, ranks) == [0] * ranks, output.read_text()
     step = resumed_at(output)
     assert step == begun if point in COMPLETE else begun - SAVED_EVERY <= step <= begun
     assert_same_run(folder, undisturbed(ranks))
@@ -76,14 +76,14 @@ def test_killed_while_a_step_is_saved_again_resumes_to_the_same_bits(
     in the end, the evaluation is recorded once.
     """
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    words = words_for(few_images(1), folder)
+    arguments = words_for(few_images(1), folder)
     asked = KillPoint("after_optimizer_step", 20, 0, signal.SIGTERM)
-    assert rank_server.run(words, output, 1, [asked]) == [128 + signal.SIGTERM], output.read_text()
+    assert rank_server.run(arguments, output, 1, [asked]) == [128 + signal.SIGTERM], output.read_text()
     assert checkpoints(folder)[-1] == 20
     for point in ("checkpoint_opened", "checkpoint_after_fsync", "checkpoint_after_rename"):
-        assert rank_server.run([*words, "--resume"], output, 1, [KillPoint(point, 1, 0)]) == [-signal.SIGKILL]
+        assert rank_server.run([*arguments, "--resume"], output, 1, [KillPoint(point, 1, 0)]) == [-signal.SIGKILL]
     output.unlink()
-    assert rank_server.run([*words, "--resume"], output, 1) == [0], output.read_text()
+    assert rank_server.run([*arguments, "--resume"], output, 1) == [0], output.read_text()
     assert resumed_at(output) == 20
     assert_same_run(folder, undisturbed(1))
 
@@ -93,12 +93,15 @@ def test_killed_run_with_step_count_in_parameter_groups_resumes_to_the_same_bits
     rank_server: RankServer, few_images: Undisturbed, tmp_path: Path
 ) -> None:
     """timm's LAMB, which is not fused either."""
-    words = {
+    arguments = {
         name: words_for(few_images(2), tmp_path / name, 2, optimizer__name="lamb", optimizer__lr=0.01)
         for name in ("whole", "killed")
     }
     output = tmp_path / "output.txt"
-    assert rank_server.run(words["whole"], output, 2) == [0, 0], output.read_text()
-    assert rank_server.run(words["killed"], output, 2, [KillPoint("after_optimizer_step", 15, 1)])[1] == -signal.SIGKILL
-    assert rank_server.run([*words["killed"], "--resume"], output, 2) == [0, 0], output.read_text()
+    assert rank_server.run(arguments["whole"], output, 2) == [0, 0], output.read_text()
+    assert (
+        rank_server.run(arguments["killed"], output, 2, [KillPoint("after_optimizer_step", 15, 1)])[1]
+        == -signal.SIGKILL
+    )
+    assert rank_server.run([*arguments["killed"], "--resume"], output, 2) == [0, 0], output.read_text()
     assert_same_run(tmp_path / "killed", tmp_path / "whole")

@@ -22,13 +22,13 @@ def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(
     notes, output = tmp_path / "notes", tmp_path / "output.txt"
 
     def train_to(step: int, folder: Path, ranks: int, *more: str) -> None:
-        words = words_for(
+        arguments = words_for(
             notes, folder, ranks, "plain",
             data__name="recording_dataset:open_set", data__kwargs=f"{{images: {IMAGES}}}",
             mix__mixup_alpha=0.0, train__epochs=2, train__global_batch_size=BATCH, train__max_steps=step,
         )  # fmt: skip
         output.unlink(missing_ok=True)
-        assert rank_server.run([*words, *more], output, ranks) == [0] * ranks, output.read_text()
+        assert rank_server.run([*arguments, *more], output, ranks) == [0] * ranks, output.read_text()
 
     train_to(STEPS, tmp_path / "whole", before)
     assert read_until_now(notes) == dict.fromkeys(range(IMAGES), 2), "each once an epoch"

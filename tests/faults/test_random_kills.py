@@ -43,7 +43,7 @@ def test_run_killed_several_times_resumes_to_the_same_bits(
     print(f"KILL_SEED={seed} repeats these kills")
     for number in range(-(-kills // 3)):
         folder = tmp_path / str(number)
-        words = words_for(few_images(ranks), folder, ranks)
+        arguments = words_for(few_images(ranks), folder, ranks)
         first_step = 0
         for time in range(min(3, kills - 3 * number)):
             point, victim = draw.choice(list(POINTS)), draw.randrange(ranks)
@@ -52,11 +52,11 @@ def test_run_killed_several_times_resumes_to_the_same_bits(
             passing = POINTS[point] * (steps - 1) + draw.randint(1, POINTS[point])
             print(f"rank {victim} dies {point} of step {first_step + steps}")
             output = folder.with_suffix(f".{time}.txt")
-            codes = rank_server.run([*words, "--resume"], output, ranks, [KillPoint(point, passing, victim)])
+            codes = rank_server.run([*arguments, "--resume"], output, ranks, [KillPoint(point, passing, victim)])
             assert codes[victim] == -signal.SIGKILL, output.read_text()
             first_step = newest_saved(folder)
         output = folder.with_suffix(".last.txt")
-        assert rank_server.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
+        assert rank_server.run([*arguments, "--resume"], output, ranks) == [0] * ranks, output.read_text()
         assert resumed_at(output) == first_step
         assert_same_run(folder, undisturbed(ranks))
 

@@ -1,4 +1,4 @@
-"""When training images may be among those evaluated: held against the real split, on files."""
+"""The warning that training images may be among those evaluated, compared with the actual files."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ WAYS = [
 
 @pytest.mark.parametrize("trained", WAYS)
 @pytest.mark.parametrize("tested", WAYS)
-def test_training_images_among_those_evaluated(root: Path, trained: dict, tested: dict) -> None:
+def test_warning_if_and_only_if_training_images_are_evaluated(root: Path, trained: dict, tested: dict) -> None:
     before, now = (Config(data=DataConfig(root=str(root), **way)) for way in (trained, tested))
     train, val = open_datasets(before.data, ("train",)).train, open_datasets(now.data, ("val",)).val
     assert train is not None and val is not None
@@ -47,13 +47,13 @@ def test_training_images_among_those_evaluated(root: Path, trained: dict, tested
     assert (not lines) == (trained == tested and trained.get("val") != "train")
 
 
-def test_the_same_folder_by_another_path(root: Path) -> None:
+def test_warning_for_the_same_folder_by_another_path(root: Path) -> None:
     before = Config(data=DataConfig(root=str(root), val=None, val_fraction=0.2))
     now = Config(data=DataConfig(root=str(root / "train"), train=".", val=None, val_fraction=0.4))
     assert any(line.startswith("warning") for line in evaluation_differences(now, before, PIXELS, root))
 
 
-def test_what_only_costs_time_is_not_told(root: Path) -> None:
+def test_batch_size_is_not_a_difference(root: Path) -> None:
     data = DataConfig(root=str(root))
     before = Config(data=data, eval=EvalConfig(batch_size=1, every_epochs=2))
     assert evaluation_differences(Config(data=data), before, PIXELS, root) == []
