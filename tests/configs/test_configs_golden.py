@@ -4,6 +4,7 @@ After an intended change: `python tests/configs/golden.py --write`; the diff has
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,28 @@ from imagenet_cls.config.load import dump_yaml, load_config
 from imagenet_cls.engine.check import config_problems
 
 BEFORE: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text())
+# One config of each family in the default run, all with `-m nightly`.
+FAST = {
+    *(
+        "demo",
+        "own_dataset",
+        "resnet50",
+        "resnet50_rsb_a1",
+        "resnet18_ffcv_16e",
+        "resnet50_mosaic_hot",
+        "resnet_sgd_step",
+    ),
+    *("mobilenet_v2_tv_v1", "efficientnet_b0_nvidia", "regnet_y_400mf_tv_v1", "deit_small_paper", "deit_distilled"),
+}
 RUNNABLE = sorted(path for path in CONFIGS.rglob("*.yaml") if "_base_" not in path.relative_to(CONFIGS).parts)
 
 
-@pytest.mark.parametrize("name", names())
+def by_speed(paths: Iterable[str]) -> list[Any]:
+    """Parameters of a test: the paths of configs, all but the fast ones nightly."""
+    return [pytest.param(path, marks=[] if Path(path).stem in FAST else pytest.mark.nightly) for path in paths]
+
+
+@pytest.mark.parametrize("name", by_speed(names()))
 def test_config_gives_golden_values(name: str) -> None:
     before, now = BEFORE[name], golden_of(loaded(CONFIGS / name))
     for key in ("parameters", "groups", "steps_per_epoch"):
@@ -32,19 +51,21 @@ def test_golden_values_have_no_other_config() -> None:
     assert list(BEFORE) == names()
 
 
-@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: path.stem)
-def test_shipped_config_passes_all_checks_without_warnings(path: Path) -> None:
-    found = load_config(path)
-    assert found.warnings == []
-    assert config_problems(found.config, world_size=8) == []
-    head = path.read_text().partition("\n_base_")[0]
-    assert f"configs/{path.relative_to(CONFIGS).as_posix()}" in head, "no command in the comment at the top"
-
-
-def test_names_of_configs_are_unique_and_every_base_is_used() -> None:
+def test_shipped_configs_load_without_warnings_and_use_every_base() -> None:
+    used = set()
+    for path in RUNNABLE:
+        found = load_config(path)
+        assert found.warnings == [], path
+        used |= {origin.file for origin in found.origins.values() if origin.file}
+        head = path.read_text().partition("\n_base_")[0]
+        assert f"configs/{path.relative_to(CONFIGS).as_posix()}" in head, "no command in the comment at the top"
+    assert {path.resolve() for path in (CONFIGS / "_base_").rglob("*.yaml")} <= {file.resolve() for file in used}
     assert len({path.stem for path in RUNNABLE}) == len(RUNNABLE)  # the name of the run folder
-    used = {origin.file.resolve() for path in RUNNABLE for origin in load_config(path).origins.values() if origin.file}
-    assert {path.resolve() for path in (CONFIGS / "_base_").rglob("*.yaml")} <= used
+
+
+@pytest.mark.parametrize("path", by_speed(map(str, RUNNABLE)))
+def test_shipped_config_passes_all_checks(path: str) -> None:
+    assert config_problems(loaded(Path(path)), world_size=8) == []
 
 
 # Each switches off something that makes other keys of a recipe ineffective.
