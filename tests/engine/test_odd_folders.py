@@ -74,6 +74,7 @@ def test_restart_of_the_same_job_resumes(
     assert state_digest(tmp_path / "run") == state_digest(runs / "whole")
 
 
+@pytest.mark.nightly
 def test_torchrun_in_a_requeued_slurm_job_resumes(
     digits: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_overwrite_and_resume_with_checkpoints_behind_a_link(
     assert state_digest(part) == state_digest(runs / "whole") and (part / "checkpoints").is_symlink()
 
 
+@pytest.mark.nightly
 def test_rotation_of_a_linked_checkpoint_removes_only_the_link(digits: Path, part: Path, tmp_path: Path) -> None:
     oldest = list_checkpoints(part / "checkpoints")[-1]
     shutil.move(oldest, tmp_path / oldest.name)
@@ -189,7 +191,7 @@ def test_resume_reports_missing_records(
     assert bool(reports) == (count is not None) and all(count in line for line in reports if count)
 
 
-@pytest.mark.parametrize("step", [-(10**12), 10**12])
+@pytest.mark.parametrize("step", [pytest.param(-(10**12), marks=pytest.mark.nightly), 10**12])
 def test_resume_ignores_records_of_absurd_steps(digits: Path, part: Path, step: int) -> None:
     with (part / "metrics.jsonl").open("a") as file:
         file.write(f'{{"kind": "train", "step": {step}}}\n')
