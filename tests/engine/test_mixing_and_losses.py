@@ -124,7 +124,7 @@ def test_resume_with_a_changed_teacher_is_an_error(digits: Path, tmp_path: Path)
 
     train_here(words("teacher", 2))
     train_here([*words("moved", 3), "--resume"])
-    with pytest.raises(CheckpointError, match=r"weights .* are not those that the checkpoint learned from"):
+    with pytest.raises(CheckpointError, match=r"distill\.teacher"):
         train_command([*words("other", 4), "--resume"])
     train_here([*words("other", 4), "--resume", "--allow-change", "distill.teacher"])
 

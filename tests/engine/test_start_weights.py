@@ -34,12 +34,12 @@ def test_resume_without_the_start_weights_gives_the_same_bits(
 ) -> None:
     start = Path(shutil.copytree(first, tmp_path / "start"))
 
-    def words(folder: str, *more: str) -> list[str]:
+    def words(folder: str, *more: str, steps: int = 8) -> list[str]:
         named = [key, str(start)] if key.startswith("--") else [f"{key}={start}"]
-        return [*arguments(digits, tmp_path / folder, checkpoint__every_steps=4, train__max_steps=8), *named, *more]
+        return [*arguments(digits, tmp_path / folder, checkpoint__every_steps=4, train__max_steps=steps), *named, *more]
 
     train_here(words("whole"))
-    train_here(words("parts", "train.max_steps=5"))
+    train_here(words("parts", steps=5))
     shutil.rmtree(start)
     train_here(words("parts", "--resume"))
     assert state_digest(tmp_path / "parts") == state_digest(tmp_path / "whole")

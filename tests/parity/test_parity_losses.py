@@ -61,7 +61,7 @@ def test_cross_entropy_equals_timms() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weights_are_torchs_but_for_what_is_divided_by(smoothing: float) -> None:
+def test_class_weights_equal_torchs_except_the_divisor(smoothing: float) -> None:
     weights = torch.tensor(WEIGHTS)
     torchs = nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
     ours = loss_of("cross_entropy", smoothing, WEIGHTS)
@@ -168,7 +168,7 @@ def test_distillation_over_micro_batches(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", EVERY_LOSS)
-def test_half_precision_and_outputs_beyond_all_sense(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_and_extreme_outputs_are_finite(name: str, dtype: torch.dtype) -> None:
     """Computed in float32, and finite where a class has all the probability, or none."""
     loss, targets = EVERY_LOSS[name]
     close(loss(LOGITS.to(dtype), targets), loss(LOGITS.to(dtype).float(), targets))
@@ -179,7 +179,7 @@ def test_half_precision_and_outputs_beyond_all_sense(name: str, dtype: torch.dty
         assert gradient(loss, extreme, targets).isfinite().all()
 
 
-def test_jensen_shannon_and_distillation_of_outputs_beyond_all_sense() -> None:
+def test_jensen_shannon_and_distillation_of_extreme_outputs_are_finite() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         extreme = (LOGITS * 5e3).to(dtype)
         assert gradient(loss_of("jsd", splits=3), extreme, HARD).isfinite().all()

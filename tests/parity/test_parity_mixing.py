@@ -55,7 +55,7 @@ def test_images_and_targets_equal_timms(setting: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_targets_tell_what_is_in_the_images(setting: str, mode: str) -> None:
+def test_targets_match_the_mixed_images(setting: str, mode: str) -> None:
     """Image i is of class i and of colour i throughout, so the mean of what comes out must be that of its targets; and
     whatever is in it comes from image i and its partner."""
     values = torch.arange(CLASSES, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_targets_tell_what_is_in_the_images(setting: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.3])
-def test_smoothing_by_the_loss_equals_smoothing_by_timms_mixup(smoothing: float) -> None:
+def test_smoothing_in_the_loss_equals_timms_mixup(smoothing: float) -> None:
     logits = torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(1)) * 3
     options = SETTINGS["both"]
     references = {
@@ -98,7 +98,7 @@ def kinds(options: dict, num_draws: int) -> dict[str, int]:
     return counts
 
 
-def test_frequencies() -> None:
+def test_probabilities_of_mixup_and_cutmix() -> None:
     """Within four standard deviations of prob and switch_prob; the keys are fixed, so this always ends alike."""
     num_draws, prob, switch_prob = 2000, 0.8, 0.3
     # Beta(5, 5) cuts a rectangle that is hardly ever nothing or everything.
@@ -118,13 +118,13 @@ def shares(options: dict, num_draws: int) -> list[float]:
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
-def test_mixups_share_follows_its_beta_distribution(alpha: float) -> None:
+def test_mixup_share_has_a_beta_distribution(alpha: float) -> None:
     found = shares({"mixup_alpha": alpha}, 1000)
     assert stats.kstest(found, stats.beta(alpha, alpha).cdf).pvalue > 0.01
     assert stats.kstest(found, stats.beta(2 * alpha, 2 * alpha).cdf).pvalue < 0.01  # else this could not fail
 
 
-def test_cutmixs_share_is_distributed_as_torchvisions() -> None:
+def test_cutmix_share_has_the_distribution_of_torchvisions() -> None:
     """Both cut the rectangle at the border and correct the share; torchvision draws even sides only, hence 64 px."""
     cutmix, found = v2.CutMix(alpha=1.0, num_classes=2), []
     torch.manual_seed(0)

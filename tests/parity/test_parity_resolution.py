@@ -1,5 +1,5 @@
-"""Images of another size than a model was trained at: position embeddings as timm, torchvision and the formula have
-them, mirrored images, and convolutional networks that need nothing."""
+"""Images of another size than in training: position embeddings against timm, torchvision and the formula; flipped
+images; convolutional networks."""
 
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ def pair(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("name", RESIZED)
-def test_weights_into_a_model_of_another_size_as_timms_own_loading(name: str, tmp_path: Path) -> None:
+def test_load_weights_of_another_size_equals_timms_loading(name: str, tmp_path: Path) -> None:
     """Against timm.create_model, told to take the file for its pretrained weights: all tensors, and so the outputs."""
     trained, ours = pair(name)
     safetensors.torch.save_file(trained.state_dict(), tmp_path / "model.safetensors")
@@ -69,7 +69,7 @@ def test_weights_into_a_model_of_another_size_as_timms_own_loading(name: str, tm
         torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-6)
 
 
-def test_the_formula() -> None:
+def test_resized_embedding_equals_the_formula() -> None:
     """The class token as it is; the grid by antialiased bicubic interpolation, as an image."""
     trained, ours = pair("vit_tiny_patch16_224")
     load_weights(ours, trained.state_dict(), 5)
@@ -79,7 +79,7 @@ def test_the_formula() -> None:
     torch.testing.assert_close(ours.pos_embed, expected, rtol=0, atol=1e-6)
 
 
-def test_torchvisions_vit() -> None:
+def test_resized_embedding_of_torchvisions_vit_equals_the_formula() -> None:
     """Against torchvision's formula written out: bicubic with aligned corners, no antialiasing."""
     make = partial(
         torchvision.models.VisionTransformer, patch_size=16, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=16
@@ -96,7 +96,7 @@ def test_torchvisions_vit() -> None:
 
 
 @pytest.mark.parametrize("name", RESIZED)
-def test_a_finished_model_at_another_size(name: str) -> None:
+def test_resize_model_equals_loading_into_a_model_of_that_size(name: str) -> None:
     """As in an evaluation of a checkpoint: the same as loading its weights into a model of that size."""
     trained, built = pair(name)
     load_weights(built, trained.state_dict(), 5)
@@ -110,7 +110,7 @@ def test_a_finished_model_at_another_size(name: str) -> None:
         torch.testing.assert_close(trained(images), built(images), rtol=0, atol=1e-6)
 
 
-def test_a_dynamic_vit_is_a_fixed_one_with_resampled_embeddings() -> None:
+def test_dynamic_vit_equals_a_fixed_one_with_resized_embeddings() -> None:
     """model.kwargs.dynamic_img_size: one set of weights for every size."""
     trained, fixed = pair("vit_tiny_patch16_224")
     dynamic = timm.create_model(
@@ -128,7 +128,7 @@ def test_a_dynamic_vit_is_a_fixed_one_with_resampled_embeddings() -> None:
 # ------------------------------------------------------------------------------------------------------ mirrored images
 
 
-def test_mirrored_images_are_the_mean_of_two_passes() -> None:
+def test_flip_tta_is_the_mean_of_two_passes() -> None:
     """Each image once in the counts; logits, not probabilities, are averaged; in bf16 the mean is taken in fp32."""
     torch.manual_seed(0)
     models = {kind: timm.create_model("test_resnet", num_classes=5).eval() for kind in ("raw", "ema")}
@@ -158,11 +158,11 @@ def test_mirrored_images_are_the_mean_of_two_passes() -> None:
 # --------------------------------------------------------------------------------------------------------------- FixRes
 
 
-@pytest.mark.parametrize("flip", [False, True])
-def test_trained_small_evaluated_large(digits: Path, tmp_path: Path, flip: bool) -> None:
+@pytest.mark.parametrize("flip", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_evaluation_at_a_larger_size_equals_a_plain_loop(digits: Path, tmp_path: Path, flip: bool) -> None:
     """FixRes (Touvron et al. 2019): 16 px in training, 24 px in evaluation. The run's figures are a plain loop's."""
     run = tmp_path / "run"
-    settings = {"model.name": "test_resnet", "train.epochs": 1, "eval.crop_px": 24, "eval.resize_px": 30}
+    settings = {"model.name": "test_resnet", "train.max_steps": 2, "eval.crop_px": 24, "eval.resize_px": 30}
     train_here(arguments(digits, run, **settings, eval__flip_tta=str(flip).lower()))
     record = evaluations(run)[-1]
 
