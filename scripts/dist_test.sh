@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Evaluates a checkpoint on several GPUs, or on CPU ranks where there is no GPU; every image counts exactly once.
+# Evaluates a checkpoint on several GPUs, or on CPU ranks without a GPU; every image counts exactly once.
 #   bash scripts/dist_test.sh CONFIG CHECKPOINT GPUS [arguments of tools/test.py]
 # CHECKPOINT: a checkpoint folder, a run folder, or a .pth or .safetensors file. GPUS, and NNODES, NODE_RANK, MASTER_ADDR,
 # MASTER_PORT and PYTHON in the environment: as in dist_train.sh.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains on several GPUs, or on CPU ranks where there is no GPU; on several machines when started on each of them.
+# Trains on several GPUs, or on CPU ranks without a GPU; on several machines if started on each of them.
 #   bash scripts/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash scripts/dist_train.sh CONFIG GPUS
 #   NNODES=1:4 MAX_RESTARTS=3 MASTER_ADDR=host0 bash scripts/dist_train.sh CONFIG GPUS --resume     (elastic)
-# GPUS: processes on this machine. PYTHON: the interpreter; the repository's own .venv where there is one.
+# GPUS: processes on this machine. PYTHON: the interpreter (default: the repository's .venv, then python3).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 if [ $# -lt 2 ] || [[ ! "$2" =~ ^[1-9][0-9]*$ ]]; then

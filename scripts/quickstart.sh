@@ -15,12 +15,12 @@ echo "== 1/3  Training configs/demo.yaml: about a minute on a laptop's CPU"
 "$python" tools/train.py configs/demo.yaml --work-dir "$run" --overwrite
 
 echo
-echo "== 2/3  Evaluating it on the images that were held out"
-rm -f "$run/predictions.csv"  # of an earlier quickstart; test.py writes over no file
+echo "== 2/3  Evaluating it on the held-out images"
+rm -f "$run/predictions.csv"  # from an earlier quickstart; test.py does not overwrite files
 "$python" tools/test.py configs/demo.yaml "$run" --out "$run/predictions.csv"
 
 echo
-echo "== 3/3  Classifying five of them; the folder that an image lies in is its true class"
+echo "== 3/3  Classifying five of them; an image's folder is its true class"
 paths=()
 while IFS= read -r name; do paths+=("data/digits/train/$name"); done < <(
     "$python" - "$run/predictions.csv" <<'PYTHON'
@@ -35,7 +35,7 @@ PYTHON
 
 cat <<TEXT
 
-Everything lies in $root/$run:
+The run folder is $root/$run:
   checkpoints/  metrics.jsonl  plots/  logs/  config.yaml  predictions.csv
 Look at the curves:   .venv/bin/tensorboard --logdir work_dirs
 Your own ImageNet:    .venv/bin/python tools/train.py configs/resnet50.yaml data.root=/path/to/imagenet

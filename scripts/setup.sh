@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes or repairs .venv in the repository root and installs the package into it, editable; does nothing where that is done.
+# Creates or repairs .venv in the repository root and installs the package there, editable; does nothing if it is done.
 #   bash scripts/setup.sh [test|dev]
-# PYTHON: the interpreter to make it with (3.11 or newer). Works offline once it has succeeded. Exit codes: 2 no usable Python,
-# 5 packages could not be installed. Called by quickstart.sh, test.sh and .ci/run.
+# PYTHON: the interpreter for it (3.11 or newer). Once it has succeeded, it needs no network. Exit codes: 2 no usable
+# Python, 5 packages could not be installed.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$root/.venv"
 venv_python="$venv/bin/python"
-stamp="$venv/.installed"  # one line for each set of extras that is in, with what it was installed from
+stamp="$venv/.installed"  # a line for each installed set of extras, with the digest of its requirements
 log="$venv/setup.log"
 needed_gb=8
 
@@ -25,7 +25,7 @@ case "${1:-}" in
     *) fail 2 "error: unknown extra '$1'" "usage: bash scripts/setup.sh [test|dev]" ;;
 esac
 
-recipe() {  # what an installation depends on: the requirements, and the place that the editable package points to
+recipe() {  # a digest of what an installation depends on: the requirements and the path of the editable package
     { echo "$root"; cat "$root/setup.cfg" "$root/pyproject.toml"; } | cksum | tr -d '[:space:]'
 }
 
@@ -47,7 +47,7 @@ is_installed() {  # dev includes test, and both include the package
 find_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
-        is_usable "$PYTHON" || fail 2 "error: PYTHON=$PYTHON can't be started or is older than 3.11" \
+        is_usable "$PYTHON" || fail 2 "error: PYTHON=$PYTHON does not start or is older than 3.11" \
             "Set PYTHON to a Python of 3.11 or newer, or unset it."
         echo "$PYTHON"
         return
@@ -59,7 +59,7 @@ find_python() {
         fi
     done
     if has_uv; then
-        echo ">=3.11"  # uv fetches one
+        echo ">=3.11"  # uv downloads one
         return
     fi
     fail 2 "error: no Python of 3.11 or newer was found" \
@@ -70,16 +70,16 @@ make_venv() {
     local python
     python="$(find_python)"
     if has_uv; then
-        uv venv --quiet --clear --seed --python "$python" "$venv" || fail 5 "error: uv could not make $venv"
+        uv venv --quiet --clear --seed --python "$python" "$venv" || fail 5 "error: uv could not create $venv"
     elif "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-        "$python" -m venv --clear "$venv" || fail 5 "error: $python could not make $venv"
+        "$python" -m venv --clear "$venv" || fail 5 "error: $python could not create $venv"
     else
         fail 2 "error: $python has no venv module" \
             "Install it (Debian, Ubuntu: apt-get install python3-venv), or install uv, and run this again."
     fi
 }
 
-install_package() {  # uv knows no pip.conf, so pip has a try where uv fails
+install_package() {  # uv ignores pip.conf, so pip is tried if uv fails
     cd "$root"
     if has_uv && uv pip install --python "$venv_python" -e ".$extras"; then
         return
@@ -94,18 +94,18 @@ if is_installed; then
     exit 0
 fi
 if [ -f "$stamp" ]; then
-    echo "Bringing $venv up to date: seconds to minutes."
+    echo "Updating $venv: seconds to minutes."
 else
-    echo "Setting up $venv: PyTorch and what else is needed, about 6 GB, once. This takes one to ten minutes."
+    echo "Setting up $venv: PyTorch and other packages, about 6 GB, once. This takes one to ten minutes."
 fi
 free_gb="$(df -Pk "$root" | awk 'NR == 2 { print int($4 / 1048576) }')"
 if [ "${free_gb:-$needed_gb}" -lt "$needed_gb" ] && [ ! -x "$venv_python" ]; then
-    echo "Only $free_gb GB are free here; $needed_gb GB are needed, with the download." >&2
+    echo "Only $free_gb GB are free; $needed_gb GB are needed, including the download." >&2
 fi
 if [ ! -e "$venv" ]; then
     make_venv
 elif ! "$venv_python" -c '' >/dev/null 2>&1; then
-    echo "$venv was left half made, or its Python is gone: making it anew."
+    echo "$venv is incomplete, or its Python is gone: creating it again."
     make_venv
 elif ! is_usable "$venv_python"; then
     fail 2 "error: $venv has a Python older than 3.11" "Remove this folder, or rename it, and run this again."
@@ -113,7 +113,7 @@ fi
 if ! { install_package && works; } >"$log" 2>&1; then
     reason="$(grep -m 1 -E 'ERROR: |[eE]rror: ' "$log" || tail -n 1 "$log")"
     fail 5 "error: the packages could not be installed: $(echo "$reason" | sed 's/^ *//' | cut -c 1-300)" \
-        "Check the network and the free disk space ($free_gb GB), then run this again; it goes on where it stopped." \
+        "Check the network and the free disk space ($free_gb GB), then run this again; it continues where it stopped." \
         "If that does not help, remove $venv first. The whole output is in $log"
 fi
 key="$(recipe)"

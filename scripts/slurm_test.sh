@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Evaluates a checkpoint as a SLURM job, one task for each GPU, and waits for its end.
 #   GPUS=8 bash scripts/slurm_test.sh PARTITION JOB CONFIG CHECKPOINT [arguments of tools/test.py]
-# In the environment: GPUS, tasks in all (8); GPUS_PER_NODE, at most so many on a machine (8); CPUS_PER_TASK (5);
+# In the environment: GPUS, the number of tasks (8); GPUS_PER_NODE, at most this many per machine (8); CPUS_PER_TASK (5);
 # SRUN_ARGS, further options of srun; GRES, instead of gpu:GPUS_PER_NODE (empty: none, for ranks on CPUs); PYTHON, the
 # interpreter, the repository's own .venv where there is one. All machines must see the repository and the data.
 set -euo pipefail
@@ -26,6 +26,6 @@ fi
 options=(--partition="$partition" --job-name="$job" --ntasks="$gpus" --ntasks-per-node="$gpus_per_node")
 options+=(--cpus-per-task="${CPUS_PER_TASK:-5}")
 if [ -n "$gres" ]; then options+=(--gres="$gres"); fi
-# A rank that fails ends the others at once. SRUN_ARGS is words, so it is not quoted.
+# A rank that fails ends the others. SRUN_ARGS holds several arguments, so it is not quoted.
 # shellcheck disable=SC2086
 exec srun "${options[@]}" --kill-on-bad-exit=1 ${SRUN_ARGS:-} "$PYTHON" -u "$root/tools/test.py" --launcher slurm "$@"

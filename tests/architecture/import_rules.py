@@ -1,10 +1,10 @@
-"""Reads the package's source, without running it: who imports whom, and which calls are forbidden.
+"""Import rules and forbidden calls, checked in the source without running it.
 
     tools -> commands -> engine -> {data, models, optim, checkpoint, guards, report} -> {config, parallel, seeding}
           -> {lookup, interrupts, files} -> errors
 
-A module may import its own part and the parts right of it. Parts in braces don't know each other. `config` never
-reaches torch.
+A module may import its own part and the parts to the right. Parts in braces do not import each other. `config` never
+imports torch.
 """
 
 import ast
@@ -59,7 +59,7 @@ def imports(module: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[i
 
 
 def upward_imports(root: Path) -> list[str]:
-    """One line for each import that does not go down."""
+    """One line for each import that goes the wrong way."""
     known, wrong = modules(root), []
     for module, path in known.items():
         own = part_of(module)
@@ -74,7 +74,7 @@ def upward_imports(root: Path) -> list[str]:
 
 
 def torch_in_config(root: Path) -> list[str]:
-    """One line for each import of torch and its kin in `config`, and in what `config` imports of the package."""
+    """One line for each import of torch or a library based on it, in `config` and in what it imports of the package."""
     known = modules(root)
     waiting, reached, wrong = [module for module in known if part_of(module) == "config"], set(), []
     while waiting:
@@ -91,7 +91,7 @@ def torch_in_config(root: Path) -> list[str]:
 
 
 def forbidden_calls(root: Path) -> list[str]:
-    """One line for each call that can run what a file or a text says: unpickling, eval, exec, yaml.load, a shell."""
+    """One line for each call that can execute a file or text: unpickling, eval, exec, yaml.load, a shell."""
     wrong = []
     for path in modules(root).values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -102,8 +102,8 @@ def forbidden_calls(root: Path) -> list[str]:
 
 
 def _forbidden(node: ast.AST) -> str | None:
-    """Why a node may not stand in the package; None if it may."""
-    if isinstance(node, ast.Import | ast.ImportFrom):  # under another name, the calls would not be known again
+    """The reason why a node is forbidden, or None."""
+    if isinstance(node, ast.Import | ast.ImportFrom):  # another name would hide the calls
         names = {alias.name for alias in node.names if isinstance(node, ast.ImportFrom) or alias.asname}
         if isinstance(node, ast.ImportFrom) and node.module == "yaml":
             return "from yaml import load" if "load" in names else None

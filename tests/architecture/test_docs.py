@@ -1,36 +1,33 @@
-"""What the docs name is there: paths, links, options, config keys, modules, exit codes; and the checks notice."""
+"""The docs name only what exists: paths, links, options, config keys, modules, exit codes, commands."""
 
 import re
-import runpy
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from imagenet_cls import errors
-from imagenet_cls.commands.compare_parallel import compare_command
-from imagenet_cls.commands.plot_schedule import plot_schedule_command
-from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.prepare_imagenet import prepare_command
-from imagenet_cls.commands.print_config import print_config_main
 from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
-from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-average_parser = runpy.run_path(str(ROOT / "tools" / "average_checkpoints.py"))["parser"]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "tests" / "README.md"]
 PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()]
-# Named in the docs, but belonging to other programs or to the reader.
+# Options of other programs, and files that the reader creates.
 FOREIGN_OPTIONS = {"--nproc-per-node", "--nnodes", "--bind-to", "--local-rank", "--shm-size", "--signal", "--time"}
+FOREIGN_OPTIONS |= {"--write"}  # of tests/configs/golden.py
+TOOLS = [path.stem for path in (ROOT / "tools").glob("*.py")]
 READERS_FILES = {"configs/mine.yaml"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def missing_paths(text: str) -> list[str]:
-    """Files and folders of the repository that `text` names and that are not there. `engine/x.py` is in the package."""
+    """Files and folders that `text` names and that do not exist. `engine/x.py` is in the package."""
     folders = "|".join(["tools", "scripts", "configs", "docs", "imagenet_cls", "tests", r"\.ci"])
     named = re.findall(rf"(?<![\w/.$-])((?:{folders})/[\w./*-]*[\w*])", text)
     named += [f"imagenet_cls/{m}" for m in re.findall(rf"(?<![\w/.])((?:{'|'.join(PARTS)})/\w+\.py)", text)]
@@ -42,7 +39,7 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """(script, words behind it) of each complete command line in a page's blocks, fenced or indented."""
+    """(script, arguments) of each command line in a page's blocks, fenced or indented."""
     for line in re.findall(r"^ *(?:[A-Z_]+=\S+ )*((?:python|bash) (?:tools|scripts)/\w+\.(?:py|sh).*)$", text, re.M):
         _, script, *words = shlex.split(line, comments=True)
         yield script, words
@@ -54,12 +51,18 @@ def test_paths_and_links_exist(page: Path) -> None:
     assert dead_links(page.read_text(), page.parent) == []
 
 
+@cache
+def options_of(tool: str) -> set[str]:
+    """The options that `--help` lists."""
+    command = [sys.executable, ROOT / "tools" / f"{tool}.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return set(re.findall(r"--[a-z][a-z-]+", done.stdout))
+
+
 @each_page
-def test_options_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    help_texts = {name: help_of(name, capsys) for name in TOOLS}
+def test_options_exist(page: Path) -> None:
     named = {name.replace("_", "-") for name in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page.read_text())}
-    known = FOREIGN_OPTIONS.union(*help_texts.values())
-    assert named - known == set()
+    assert named - FOREIGN_OPTIONS.union(*map(options_of, TOOLS)) == set()
 
 
 @pytest.mark.parametrize(
@@ -70,10 +73,8 @@ def test_options_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for script, words in commands(page.read_text())
     ],
 )
-def test_commands_can_be_carried_out(
-    page: Path, script: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Parsed by the real parser; and where it names one of our configs, loaded with its changes."""
+def test_commands_are_valid(page: Path, script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real parser accepts them, and a config of the repository loads with their overrides."""
     monkeypatch.chdir(ROOT)
     tool = script.removeprefix("tools/").removesuffix(".py")
     if script == "scripts/dist_train.sh":
@@ -88,19 +89,38 @@ def test_commands_can_be_carried_out(
     elif tool == "test" and not own_config:
         load_for_testing(evaluation_parser().parse_intermixed_args(words))
     elif tool in TOOLS:
-        assert {word for word in words if word.startswith("--")} <= help_of(tool, capsys)
+        assert {word for word in words if word.startswith("--")} <= options_of(tool)
         if tool == "print_config" and "CONFIG" not in words:
             load_config(words[0], [word for word in words if "=" in word])
 
 
-def test_the_map_names_every_module() -> None:
+def first_cells(page: Path) -> list[str]:
+    """The first cell of each table row, without headings."""
+    cells = re.findall(r"^\| (.+?) \|", page.read_text(), re.M)
+    return [cell for cell in cells if cell not in ("event", "promise")]
+
+
+def test_tests_readme_names_tests_for_every_promise() -> None:
+    """A row of tests/README.md begins as one event of docs/reliability.md begins."""
+    events, rows = first_cells(ROOT / "docs" / "reliability.md"), first_cells(ROOT / "tests" / "README.md")
+    covered = [[event for event in events if event.startswith(row)] for row in rows]
+    assert all(len(found) == 1 for found in covered), rows
+    assert sorted(found[0] for found in covered) == sorted(events)
+
+
+def test_user_docs_name_no_tests() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        assert not re.search(r"\btest_\w+\.py\b|::test_", page.read_text()), page
+
+
+def test_architecture_page_names_every_module() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     modules = [path for path in (ROOT / "imagenet_cls").rglob("*.py") if path.name != "__init__.py"]
     unnamed = [path for path in modules if "/".join(path.relative_to(ROOT).parts[-2:]) not in text]
     assert unnamed == [], "each module has a line in the map of docs/architecture.md"
 
 
-def test_the_readme_names_every_exit_code() -> None:
+def test_readme_names_every_exit_code() -> None:
     table = (ROOT / "README.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
     codes = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in row.split(",")}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UserError)]
@@ -110,27 +130,6 @@ def test_the_readme_names_every_exit_code() -> None:
 @pytest.mark.parametrize(
     "text", ["`tools/trian.py`", "see configs/resnet99.yaml.", "engine/hooks.py", "`tests/units/`", "bash .ci/runs"]
 )
-def test_a_path_that_is_not_there_is_noticed(text: str) -> None:
+def test_missing_path_is_found(text: str) -> None:
     assert len(missing_paths(text)) == 1
     assert missing_paths("`tools/train.py`, `tests/unit/`, engine/train.py, .ci/run, work_dirs/demo/configs/x") == []
-
-
-TOOLS = {
-    "train": lambda: train_parser().parse_args(["--help"]),
-    "test": lambda: evaluation_parser().parse_args(["--help"]),
-    "predict": lambda: predict_command(["--help"]),
-    "print_config": lambda: print_config_main(["--help"]),
-    "prepare_imagenet": lambda: prepare_command(["--help"]),
-    "average_checkpoints": lambda: average_parser().parse_args(["--help"]),
-    "compare_parallel": lambda: compare_command(["--help"]),
-    "plot_schedule": lambda: plot_schedule_command(["--help"]),
-    "verify_data": lambda: verify_command(["--help"]),
-}
-
-
-def help_of(tool: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """The options that a tool takes, as its own help lists them."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        TOOLS[tool]()
-    return set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))

@@ -1,4 +1,4 @@
-"""Imports go down only, `config` never reaches torch, nothing runs what a file says; and the checker notices."""
+"""Imports go one way, `config` never imports torch, and no call executes what a file says."""
 
 from pathlib import Path
 
@@ -8,22 +8,22 @@ from import_rules import PACKAGE, forbidden_calls, modules, torch_in_config, upw
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_imports_go_down_only():
+def test_imports_go_one_way():
     assert len(modules(ROOT)) > 20
     assert upward_imports(ROOT) == []
 
 
-def test_config_never_reaches_torch():
+def test_config_never_imports_torch():
     assert torch_in_config(ROOT) == []
 
 
-def test_nothing_runs_what_a_file_says():
+def test_no_call_executes_files():
     assert forbidden_calls(ROOT) == []
 
 
 @pytest.fixture
 def small_package(tmp_path):
-    """A package of the same form that breaks no rule; `plant(path, code)` adds to one of its files."""
+    """A small package that breaks no rule; `plant(path, code)` appends to one of its files."""
     good = {
         f"{PACKAGE}/__init__.py": "__version__ = '0'",
         f"{PACKAGE}/errors.py": "",
@@ -37,7 +37,8 @@ def small_package(tmp_path):
         f"{PACKAGE}/data/loader.py": "from imagenet_cls import seeding\nfrom imagenet_cls.config import schema",
         f"{PACKAGE}/report/__init__.py": "",
         f"{PACKAGE}/engine/__init__.py": "import imagenet_cls.data\nmodel.eval()\ntorch.load(f, weights_only=True)",
-        f"{PACKAGE}/cli.py": "import imagenet_cls\nfrom imagenet_cls import __version__, engine",
+        f"{PACKAGE}/commands/__init__.py": "",
+        f"{PACKAGE}/commands/train.py": "import imagenet_cls\nfrom imagenet_cls import __version__, engine",
         "tools/train.py": "from imagenet_cls.commands.train import main",
     }
     for name, code in good.items():
@@ -53,7 +54,7 @@ def small_package(tmp_path):
     return plant
 
 
-def test_a_clean_package_raises_no_alarm(small_package):
+def test_clean_package_has_no_findings(small_package):
     root = small_package("tools/train.py", "")
     assert upward_imports(root) == torch_in_config(root) == forbidden_calls(root) == []
 
@@ -77,7 +78,7 @@ def test_a_clean_package_raises_no_alarm(small_package):
         (f"{PACKAGE}/commands/train.py", "import imagenet_cls.helpers", "commands imports helpers"),
     ],
 )
-def test_an_upward_import_is_caught(small_package, name, code, found):
+def test_upward_import_is_found(small_package, name, code, found):
     (line,) = upward_imports(small_package(name, code))
     assert line.startswith(name)
     assert line.endswith(found)
@@ -93,7 +94,7 @@ def test_an_upward_import_is_caught(small_package, name, code, found):
         (f"{PACKAGE}/config/load.py", "from imagenet_cls.seeding import x", "seeding.py:1: torch"),
     ],
 )
-def test_torch_under_config_is_caught(small_package, name, code, found):
+def test_torch_under_config_is_found(small_package, name, code, found):
     (line,) = torch_in_config(small_package(name, code))
     assert line.endswith(found)
 
@@ -117,5 +118,5 @@ def test_torch_under_config_is_caught(small_package, name, code, found):
         "np.load(f, allow_pickle=True)",
     ],
 )
-def test_a_forbidden_call_is_caught(small_package, code):
-    assert len(forbidden_calls(small_package(f"{PACKAGE}/cli.py", code))) == 1
+def test_forbidden_call_is_found(small_package, code):
+    assert len(forbidden_calls(small_package(f"{PACKAGE}/commands/train.py", code))) == 1

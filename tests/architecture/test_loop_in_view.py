@@ -1,4 +1,4 @@
-"""Law 5: one function shows forward, backward and step; nothing of ours happens behind a hook or a registry."""
+"""Law 5: one function shows forward, backward and step; the package has no hooks, registries or globals."""
 
 import ast
 import re
