@@ -39,7 +39,7 @@ def plain(num_classes: int, width: int = 16) -> Any:
 
 
 def remembering(num_classes: int) -> Any:
-    """`plain`, with a buffer of its own that each forward changes: the mean of the images that were seen."""
+    """`plain` with a buffer that each forward pass changes: the sum of the image means."""
     import torch
     from torch import nn
 
@@ -57,9 +57,9 @@ def remembering(num_classes: int) -> Any:
 
 
 def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after: int = 0, dropout: float = 0.2) -> Any:
-    """With BatchNorm and dropout: state in buffers, draws in every step. pause_sec: in each forward, to be killed.
+    """With BatchNorm and dropout: state in buffers, random draws in every step.
 
-    pause_after: how many forwards go by without.
+    pause_sec: sleep in each forward pass, so that tests can kill the run there. pause_after: passes without it.
     """
     from torch import nn
 
@@ -88,7 +88,7 @@ def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after
 
 
 def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) -> list[str]:
-    """Words for train.py: the demo, shrunk to 16 px and 10 steps an epoch. A double underscore in a name is a dot."""
+    """Arguments of train.py: the demo at 16 px, 10 steps per epoch. A double underscore in a name is a dot."""
     settings: dict[str, Any] = {
         "model.name": f"helpers:{model}",
         "data.root": root,
@@ -100,7 +100,7 @@ def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) 
         "train.global_batch_size": 128,
         "log.every_steps": 1,
         "log.tensorboard": "false",
-        "log.plots": "false",  # takes longer than all the rest
+        "log.plots": "false",  # slow
         "ema.decay": "null",
     }
     settings |= {name.replace("__", "."): value for name, value in changes.items()}
@@ -108,7 +108,7 @@ def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) 
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For processes of tests: one thread each, `helpers` to be found, and nothing of a launcher around the tests."""
+    """For processes of tests: one thread, `helpers` on the path, no variables of a launcher around the tests."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in foreign}
     env |= {"PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
@@ -125,9 +125,9 @@ def train_here(words: list[str]) -> None:
 def run(
     words: list[str], timeout_sec: float = 240, cwd: Path = REPOSITORY, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Any command, in a session of its own, which ends with it.
+    """Run a command in a new session and kill the session at its end.
 
-    Its output goes to files: whoever outlives it and holds a pipe would keep us waiting, whatever the timeout.
+    Output goes to files: a surviving child that holds a pipe would block past any timeout.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with subprocess.Popen(
@@ -145,7 +145,7 @@ def run(
 
 
 def losses(work_dir: Path) -> list[float]:
-    """The loss of every step, in order; asserts that each step is there exactly once."""
+    """The loss of every step, in order; asserts that each step is recorded exactly once."""
     records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "train"]
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
@@ -162,7 +162,7 @@ def newest(work_dir: Path) -> Path:
 
 
 def state_digest(work_dir: Path) -> str:
-    """SHA-256 over everything that a run computed: weights, buffers, EMA, optimizer, and where it stands."""
+    """SHA-256 over everything that a run computed: weights, buffers, EMA, optimizer, scaler and progress."""
     folder = newest(work_dir)
     digest = hashlib.sha256()
     for name in [*sorted(path.name for path in folder.glob("*.safetensors")), "optimizer.json"]:
@@ -179,7 +179,7 @@ def free_port() -> str:
 
 
 def ranks_of(work_dir: Path) -> dict[int, int]:
-    """Process ids of the latest start, by rank, as their logs tell."""
+    """Process ids of the latest start, by rank, from the logs."""
     found = {}
     for log in (work_dir / "logs").glob("rank*.log"):
         matches = re.findall(r"rank (\d+) of \d+ on .*, process (\d+)", log.read_text())
@@ -196,13 +196,13 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_sec: float = 120)
 
 
 def steps_done(work_dir: Path) -> int:
-    """How far a running run has got."""
+    """Number of steps that a running run has recorded."""
     metrics = work_dir / "metrics.jsonl"
     return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs: a zombie does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
