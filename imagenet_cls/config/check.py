@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import Any, cast
 
 from imagenet_cls.config import keys
@@ -33,10 +34,10 @@ def value_problems(config: Config, unknown: Collection[str] = ()) -> list[Proble
     problems += _check_kwargs("optimizer", config.optimizer.name, config.optimizer.kwargs, OPTIMIZER_KWARGS)
     problems += _check_kwargs("model", config.model.name, config.model.kwargs, MODEL_KWARGS)
     wrong = {*unknown, *(problem.key for problem in problems)}
+    view = cast(Config, _View(config, "", wrong))
     for rule in RULES:
-        view = _Recorded(config)
-        for key, message in rule(cast(Config, view)):
-            if not view.read & wrong:
+        with suppress(_WrongKeyError):
+            for key, message in rule(view):
                 problems.append(Problem(key, message))
     return problems
 
@@ -51,22 +52,24 @@ def ineffective_keys(config: Config) -> dict[str, str]:
     }
 
 
-class _Recorded:
-    """A view of a config that records which keys are read."""
+class _WrongKeyError(Exception):
+    """A rule reads a key whose value is wrong by itself."""
 
-    def __init__(self, section: Any, prefix: str = "", read: set[str] | None = None):
-        self._section, self._prefix = section, prefix
-        self.read: set[str] = set() if read is None else read
+
+class _View:
+    """A config, or a section of it, that raises _WrongKeyError where one of the `wrong` keys is read."""
+
+    def __init__(self, section: Any, prefix: str, wrong: Collection[str]):
+        self._section, self._prefix, self._wrong = section, prefix, wrong
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._section, name)
         key = f"{self._prefix}{name}"
-        if tuple(key.split(".")) in keys.sections():
-            return _Recorded(value, f"{key}.", self.read)
+        if key in self._wrong:
+            raise _WrongKeyError(key)
         if isinstance(getattr(type(self._section), name, None), property):
             return getattr(type(self._section), name).fget(self)
-        self.read.add(key)
-        return value
+        value = getattr(self._section, name)
+        return _View(value, f"{key}.", self._wrong) if tuple(key.split(".")) in keys.sections() else value
 
 
 def _check_key(path: keys.KeyPath, value: Any) -> Iterator[Problem]:

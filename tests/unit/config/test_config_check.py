@@ -135,6 +135,7 @@ def test_kwargs_of_a_factory_are_not_checked() -> None:
 
 def test_rule_is_skipped_if_one_of_its_keys_is_wrong() -> None:
     assert keys_at_fault(train__global_batch_size=-1, train__micro_batch_size=8) == ["train.global_batch_size"]
+    assert keys_at_fault(mix__cutmix_minmax=[0.1, 0.2, 0.3]) == ["mix.cutmix_minmax"]
     assert value_problems(config_of(data__val=None), unknown={"data.val_fraction"}) == []
 
 
