@@ -147,8 +147,8 @@ def plan_modes(configs: Sequence[str], overrides: Sequence[str], ranks: int) -> 
              missing_for_dp(loaded, ranks)),
         Mode("DDP by spawn", ddp, [*spawn, *gpus], share, "all GPUs of a machine, without a launcher"),
         Mode("DDP by torchrun", ddp, [*torchrun, *gpus], share, "one machine or many; can restart"),
-        Mode(f"DDP, {batch // ranks // part} in turn", [*ddp, f"train.micro_batch_size={part}"], [*spawn, *gpus], part,
-             "a batch that the GPUs can't hold"),
+        Mode(f"DDP, {batch // ranks // part} accumulation steps", [*ddp, f"train.micro_batch_size={part}"],
+             [*spawn, *gpus], part, "a batch that the GPUs can't hold"),
         Mode("DDP with SyncBN", [*ddp, "parallel.sync_bn=true"], [*spawn, *gpus], share * ranks,
              "BatchNorm with few images on each GPU"),
     ]  # fmt: skip

@@ -11,7 +11,9 @@ import pytest
 from helpers import DEMO, REPOSITORY, arguments, environment, run, wait_for
 
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "compare_parallel.py")]
-ROWS = ["one process", "DP, 2 GPUs", "DDP by spawn", "DDP by torchrun", "DDP, 2 in turn", "DDP with SyncBN"]
+ROWS = [
+    "one process", "DP, 2 GPUs", "DDP by spawn", "DDP by torchrun", "DDP, 2 accumulation steps", "DDP with SyncBN",
+]  # fmt: skip
 
 
 def overrides_for(digits: Path, steps: int, **changes: object) -> list[str]:
