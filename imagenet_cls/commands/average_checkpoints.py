@@ -5,7 +5,6 @@ several runs from one start: Wortsman et al. 2022, arXiv:2203.05482, "Model soup
 statistics are averaged like weights, not estimated again with training images.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import add_traceback, positive
-from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
-from imagenet_cls.files import write_file
+from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.lookup import is_factory_name
 
 if TYPE_CHECKING:
@@ -36,19 +34,16 @@ def main() -> None:
 
 
 def average_command(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="average_checkpoints.py",
-        description="Average the weights of checkpoints into one for test.py and predict.py.",
-    )
+    description = "Average the weights of checkpoints into one for test.py and predict.py."
+    parser = program.build_parser("average_checkpoints.py", description)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="checkpoints, or one run folder")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="a new folder; or x.safetensors, for weights alone"
     )
     choice = parser.add_mutually_exclusive_group()
     for rule, meaning in RULES.items():
-        choice.add_argument(f"--{rule}", type=positive, metavar="N", help=meaning)
+        choice.add_argument(f"--{rule}", type=program.positive, metavar="N", help=meaning)
     parser.add_argument("--weights", choices=("raw", "ema"), default="raw", help="which weights (default: raw)")
-    add_traceback(parser)
     arguments = parser.parse_args(argv)
     paths: list[Path] = arguments.paths
     for rule in RULES:
@@ -120,14 +115,12 @@ def average_checkpoints(paths: Sequence[Path], out: Path, kind: str = "raw") -> 
             yield path, tensors
 
     average = mean_of_weights(weights())
-    try:
+    with explain_write_errors(out, "Give another --out."):
         if weights_only:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_file(out, save(average))
         else:
             out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResourceError(f"can't write {out}: {error}\nGive another --out.") from error
     if not weights_only:
         state = snapshots[-1].state | {
             "progress": Progress(step=snapshots[-1].state["step"]).to_dict(),

@@ -41,13 +41,9 @@ def check_command(argv: Sequence[str]) -> int:
 
 
 def check_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="check_dist.py",
-        usage="check_dist.py [key=value ...] [options]",
-        description="Meet, compare versions and devices, and all-reduce once. Exit code 0 if all is well, else 5.",
-    )
+    description = "Meet, compare versions and devices, and all-reduce once. Exit code 0 if all is well, else 5."
+    parser = program.build_parser("check_dist.py", description, "[key=value ...] [options]")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="device=cpu, parallel.backend=gloo, ...")
-    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     add_rank_options(parser)
     return parser
 

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from imagenet_cls.commands.arguments import not_negative, port_number, positive
-from imagenet_cls.commands.program import open_streams, print_error
+from imagenet_cls.commands.program import not_negative, open_streams, port_number, positive, print_error
 from imagenet_cls.config.load import Loaded
 from imagenet_cls.config.schema import ParallelConfig
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, first_line

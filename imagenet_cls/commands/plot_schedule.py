@@ -3,7 +3,6 @@
 Needs no data: images are counted if they are on this disk, else their number is given or assumed.
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import add_config_arguments, positive, split_overrides
 from imagenet_cls.commands.distributed import check_names
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, DataConfig
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 IMAGENET_IMAGES = 1_281_167
 _MOST_STEPS = 1_000_000  # of a longer run, evenly spaced steps
-_USAGE = "plot_schedule.py CONFIG [key=value ...] [--out FILE.png] [--images N]"
+_USAGE = "CONFIG [key=value ...] [--out FILE.png] [--images N]"
 
 
 @dataclass(frozen=True)
@@ -47,21 +45,18 @@ def main() -> None:
 
 def plot_schedule_command(argv: Sequence[str]) -> None:
     """Plot and print the schedule. Raises UserError for a config that train.py would not take, or too few images."""
-    parser = argparse.ArgumentParser(
-        prog="plot_schedule.py",
-        usage=_USAGE,
-        description="Plot learning rate, momentum and training resolution of a run, without training it.",
-    )
-    add_config_arguments(parser)
+    description = "Plot learning rate, momentum and training resolution of a run, without training it."
+    parser = program.build_parser("plot_schedule.py", description, _USAGE)
+    program.add_config_arguments(parser)
     parser.add_argument("--out", metavar="FILE.png", help="default: work_dirs/<config name>_schedule.png")
     parser.add_argument(
-        "--images", type=positive, metavar="N",
+        "--images", type=program.positive, metavar="N",
         help="in the training set; default: counted in data.root, or ImageNet's 1281167 if that is missing",
     )  # fmt: skip
     arguments = parser.parse_intermixed_args(argv)
-    overrides, configs = split_overrides(arguments, ["one config"])
+    overrides, configs = program.split_overrides(arguments, ["one config"])
     if not configs:
-        raise UsageError(f"no config given.\nUsage: {_USAGE}")
+        raise UsageError(f"no config given.\nUsage: plot_schedule.py {_USAGE}")
     loaded = load_config(configs[0], overrides)
     path = Path(arguments.out or f"work_dirs/{loaded.name}_schedule.png")
     if path.suffix.lower() != ".png":

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import add_allow_import, add_traceback, positive
 from imagenet_cls.commands.test import write_csv
 from imagenet_cls.parallel.environment import RankInfo
 
@@ -20,21 +19,20 @@ def main() -> None:
 
 def predict_command(argv: Sequence[str]) -> None:
     """Classify images with a checkpoint folder."""
-    parser = argparse.ArgumentParser(prog="predict.py", description="Classify images with a checkpoint folder alone.")
+    parser = program.build_parser("predict.py", "Classify images with a checkpoint folder alone.")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint folder, or a run folder (its best one)")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns")
-    parser.add_argument("--top", type=positive, default=5, metavar="K", help="classes to show for each image")
+    parser.add_argument("--top", type=program.positive, default=5, metavar="K", help="classes to show for each image")
     parser.add_argument(
         "--weights", choices=("raw", "ema"),
         help="default: of a run folder the better ones, of a checkpoint its EMA if it has one",
     )  # fmt: skip
-    add_allow_import(parser)
+    program.add_allow_import(parser)
     parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:1")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="one JSON object on each line")
     shape.add_argument("--csv", action="store_true", help="one row for each image")
     parser.add_argument("--logits", action="store_true", help="with --json: the logits of all classes, too")
-    add_traceback(parser)
     arguments = parser.parse_args(argv)
     from imagenet_cls.engine.inference import Predictor, find_images
     from imagenet_cls.parallel.process_group import choose_device

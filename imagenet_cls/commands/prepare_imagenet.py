@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import add_traceback
 from imagenet_cls.errors import DataError, ResourceError, first_line
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
@@ -44,9 +43,9 @@ def main() -> None:
 
 def prepare_command(argv: Sequence[str]) -> None:
     """The tool. Raises DataError for a source that is broken or incomplete, and ResourceError for a full disk."""
-    parser = argparse.ArgumentParser(
-        prog="prepare_imagenet.py",
-        description="Unpack ImageNet-1k into OUT/{train,val}/CLASS/*.JPEG. SOURCE is a folder with the ILSVRC2012 "
+    parser = program.build_parser(
+        "prepare_imagenet.py",
+        "Unpack ImageNet-1k into OUT/{train,val}/CLASS/*.JPEG. SOURCE is a folder with the ILSVRC2012 "
         "archives (img_train.tar, img_val.tar, devkit_t12.tar.gz), or with Kaggle's unpacked ILSVRC/Data/CLS-LOC and "
         "LOC_val_solution.csv, or one whose val folder is flat. The same command continues an interrupted one.",
     )
@@ -59,7 +58,6 @@ def prepare_command(argv: Sequence[str]) -> None:
     parser.add_argument("--expect-train", type=int, default=1_281_167, metavar="N")
     parser.add_argument("--expect-val", type=int, default=50_000, metavar="N")
     parser.add_argument("--no-count-check", action="store_true", help="do not compare the counts at the end")
-    add_traceback(parser)
     arguments = parser.parse_args(argv)
     prepare(find_source(arguments.source, arguments.labels), arguments.out, arguments.copy)
     check_counts(arguments)

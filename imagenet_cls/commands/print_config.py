@@ -1,32 +1,15 @@
 """Print a resolved config, where each value came from, or the differences between two configs."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from imagenet_cls.commands import program
 from imagenet_cls.config import reader
-from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, load_config
+from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, flatten, load_config
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import UserError
 
 ABSENT = "(absent)"
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """Every value by its dotted key, in the order of the schema. An empty `kwargs` is a value, `{}`."""
-    flat: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for name, item in value.items():
-                add(f"{prefix}.{name}" if prefix else name, item)
-        else:
-            flat[prefix] = value
-
-    add("", config_to_dict(config))
-    return flat
 
 
 def _text(value: Any) -> str:
@@ -36,15 +19,15 @@ def _text(value: Any) -> str:
 
 def origin_lines(loaded: Loaded) -> list[str]:
     """`key: value  # where`, one line for each value. An interpolated value has the line of its `${...}`."""
-    pairs = {key: f"{key}: {_text(value)}" for key, value in flatten(loaded.config).items()}
+    pairs = {key: f"{key}: {_text(value)}" for key, value in flatten(config_to_dict(loaded.config)).items()}
     width = min(max(map(len, pairs.values())), 60)
     return [f"{text:<{width}}  # {loaded.origins.get(key, 'default')}" for key, text in pairs.items()]
 
 
 def diff_lines(mine: Config, other: Config) -> list[str]:
     """`key: value of mine | value of other`, for each difference. Keyword arguments are compared one by one."""
-    left = {key: _text(value) for key, value in flatten(mine).items()}
-    right = {key: _text(value) for key, value in flatten(other).items()}
+    left = {key: _text(value) for key, value in flatten(config_to_dict(mine)).items()}
+    right = {key: _text(value) for key, value in flatten(config_to_dict(other)).items()}
     return [
         f"{key}: {left.get(key, ABSENT)} | {right.get(key, ABSENT)}"
         for key in dict.fromkeys([*left, *right])
@@ -54,30 +37,24 @@ def diff_lines(mine: Config, other: Config) -> list[str]:
 
 def main() -> None:
     """`tools/print_config.py`."""
-    program.main(print_config_main)
+    program.main(print_config_command)
 
 
-def print_config_main(argv: Sequence[str]) -> int:
-    """Print, and return the exit code. 2: a wrong config or command line, with the errors on stderr."""
-    parser = argparse.ArgumentParser(prog="print_config.py", description="Print a resolved config.")
+def print_config_command(argv: Sequence[str]) -> None:
+    parser = program.build_parser("print_config.py", "Print a resolved config.")
     parser.add_argument("config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=0.2")
     parser.add_argument("--origin", action="store_true", help="add where each value comes from")
     parser.add_argument("--diff", metavar="OTHER", help="print only the differences to this config")
-    args = parser.parse_intermixed_args(argv)
-    try:
-        loaded = load_config(args.config, args.overrides)
-        if args.diff is not None:
-            lines = diff_lines(loaded.config, load_config(args.diff).config)
-        elif args.origin:
-            lines = origin_lines(loaded)
-        else:
-            lines = [dump_yaml(loaded.config).rstrip("\n")]
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    arguments = parser.parse_intermixed_args(argv)
+    loaded = load_config(arguments.config, arguments.overrides)
+    if arguments.diff is not None:
+        lines = diff_lines(loaded.config, load_config(arguments.diff).config)
+    elif arguments.origin:
+        lines = origin_lines(loaded)
+    else:
+        lines = dump_yaml(loaded.config).splitlines()
     for line in loaded.warnings:
         print(line, file=sys.stderr)
     for line in lines:
         print(line)
-    return 0

@@ -1,5 +1,6 @@
-"""Runs a command as a program: its exit code, its errors in a few lines, and the end of the process."""
+"""What all commands share: the parser of the arguments, the exit code, and errors in a few lines."""
 
+import argparse
 import atexit
 import contextlib
 import io
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from imagenet_cls.errors import UserError
+from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.interrupts import end_by_interrupts, ignore_interrupts
 
 Command = Callable[[Sequence[str]], int | None]
@@ -84,3 +85,66 @@ def track(items: Sequence[T], description: str) -> Iterable[T]:
 
     console = Console(stderr=True)
     return track(items, description, console=console, disable=not console.is_terminal)
+
+
+def build_parser(
+    script: str, description: str, usage: str | None = None, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """The parser of `tools/SCRIPT`, with --traceback, which `print_error` reads. usage: without the script's name."""
+    usage = usage and f"{script} {usage}"
+    parser = argparse.ArgumentParser(prog=script, usage=usage, description=description, epilog=epilog)
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the config file and its overrides, for `split_overrides`."""
+    parser.add_argument("arguments", nargs="*", metavar="CONFIG key=value", help="a config file, and overrides")
+    parser.add_argument("--cfg-options", nargs="+", metavar="key=value", help="overrides, as mmdetection has them")
+
+
+def add_allow_import(parser: argparse.ArgumentParser) -> None:
+    """Add --allow-import: code that the config in a checkpoint may name, see `models.build.check_trusted`."""
+    parser.add_argument(
+        "--allow-import", metavar="NAME", action="append", default=[],
+        help="let the checkpoint use this my_module:my_factory, or import this module; may be repeated",
+    )  # fmt: skip
+
+
+def split_overrides(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides (key=value) and the other arguments, which `names` describes: at most as many as `names`."""
+    every = [*arguments.arguments, *(arguments.cfg_options or [])]
+    overrides = [argument for argument in every if "=" in argument]
+    others = [argument for argument in every if "=" not in argument]
+    if len(others) > len(names):
+        raise UsageError(
+            f"unexpected argument {others[len(names)]!r}: this takes {' and '.join(names)}, and overrides.\n"
+            "Write overrides as key=value, without spaces around the equals sign."
+        )
+    return overrides, others
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    return _whole_number(text, 1)
+
+
+def not_negative(text: str) -> int:
+    """An argparse type: a whole number of at least 0."""
+    return _whole_number(text, 0)
+
+
+def port_number(text: str) -> int:
+    """An argparse type: a TCP port."""
+    return _whole_number(text, 1, 65535)
+
+
+def _whole_number(text: str, least: int, most: int | None = None) -> int:
+    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
+    return number

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import add_allow_import, add_config_arguments, split_overrides
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_names, run_command
 from imagenet_cls.config.load import Loaded, load_config
 from imagenet_cls.errors import UsageError
@@ -32,21 +31,21 @@ def evaluate_command(argv: Sequence[str]) -> int:
 
 
 def evaluation_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="test.py",
-        usage="test.py CONFIG [CHECKPOINT] [key=value ...] [options]",
-        description="Evaluate a checkpoint or run folder, foreign weights, or (model.pretrained=true) published ones.",
+    parser = program.build_parser(
+        "test.py",
+        "Evaluate a checkpoint or run folder, foreign weights, or (model.pretrained=true) published ones.",
+        "CONFIG [CHECKPOINT] [key=value ...] [options]",
     )
-    add_config_arguments(parser)
+    program.add_config_arguments(parser)
     parser.add_argument("--out", metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON")
-    add_allow_import(parser)
+    program.add_allow_import(parser)
     add_rank_options(parser)
     return parser
 
 
 def load_for_testing(arguments: argparse.Namespace) -> Loaded:
     """Stage 1 of checking. Imports no torch."""
-    overrides, paths = split_overrides(arguments, ["a config", "a checkpoint"])
+    overrides, paths = program.split_overrides(arguments, ["a config", "a checkpoint"])
     if not paths:
         raise UsageError("no config given.\nUsage: test.py CONFIG [CHECKPOINT] [key=value ...]")
     return load_config(paths[0], overrides)
@@ -73,7 +72,7 @@ def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, group: "Group")
     from imagenet_cls.parallel.process_group import run_on_main
 
     check_agreement(loaded, group, training=False)
-    _, paths = split_overrides(arguments, ["a config", "a checkpoint"])
+    _, paths = program.split_overrides(arguments, ["a config", "a checkpoint"])
     checkpoint = Path(paths[1]) if len(paths) > 1 else None
     run_on_main(group, lambda: check_output_path(arguments, loaded))
     with explain_resource_errors(out_of_memory, worker_death):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import add_config_arguments, split_overrides
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, run_command
 from imagenet_cls.config.keys import is_kwargs, leaves, sections
 from imagenet_cls.config.load import Loaded, load_config
@@ -32,12 +31,12 @@ def train_command(argv: Sequence[str]) -> int:
 
 
 def train_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        usage="train.py [CONFIG] [key=value ...] [options]",
-        description="Train an image classifier from a config. Without one: the demo, on real handwritten digits.",
+    parser = program.build_parser(
+        "train.py",
+        "Train an image classifier from a config. Without one: the demo, on real handwritten digits.",
+        "[CONFIG] [key=value ...] [options]",
     )
-    add_config_arguments(parser)
+    program.add_config_arguments(parser)
     run = parser.add_argument_group("the run folder")
     run.add_argument("--work-dir", metavar="DIR", help="where the run writes (default: work_dirs/<config name>)")
     run.add_argument(
@@ -62,7 +61,7 @@ def train_parser() -> argparse.ArgumentParser:
 
 def load_for_training(arguments: argparse.Namespace) -> Loaded:
     """Stage 1 of checking. Imports no torch."""
-    overrides, configs = split_overrides(arguments, ["one config"])
+    overrides, configs = program.split_overrides(arguments, ["one config"])
     if arguments.syncbn:
         overrides.append("parallel.sync_bn=true")
     for key in arguments.allow_change:

@@ -1,6 +1,5 @@
 """Read every image of a data set as training does, and write a list of the bad ones for `data.exclude`."""
 
-import argparse
 import os
 import stat
 import warnings
@@ -10,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from imagenet_cls.commands import program
-from imagenet_cls.commands.arguments import add_traceback, positive
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.errors import DataError, ResourceError, UsageError, first_line
-from imagenet_cls.files import write_file
+from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.parallel.environment import cpu_threads
 
 FILE_SETS = ("folder", "list", "digits")
@@ -26,17 +24,16 @@ def main() -> None:
 
 
 def verify_command(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="verify_data.py",
-        usage="verify_data.py ROOT | CONFIG [key=value ...] [--out FILE] [--threads N]",
-        description="Read and decode every image, and list the bad ones with the reason, for data.exclude. Exit code 0 "
-        "if all are good, 3 if some are bad.",
+    parser = program.build_parser(
+        "verify_data.py",
+        "Read and decode every image, and list the bad ones with the reason, for data.exclude. Exit code 0 if all are "
+        "good, 3 if some are bad.",
+        "ROOT | CONFIG [key=value ...] [--out FILE] [--threads N]",
     )
     parser.add_argument("data", metavar="ROOT | CONFIG", help="a folder, with all images in it; or a config")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with CONFIG, such as data.root=/my/images")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: ROOT/bad_images.txt")
-    parser.add_argument("--threads", type=positive, metavar="N", help="default: one for each core")
-    add_traceback(parser)
+    parser.add_argument("--threads", type=program.positive, metavar="N", help="default: one for each core")
     arguments = parser.parse_intermixed_args(argv)
     verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads or cpu_threads(1))
 
@@ -69,10 +66,8 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
                 if reason is not None:
                     bad[os.fsdecode(name)] = reason
                     print(f"bad: {os.fsdecode(name)}: {reason}")
-    try:
+    with explain_write_errors(path, "name another place with --out FILE"):
         write_file(path, "".join(f"{name}\t{bad[name]}\n" for name in bad).encode("utf-8", "surrogateescape"))
-    except OSError as error:
-        raise ResourceError(f"can't write {path}: {error.strerror}\nname another place with --out FILE") from None
     print(f"{len(names):,} images, {len(bad):,} bad; wrote {path}")
     if bad:
         raise DataError(

@@ -84,6 +84,17 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one with dotted keys. An empty one, such as `kwargs`, is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
 def config_from_dict(mapping: Mapping[str, Any]) -> Config:
     """The config that `config_to_dict` converted. A missing key has the schema's default.
 

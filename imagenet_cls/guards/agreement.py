@@ -19,7 +19,7 @@ import torchvision
 
 import imagenet_cls
 from imagenet_cls.config.keys import keys_with
-from imagenet_cls.config.load import config_to_dict
+from imagenet_cls.config.load import config_to_dict, flatten
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ConfigError, DataError, UsageError
 from imagenet_cls.lookup import import_from_here, is_factory_name
@@ -110,14 +110,3 @@ def check_same_data(digests: Mapping[str, str], group: Group) -> None:
 def settings_of(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, and the order of `optimizer.lr_scales`: the first pattern that matches counts."""
     return flatten(config_to_dict(config)) | {"optimizer.lr_scales": list(config.optimizer.lr_scales)}
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -8,15 +8,19 @@ import pytest
 import torch
 from helpers import arguments, losses, train_here
 
-from imagenet_cls.commands.compare_outcomes import (
+from imagenet_cls.commands.compare_parallel import (
+    DEMO_SETTINGS,
+    Mode,
     Outcome,
+    add_defaults,
+    compare_command,
     loss_difference,
     notes,
+    plan_modes,
     read_outcome,
     table,
     weight_difference,
 )
-from imagenet_cls.commands.compare_parallel import DEMO_SETTINGS, Mode, add_defaults, compare_command, plan_modes
 from imagenet_cls.errors import ConfigError, UserError
 
 CPU = ["device=cpu", "optimizer.lr=0.1"]

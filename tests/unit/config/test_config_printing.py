@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from imagenet_cls.commands.print_config import print_config_main
+from imagenet_cls.commands.print_config import print_config_command
+from imagenet_cls.commands.program import main
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.origin import shown_path
 
@@ -35,7 +36,7 @@ def test_errors_are_lines_on_stderr(tmp_path: Path) -> None:
 
 def test_origin_prints_place_of_each_value(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
-    assert print_config_main(["configs/resnet50.yaml", "--origin", "seed=3"]) == 0
+    assert main(print_config_command, ["configs/resnet50.yaml", "--origin", "seed=3"]) == 0
     printed = capsys.readouterr().out
     places = dict(line.split(":", 1) for line in printed.splitlines())
     assert places["seed"].split() == ["3", "#", "command", "line", "'seed=3'"]
@@ -51,14 +52,14 @@ def test_origin_prints_place_of_each_value(capsys: pytest.CaptureFixture[str], m
 
 
 def test_diff_prints_both_values_of_each_difference(capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_config_main([DEMO, "seed=3", "optimizer.kwargs.nesterov=true", "--diff", DEMO]) == 0
+    assert main(print_config_command, [DEMO, "seed=3", "optimizer.kwargs.nesterov=true", "--diff", DEMO]) == 0
     assert capsys.readouterr().out.splitlines() == ["optimizer.kwargs.nesterov: true | (absent)", "seed: 3 | 0"]
-    assert print_config_main([DEMO, "model.kwargs.a=1", "--diff", DEMO]) == 0
+    assert main(print_config_command, [DEMO, "model.kwargs.a=1", "--diff", DEMO]) == 0
     assert capsys.readouterr().out == "model.kwargs.a: 1 | (absent)\n"
-    assert print_config_main([DEMO, "--diff", DEMO]) == 0
+    assert main(print_config_command, [DEMO, "--diff", DEMO]) == 0
     assert capsys.readouterr().out == ""
 
 
 def test_missing_config_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_config_main([str(REPO / "configs" / "demo.yml")]) == 2
+    assert main(print_config_command, [str(REPO / "configs" / "demo.yml")]) == 2
     assert f"did you mean {shown_path(REPO / 'configs' / 'demo.yaml')!r}?" in capsys.readouterr().err

@@ -9,12 +9,11 @@ import torch
 from helpers import arguments
 
 from imagenet_cls.checkpoint.format import Progress, Snapshot, read_checkpoint, write_checkpoint
-from imagenet_cls.config.load import config_to_dict, load_config
+from imagenet_cls.config.load import config_to_dict, flatten, load_config
 from imagenet_cls.engine.build import Parts, build
 from imagenet_cls.engine.resume import check_resumable
 from imagenet_cls.engine.saving import describe_run
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.guards.agreement import flatten
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
