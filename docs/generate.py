@@ -172,8 +172,8 @@ with its mirror image). **Ours** is the accuracy of a run with this repository. 
 the config is a translation, and the accuracy is the source's.
 
 The batch is that of an optimizer step. If the source states how many images each GPU had, `train.micro_batch_size` has
-that number in most configs, so that BatchNorm sees groups of the same size. A GPU that takes several micro-batches in
-turn sees the same groups as that many GPUs.
+that number in most configs, so that BatchNorm sees groups of the same size. A GPU that
+accumulates several micro-batches sees the same groups as that many GPUs.
 
 The parts of a recipe were compared with independent implementations:
 
