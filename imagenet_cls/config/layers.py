@@ -60,39 +60,22 @@ class Layer:
 
     def add_mapping(self, node: yaml.MappingNode, origin_of: Callable[[int], Origin], path: keys.KeyPath = ()) -> None:
         """Add what stands in a mapping at `path`, a section or keyword arguments. origin_of: the origin of a line."""
-        lines: dict[str, int] = {}
         for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            at = path
-            try:
-                name = reader.key_of(key_node)
-                if name in lines:
-                    raise UnreadableError(f"key {name!r} is given twice; the first is in line {lines[name]}", line)
-                lines[name] = line
-                at = (*path, name)
-                self._add(at, value_node, origin_of(line), origin_of)
-            except UnreadableError as error:
-                self.faults.append(Fault(origin_of(error.line or line), Problem(".".join(at), error.message)))
-
-    def _add(self, path: keys.KeyPath, node: yaml.Node, origin: Origin, origin_of: Callable[[int], Origin]) -> None:
-        hint = keys.leaves().get(path)
-        inside_kwargs = any(keys.is_kwargs(keys.leaves().get(path[:n])) for n in range(1, len(path)))
-        is_section = path in keys.sections() or keys.is_kwargs(hint)
-        if is_section:
-            self.sections[path] = origin
-        if (
-            isinstance(node, yaml.MappingNode)
-            and node.tag == reader.MAP
-            and (is_section or (inside_kwargs and node.value))
-        ):
-            self.add_mapping(node, origin_of, path)
-        elif is_section:
-            self.faults.append(Fault(origin, _not_a_section(path, reader.value_of(node))))
-        elif inside_kwargs or hint is not None or ".".join(path) in REMOVED:
-            self.entries[path] = Entry(reader.value_of(node, Any if hint is None else hint), origin)
-        else:
-            message, meant = keys.unknown_key(path)
-            self.faults.append(Fault(origin, Problem("", message), ".".join(meant or path)))
+            at, origin = (*path, key_node.value), origin_of(key_node.start_mark.line + 1)
+            hint = keys.leaves().get(at)
+            inside_kwargs = any(keys.is_kwargs(keys.leaves().get(at[:n])) for n in range(1, len(at)))
+            is_section = at in keys.sections() or keys.is_kwargs(hint)
+            if is_section:
+                self.sections[at] = origin
+            if isinstance(value_node, yaml.MappingNode) and (is_section or (inside_kwargs and value_node.value)):
+                self.add_mapping(value_node, origin_of, at)
+            elif is_section:
+                self.faults.append(Fault(origin, _not_a_section(at, reader.value_of(value_node))))
+            elif inside_kwargs or hint is not None or ".".join(at) in REMOVED:
+                self.entries[at] = Entry(reader.value_of(value_node, Any if hint is None else hint), origin)
+            else:
+                message, meant = keys.unknown_key(at)
+                self.faults.append(Fault(origin, Problem("", message), ".".join(meant or at)))
 
 
 def _not_a_section(path: keys.KeyPath, value: Any) -> Problem:
@@ -103,9 +86,10 @@ def _not_a_section(path: keys.KeyPath, value: Any) -> Problem:
     return Problem(key, f"{format_value(value)} is given for a section; {remedy}")
 
 
-def tree_layer(node: yaml.MappingNode, origin: Origin) -> Layer:
-    """The layer of a node tree that has one origin as a whole: an override, a stored config."""
+def tree_layer(node: yaml.Node | None, origin: Origin) -> Layer:
+    """The layer of a mapping that has one origin as a whole: an override, a stored config."""
     layer = Layer()
+    assert isinstance(node, yaml.MappingNode)
     layer.add_mapping(node, lambda line: origin)
     return layer
 
@@ -119,15 +103,13 @@ def file_layers(path: Path) -> list[Layer]:
 def near_files(path: Path) -> str:
     """A clause that suggests config files with a name like that of a missing one; "" if there are none."""
     folder = path.parent if path.parent.is_dir() else Path("configs")
-    there = sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
-    near = nearest(path.name if path.suffix else f"{path.name}.yaml", [file.name for file in there])
-    if near:
-        return f"; did you mean {' or '.join(repr(shown_path(folder / name)) for name in near)}?"
-    return f"; {shown_path(folder)} has: {', '.join(file.name for file in there[:8])}" if there else ""
+    names = {file.name: shown_path(file) for file in sorted(folder.glob("*.y*ml"))}
+    near = nearest(path.name if path.suffix else f"{path.name}.yaml", names)
+    return f"; did you mean {' or '.join(repr(names[name]) for name in near)}?" if near else ""
 
 
-def _fatal(origin: Origin, message: str) -> Layer:
-    return Layer(faults=[Fault(origin, Problem("", message), is_fatal=True)])
+def _fatal(origin: Origin, message: str, key: str = "") -> Layer:
+    return Layer(faults=[Fault(origin, Problem(key, message), is_fatal=True)])
 
 
 class _FileReader:
@@ -139,37 +121,31 @@ class _FileReader:
         try:
             root = reader.parse(reader.read_text(path))
         except UnreadableError as error:
-            return [_fatal(Origin(shown, path, error.line), error.message)]
+            return [_fatal(Origin(shown, path, error.line), error.message, error.key)]
         self.done.add(real_path(path))
         if root is None:  # an empty file is an empty layer
             return []
-        if not isinstance(root, yaml.MappingNode) or root.tag != reader.MAP:
+        if not isinstance(root, yaml.MappingNode):
             return [_fatal(Origin(shown, path), "is not a mapping; write `section:` and, below it, `key: value`")]
-        bases = [pair for pair in root.value if getattr(pair[0], "value", None) == BASE][:1]
-        layers = []
-        for key_node, value_node in bases:
-            layers += self._bases(Origin(shown, path, key_node.start_mark.line + 1), value_node, (*chain, path))
-        layer = Layer()
-        own = yaml.MappingNode(reader.MAP, [pair for pair in root.value if pair not in bases])
-        layer.add_mapping(own, lambda line: Origin(shown, path, line))
-        return [*layers, layer]
+        layer, below, own = Layer(), [], []
+        for key_node, value_node in root.value:
+            if key_node.value == BASE:
+                below = self._bases(Origin(shown, path, key_node.start_mark.line + 1), value_node, (*chain, path))
+            else:
+                own.append((key_node, value_node))
+        layer.add_mapping(yaml.MappingNode(reader.MAP, own), lambda line: Origin(shown, path, line))
+        return [*below, layer]
 
     def _bases(self, origin: Origin, node: yaml.Node, chain: tuple[Path, ...]) -> list[Layer]:
-        try:
-            value = reader.value_of(node, str)
-        except UnreadableError as error:
-            return [_fatal(origin, error.message)]
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(
-            isinstance(name, str) and name and "\0" not in name for name in names
-        ):
+        value = reader.value_of(node, str)
+        names = value if isinstance(value, list) else [value]
+        if not all(isinstance(name, str) and name and "\0" not in name for name in names):
             return [_fatal(origin, f"{BASE}: {format_value(value)} is not a path or a list of paths")]
         if len(names) > MAX_BASES or len(chain) > MAX_BASES:
             return [_fatal(origin, f"{BASE}: more than {MAX_BASES} files")]
         layers: list[Layer] = []
         known = [real_path(file) for file in chain]
-        for name in names:
-            base = chain[-1].parent / name
+        for base in (chain[-1].parent / name for name in names):
             if real_path(base) in known:
                 circle = " -> ".join(map(shown_path, [*chain[known.index(real_path(base)) :], base]))
                 layers.append(_fatal(origin, f"{BASE}: a circle: {circle}"))
@@ -195,58 +171,54 @@ def command_line_layer(overrides: Sequence[str]) -> Layer:
             whole.faults.append(Fault(origin, Problem("", "is not of the form key=value, such as optimizer.lr=0.1")))
             continue
         try:
-            node = reader.parse(value) or yaml.ScalarNode(reader.NULL, "", yaml.Mark("", 0, 0, 0, None, None))
+            node = reader.parse(value) or reader.parse("null")
         except UnreadableError as error:
             message = f"{error.message} (the value is read as YAML: put quotes around text)"
-            whole.faults.append(Fault(origin, Problem(key, message)))
+            whole.faults.append(Fault(origin, Problem(f"{key}.{error.key}".rstrip("."), message)))
             continue
         for name in reversed(parts):
-            key_node = yaml.ScalarNode(reader.STR, name, node.start_mark)
-            node = yaml.MappingNode(reader.MAP, [(key_node, node)], node.start_mark)
-        assert isinstance(node, yaml.MappingNode)  # `parts` is never empty
+            key_node = yaml.ScalarNode(reader.STR, name, yaml.Mark("", 0, 0, 0, None, None))
+            node = yaml.MappingNode(reader.MAP, [(key_node, node)])
         part = tree_layer(node, origin)
-        for path, entry in part.entries.items():
-            rivals = [other for other in whole.entries if other[: len(path)] == path[: len(other)]]
-            if rivals:
-                message = f"is given twice: {whole.entries[rivals[0]].origin}; keep one"
+        for path in part.entries:
+            for other in [other for other in whole.entries if other[: len(path)] == path[: len(other)]][:1]:
+                message = f"is given twice: {whole.entries[other].origin}; keep one"
                 whole.faults.append(Fault(origin, Problem(".".join(path), message)))
-            else:
-                whole.entries[path] = entry
+        whole.entries.update(part.entries)
         whole.sections.update(part.sections)
         whole.faults += part.faults
     return whole
 
 
-def _defaults(section: str, name: Any) -> dict[keys.KeyPath, Entry]:
-    """The defaults of a component's section: the schema's, and over them the component's."""
+def _defaults(within: keys.KeyPath, name: Any = None) -> dict[keys.KeyPath, Entry]:
+    """The schema's defaults within a section, and those of the component `name` over them."""
     entries = {
         path: Entry(keys.default_of(path), DEFAULT)
         for path, hint in keys.leaves().items()
-        if path[0] == section and not keys.is_kwargs(hint)
+        if path[: len(within)] == within and not keys.is_kwargs(hint)
     }
-    own = COMPONENT_DEFAULTS.get(section, {}).get(name, {}) if isinstance(name, str) else {}
+    own = COMPONENT_DEFAULTS.get(".".join(within), {}).get(name, {}) if isinstance(name, str) else {}
     for key, values in own.items():
-        for kwarg, value in values.items():
-            entries[(section, key, kwarg)] = Entry(value, Origin(f"default of {name}"))
+        entries |= {
+            (*within, key, kwarg): Entry(value, Origin(f"default of {name}")) for kwarg, value in values.items()
+        }
     return entries
 
 
 def merge(layers: Iterable[Layer]) -> dict[keys.KeyPath, Entry]:
     """The layers merged over the schema's defaults, lowest first."""
-    entries: dict[keys.KeyPath, Entry] = {}
-    for path in keys.leaves():
-        if path[0] not in keys.components():
-            entries[path] = Entry(keys.default_of(path), DEFAULT)
-        elif path[1:] == ("name",):
-            entries |= _defaults(path[0], keys.default_of(path))
+    # What a change of a key resets.
+    resets: dict[keys.KeyPath, keys.KeyPath] = {(section, "name"): (section,) for section in keys.components()}
+    entries = _defaults(())
+    for path, within in resets.items():
+        entries |= _defaults(within, entries[path].value)
+    resets |= {tuple(name.split(".")): tuple(kwargs.split(".")) for name, kwargs in KWARGS_OF.items()}
     for layer in layers:
-        for name in [f"{section}.name" for section in keys.components()] + [*KWARGS_OF]:
-            path = tuple(name.split("."))
+        for path, within in resets.items():
             new = layer.entries.get(path)
             if new is not None and new.value != entries[path].value:
-                reset = tuple(KWARGS_OF[name].split(".")) if name in KWARGS_OF else path[:1]
-                entries = {other: entry for other, entry in entries.items() if other[: len(reset)] != reset}
-                entries |= {reset: Entry({}, DEFAULT)} if name in KWARGS_OF else _defaults(path[0], new.value)
+                entries = {other: entry for other, entry in entries.items() if other[: len(within)] != within}
+                entries |= _defaults(within, new.value)
         for path, entry in layer.entries.items():
             _put(entries, path, entry)
     return entries

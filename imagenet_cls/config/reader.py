@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from imagenet_cls.config import keys
 
@@ -24,7 +25,6 @@ _PREFIX = "tag:yaml.org,2002:"
 STR, INT, FLOAT, BOOL, NULL, SEQ, MAP = (
     _PREFIX + kind for kind in ("str", "int", "float", "bool", "null", "seq", "map")
 )
-_SCALAR_TAGS = (STR, INT, FLOAT, BOOL, NULL)
 _IMPLICIT = [
     (BOOL, r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
     (INT, r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", "-+0123456789"),
@@ -39,36 +39,58 @@ _IMPLICIT = [
 
 
 class UnreadableError(Exception):
-    """Text that a config may not contain. line counts from 1; None: the text as a whole."""
+    """Text that a config may not contain. key: where it stands; line: counts from 1, None for the text as a whole."""
 
-    def __init__(self, message: str, line: int | None = None):
+    def __init__(self, message: str, line: int | None = None, key: str = ""):
         super().__init__(message)
-        self.message = message
-        self.line = line
+        self.message, self.line, self.key = message, line, key
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's form)
-    depth, keys, values = 0, 0, 0
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.depth, self.keys, self.values = 0, 0, 0
+        self.path: list[str] = []
+        self.key_lines: dict[tuple[int, str], int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        problem = ""
-        if self.check_event(yaml.AliasEvent):
-            problem = "aliases (*name) are not allowed; share values by _base_ or ${section.key}, or quote the text"
+        """The next node. PyYAML passes a mapping's value with the key's node as `index`, and its keys with None."""
+        event, in_mapping = self.peek_event(), isinstance(parent, yaml.MappingNode)
+        line, is_key = event.start_mark.line + 1, in_mapping and index is None
         self.depth += 1
-        if isinstance(parent, yaml.MappingNode) and index is None:
-            self.keys += 1
-        else:
-            self.values += 1
-        if self.depth > MAX_DEPTH:
+        self.keys += is_key
+        self.values += not is_key
+        self.path += [index.value] if in_mapping and not is_key else []
+        problem = self._key_problem(id(parent), event, line) if is_key else ""
+        if isinstance(event, yaml.AliasEvent):
+            problem = "aliases (*name) are not allowed; share values by _base_ or ${section.key}, or quote the text"
+        elif event.tag is not None:
+            problem = f"the tag {event.tag.replace(_PREFIX, '!!')} is not allowed; write a plain value"
+        elif self.depth > MAX_DEPTH:
             problem = f"nested more than {MAX_DEPTH} deep"
         elif self.keys > MAX_KEYS or self.values > MAX_VALUES:
             problem = f"more than {MAX_KEYS} keys or {MAX_VALUES} values"
         if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+            raise UnreadableError(problem, line, ".".join(self.path))
         node: yaml.Node | None = super().compose_node(parent, index)
+        if node is not None and node.tag in (INT, FLOAT) and len(node.value) > MAX_DIGITS:
+            raise UnreadableError(f"a number of more than {MAX_DIGITS} digits", line, ".".join(self.path))
         self.depth -= 1
+        del self.path[len(self.path) - (in_mapping and not is_key) :]
         return node
+
+    def _key_problem(self, mapping: int, event: yaml.Event, line: int) -> str:
+        if not isinstance(event, yaml.ScalarEvent) or not event.value:
+            return "a key must be plain text"
+        if event.value == "<<":
+            return "merge keys (<<) are not allowed; use _base_"
+        if (mapping, event.value) in self.key_lines:
+            first = self.key_lines[mapping, event.value]
+            return f"key {event.value!r} is given twice; the first is in line {first}"
+        self.key_lines[mapping, event.value] = line
+        return ""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -96,8 +118,6 @@ for _tag, _pattern, _first in _IMPLICIT:
 def read_text(path: Path) -> str:
     """The text of a file, UTF-8, with or without a byte order mark. Raises UnreadableError, FileNotFoundError."""
     try:
-        if path.is_dir():
-            raise UnreadableError("is a folder; name a .yaml file in it")
         if path.exists() and not path.is_file():
             raise UnreadableError("is not a regular file")
         if path.stat().st_size > MAX_BYTES:
@@ -131,51 +151,13 @@ def parse(text: str) -> yaml.Node | None:
         raise UnreadableError(problem, mark.line + 1 if mark else None) from None
 
 
-def key_of(node: yaml.Node) -> str:
-    """The text of a mapping's key, as written. Raises UnreadableError for merge keys and for anything but text."""
-    line = node.start_mark.line + 1
-    if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALAR_TAGS:
-        raise UnreadableError("a key must be plain text", line)
-    if node.value == "<<" or not node.value:
-        raise UnreadableError("merge keys (<<) are not allowed; use _base_" if node.value else "a key is empty", line)
-    return node.value
-
-
 def value_of(node: yaml.Node, hint: Any = Any) -> Any:
-    """The plain value of a node: None, bool, int, float, str, list, dict. Text-typed keys keep what was written.
-
-    Raises UnreadableError for tags and for numbers that are too large to represent.
-    """
-    line = node.start_mark.line + 1
-    if isinstance(node, yaml.SequenceNode) and node.tag == SEQ:
+    """The plain value of a node: None, bool, int, float, str, list, dict. Text-typed keys keep what was written."""
+    if isinstance(node, yaml.SequenceNode):
         return [value_of(item, keys.element_hint(hint)) for item in node.value]
-    if isinstance(node, yaml.MappingNode) and node.tag == MAP:
-        found: dict[str, Any] = {}
-        for key_node, item in node.value:
-            key = key_of(key_node)
-            if key in found:
-                raise UnreadableError(f"key {key!r} is given twice", key_node.start_mark.line + 1)
-            found[key] = value_of(item)
-        return found
-    if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALAR_TAGS:
-        raise UnreadableError(f"the tag {node.tag.replace(_PREFIX, '!!')} is not allowed; write a plain value", line)
-    return _scalar(node.tag, node.value, keys.is_text(hint), line)
-
-
-def _scalar(tag: str, text: str, keep_text: bool, line: int) -> Any:
-    try:
-        if tag == NULL:
-            return None
-        if tag == STR or keep_text:
-            return text
-        if tag == BOOL:
-            return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}[text.lower()]
-        if len(text) > MAX_DIGITS:
-            raise ValueError
-        lowered = text.lower().replace("_", "")
-        return int(lowered, 0) if tag == INT else float(lowered.replace(".inf", "inf").replace(".nan", "nan"))
-    except (ValueError, KeyError):
-        raise UnreadableError(f"{text[:40]!r} can't be read as {tag.removeprefix(_PREFIX)}", line) from None
+    if isinstance(node, yaml.MappingNode):
+        return {key.value: value_of(item) for key, item in node.value}
+    return node.value if keys.is_text(hint) and node.tag != NULL else SafeConstructor().construct_object(node)
 
 
 def dump(value: Any) -> str:
