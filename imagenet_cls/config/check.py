@@ -43,13 +43,22 @@ def value_problems(config: Config, unknown: Collection[str] = ()) -> list[Proble
 
 
 def ineffective_keys(config: Config) -> dict[str, str]:
-    """The keys that have no effect in this config, whatever their values, and what they would need."""
-    needs = {path: keys.info(path).needs for path in keys.leaves()}
-    return {
-        ".".join(path): f"has no effect; it needs {need.text}"
-        for path, need in needs.items()
-        if need is not None and not need.is_met(config)
-    }
+    """The keys that have no effect in this config, whatever their values, and what each would need."""
+    needs = {".".join(path): keys.info(path).needs for path in keys.leaves()}
+    return {key: need.text for key, need in needs.items() if need is not None and not need.is_met(config)}
+
+
+def unused_values(config: Config) -> list[Problem]:
+    """A problem for each unmet condition: the keys that are not at their defaults and have no effect without it."""
+    by_need: dict[str, list[str]] = {}
+    for key, need in ineffective_keys(config).items():
+        path = tuple(key.split("."))
+        if keys.value_of(config, path) != keys.default_of(path):
+            by_need.setdefault(need, []).append(key)
+    return [
+        Problem(key, f"has no effect; it needs {need}" + (f" (likewise {', '.join(others)})" if others else ""))
+        for need, (key, *others) in by_need.items()
+    ]
 
 
 class _WrongKeyError(Exception):

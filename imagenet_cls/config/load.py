@@ -8,12 +8,11 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.check import ineffective_keys, value_problems
+from imagenet_cls.config.check import unused_values, value_problems
 from imagenet_cls.config.interpolate import interpolate
 from imagenet_cls.config.layers import (
     Entry,
@@ -71,12 +70,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     lines += format_problems(value_problems(config, unknown), origins)
     if lines:
         raise ConfigError(lines)
-    unused = [
-        Problem(key, f"{format_value(keys.value_of(config, tuple(key.split('.'))))} {reason}")
-        for key, reason in ineffective_keys(config).items()
-        if keys.value_of(config, tuple(key.split("."))) != keys.default_of(tuple(key.split(".")))
-    ]
-    return Loaded(config, origins, file.stem, file, [*warnings, *format_problems(unused, origins)])
+    return Loaded(config, origins, file.stem, file, [*warnings, *format_problems(unused_values(config), origins)])
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -105,7 +99,6 @@ def config_from_dict(mapping: Mapping[str, Any]) -> Config:
         node = reader.parse(reader.dump(dict(mapping)))
     except (TypeError, reader.UnreadableError) as error:
         raise ConfigError([f"the stored config can't be read: {error}"]) from None
-    assert isinstance(node, yaml.MappingNode)  # a dict was dumped
     config, _, faults, _ = _assemble([tree_layer(node, Origin("the stored config"))])
     if faults:
         raise ConfigError([format_line(fault.origin, fault.problem) for fault in faults])

@@ -92,7 +92,7 @@ def test_range_includes_its_ends_and_nothing_outside(path: keys.KeyPath) -> None
         ),
         ({"data__exclude": "a.json"}, {"data__exclude": "a.json", "data__name": "synthetic"}),
         ({"data__repeats": 3}, {"data__repeats": 3, "train__global_batch_size": 2}),
-        ({"eval__resize_px": 224}, {"eval__resize_px": 223}),
+        ({"eval__crop_px": 224, "eval__resize_px": 224}, {"eval__crop_px": 224, "eval__resize_px": 223}),
         ({"train__micro_batch_size": 256}, {"train__micro_batch_size": 257}),
         ({"train__clip_norm": 1.0}, {"train__clip_value": 1.0, "train__clip_norm": 1.0}),
         ({"train__sam_rho": 0.1}, {"train__sam_rho": 0.1, "train__precision": "fp16"}),
@@ -223,13 +223,15 @@ def test_key_is_ineffective_beside_what_replaces_it(key: str, value: Any, others
 
 def test_ineffective_key_is_a_warning_and_keeps_its_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text("optimizer: {lr: 0.1}\nema: {decay: 0.99, warmup: true}\neval: {crop_pct: 0.95}\n")
+    ema = "ema: {decay: 0.99, warmup: true, every_steps: 32}"
+    Path("x.yaml").write_text(f"optimizer: {{lr: 0.1}}\n{ema}\neval: {{crop_pct: 0.95}}\n")
     assert load_config("x.yaml").warnings == []
     off = load_config("x.yaml", ["ema.decay=null", "eval.resize_px=256", "mix.mode=batch"])
     assert [line.split(": ")[:2] for line in off.warnings] == [
-        ["x.yaml:2", "ema.warmup"],
+        ["x.yaml:2", "ema.every_steps"],  # one line for all keys that need ema.decay
         ["x.yaml:3", "eval.crop_pct"],
     ]
+    assert "ema.warmup" in off.warnings[0]
     assert off.config.ema.warmup and off.config.eval.crop_pct == 0.95
     Path("dump.yaml").write_text(dump_yaml(off.config))
     assert load_config("dump.yaml").config == off.config
