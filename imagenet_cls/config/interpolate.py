@@ -21,47 +21,34 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 def interpolate(entries: dict[keys.KeyPath, Entry]) -> tuple[dict[keys.KeyPath, Entry], list[Fault]]:
     """The entries with every `${section.key}` replaced, and the faults. Entries that can't be resolved are left out."""
-    resolver, resolved, faults = _Resolver(entries), {}, []
-    for path, entry in entries.items():
-        try:
-            resolved[path] = Entry(resolver.value(path), entry.origin)
-        except LookupError as error:
-            faults.append(Fault(entry.origin, Problem(".".join(path), str(error.args[0]))))
-    return resolved, faults
+    by_key = {".".join(path): path for path in entries}
+    resolved: dict[keys.KeyPath, Entry] = {}
+    faults = []
 
-
-class _Resolver:
-    """Resolves each entry once. Its methods raise LookupError with a message for the user."""
-
-    def __init__(self, entries: dict[keys.KeyPath, Entry]):
-        self.entries = entries
-        self.by_key = {".".join(path): path for path in entries}
-        self.resolved: dict[keys.KeyPath, Any] = {}
-
-    def value(self, path: keys.KeyPath, chain: tuple[keys.KeyPath, ...] = ()) -> Any:
-        raw = self.entries[path].value
+    def resolve(path: keys.KeyPath, chain: tuple[keys.KeyPath, ...] = ()) -> Any:
+        raw = entries[path].value
         if path in chain or len(chain) > MAX_CHAIN:
             raise LookupError(f"{format_value(raw)} refers back to itself")
-        if path not in self.resolved:
-            if path[-1:] == ("name",) and path[0] in keys.components() and len(path) == 2 and "${" in str(raw):
+        if path not in resolved:
+            if path[1:] == ("name",) and path[0] in keys.components() and "${" in str(raw):
                 raise LookupError(f"{format_value(raw)}: a component's name can't be interpolated")
-            self.resolved[path] = self._replaced(raw, (*chain, path))
-        return self.resolved[path]
+            resolved[path] = Entry(replace(raw, (*chain, path)), entries[path].origin)
+        return resolved[path].value
 
-    def _replaced(self, value: Any, chain: tuple[keys.KeyPath, ...]) -> Any:
+    def replace(value: Any, chain: tuple[keys.KeyPath, ...]) -> Any:
         if "${" not in str(value):
             return value
         if isinstance(value, dict):
-            return dict(zip(value, self._replaced([*value.values()], chain), strict=True))
+            return dict(zip(value, replace([*value.values()], chain), strict=True))
         is_text = isinstance(value, str)
         if is_text and (whole := _REFERENCE.fullmatch(value)):
-            return self._target(whole[1], chain)
+            return target(whole[1], chain)
         parts, size = [], 0
         for n, part in enumerate(_REFERENCE.split(value) if is_text else value):  # of a text: text and names in turn
             if not is_text:
-                part = self._replaced(part, chain)
+                part = replace(part, chain)
             elif n % 2:
-                part = str(self._target(part, chain))
+                part = str(target(part, chain))
             elif "${" in part:
                 raise LookupError(f"{format_value(value)} is not allowed; only ${{section.key}} is, without resolvers")
             parts.append(part)
@@ -72,9 +59,16 @@ class _Resolver:
             raise LookupError(f"{format_value(value)} has a '${{' after interpolation")
         return "".join(parts) if is_text else parts
 
-    def _target(self, name: str, chain: tuple[keys.KeyPath, ...]) -> Any:
-        if name in self.by_key:
-            return self.value(self.by_key[name], chain)
-        if any(key.startswith(f"{name}.") for key in self.by_key):
+    def target(name: str, chain: tuple[keys.KeyPath, ...]) -> Any:
+        if name in by_key:
+            return resolve(by_key[name], chain)
+        if any(key.startswith(f"{name}.") for key in by_key):
             raise LookupError(f"${{{name}}} is a section; name one of its keys")
-        raise LookupError(f"${{{name}}} is not a key with a value{did_you_mean(name, self.by_key)}")
+        raise LookupError(f"${{{name}}} is not a key with a value{did_you_mean(name, by_key)}")
+
+    for path, entry in entries.items():
+        try:
+            resolve(path)
+        except LookupError as error:
+            faults.append(Fault(entry.origin, Problem(".".join(path), str(error.args[0]))))
+    return {path: resolved[path] for path in entries if path in resolved}, faults
