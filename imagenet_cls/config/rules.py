@@ -1,21 +1,48 @@
 """Rules across keys that need no library, file or device. Each yields (key, message) for what does not fit together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import format_value
 
 Found = Iterator[tuple[str, str]]
 
+# Keys of which at most one may be set, to other than null, false and [].
+ALTERNATIVES = (
+    ("model.pretrained", "model.checkpoint"),
+    ("model.head_only", "model.freeze"),
+    ("model.freeze_bn", "model.split_bn"),
+    ("data.val", "data.val_fraction"),
+    ("distill.teacher.pretrained", "distill.teacher.checkpoint"),
+    ("train.clip_norm", "train.clip_value", "train.clip_agc"),
+    ("ema.decay", "ema.half_life_images"),
+)
+# A key, and the key whose value is its limit.
+LIMITS = (
+    ("train.micro_batch_size", "train.global_batch_size"),
+    ("data.repeats", "train.global_batch_size"),
+    ("eval.crop_px", "eval.resize_px"),
+    ("schedule.warmup_epochs", "train.epochs"),
+)
 
-def _weights(c: Config) -> Found:
-    if c.model.pretrained and c.model.checkpoint is not None:
-        yield "model.checkpoint", "is given and model.pretrained is true; keep one source of weights"
+
+def _alternatives(*names: str) -> Callable[[Config], Found]:
+    def rule(c: Config) -> Found:
+        given = [name for name in names if attrgetter(name)(c) not in (None, False, [])]
+        if len(given) > 1:
+            yield given[1], f"is given and {given[0]} too; keep one"
+
+    return rule
 
 
-def _freezing(c: Config) -> Found:
-    if c.model.head_only and c.model.freeze:
-        yield "model.freeze", "is given and model.head_only is true, which freezes all but the head; keep one"
+def _limit(name: str, limit: str) -> Callable[[Config], Found]:
+    def rule(c: Config) -> Found:
+        value, most = attrgetter(name)(c), attrgetter(limit)(c)
+        if value is not None and most is not None and value > most:
+            yield name, f"{format_value(value)} is more than {limit} {format_value(most)}"
+
+    return rule
 
 
 def _split_batch_norm(c: Config) -> Found:
@@ -23,8 +50,6 @@ def _split_batch_norm(c: Config) -> Found:
         return
     if c.augment.splits < 2:
         yield "model.split_bn", f"is true and augment.splits is {c.augment.splits}; use 2 or more splits"
-    if c.model.freeze_bn:
-        yield "model.split_bn", "is true and model.freeze_bn too, which trains no BatchNorm; keep one"
     if c.parallel.sync_bn:
         yield "model.split_bn", "can't be synchronised over ranks; set parallel.sync_bn to false"
     if c.parallel.mode == "dp":
@@ -33,9 +58,6 @@ def _split_batch_norm(c: Config) -> Found:
 
 def _parts_of_data(c: Config) -> Found:
     has_parts = c.data.name == "synthetic" or ":" in c.data.name
-    if c.data.val is not None and c.data.val_fraction is not None:
-        text = f"{c.data.val_fraction} is given and data.val is {format_value(c.data.val)}; set one of them to null"
-        yield "data.val_fraction", text
     if c.data.val is None and c.data.val_fraction is None and not has_parts:
         yield "data.val", "is null and there is no data.val_fraction; name a folder, or set data.val_fraction: 0.1"
 
@@ -52,27 +74,9 @@ def _excluded_files(c: Config) -> Found:
         yield "data.exclude", f"excludes image files, and data.name {c.data.name!r} has none; set it to null"
 
 
-def _sizes(c: Config) -> Found:
-    if c.eval.resize_px is not None and c.eval.resize_px < c.eval.crop_px:
-        yield "eval.resize_px", f"{c.eval.resize_px} is less than eval.crop_px {c.eval.crop_px}"
-
-
-def _micro_batch(c: Config) -> Found:
-    micro, whole = c.train.micro_batch_size, c.train.global_batch_size
-    if micro is not None and micro > whole:
-        yield "train.micro_batch_size", f"{micro} is more than train.global_batch_size {whole}; use null for all"
-
-
-def _repeats(c: Config) -> Found:
-    if c.data.repeats > c.train.global_batch_size:
-        yield "data.repeats", f"{c.data.repeats} is more than train.global_batch_size {c.train.global_batch_size}"
-
-
-def _warmup(c: Config) -> Found:
+def _cooldown(c: Config) -> Found:
     warmup, cooldown, epochs = c.schedule.warmup_epochs, c.schedule.cooldown_epochs, c.train.epochs
-    if warmup > epochs:
-        yield "schedule.warmup_epochs", f"{warmup:g} is more than train.epochs {epochs}"
-    elif warmup + cooldown > epochs:
+    if warmup <= epochs < warmup + cooldown:
         yield "schedule.cooldown_epochs", f"{cooldown:g} and {warmup:g} of warm-up are more than train.epochs {epochs}"
 
 
@@ -128,26 +132,13 @@ def _distillation(c: Config) -> Found:
         yield "distill.teacher.name", f"is null, and distill.kind is {c.distill.kind!r}; name a model"
     elif not (teacher.pretrained or teacher.checkpoint or has_own_weights):
         yield "distill.teacher.checkpoint", "is null: a teacher needs trained weights; name a file, or use pretrained"
-    if teacher.pretrained and teacher.checkpoint is not None:
-        yield "distill.teacher.checkpoint", "is given and pretrained is true; keep one source of weights"
     if c.augment.splits > 1:
         yield "distill.kind", "can't be used with augment.splits"
-
-
-def _clipping(c: Config) -> Found:
-    given = [name for name in ("clip_norm", "clip_value", "clip_agc") if getattr(c.train, name) is not None]
-    if len(given) > 1:
-        yield f"train.{given[1]}", f"is given and train.{given[0]} too; keep one"
 
 
 def _sam(c: Config) -> Found:
     if c.train.sam_rho is not None and c.train.precision == "fp16":
         yield "train.sam_rho", "needs gradients without a loss scale; use train.precision bf16 or fp32"
-
-
-def _average(c: Config) -> Found:
-    if c.ema.decay is not None and c.ema.half_life_images is not None:
-        yield "ema.half_life_images", "is given and ema.decay too; set one of them to null"
 
 
 def _cpu(c: Config) -> Found:
@@ -177,7 +168,8 @@ def _data_parallel(c: Config) -> Found:
 
 
 RULES = (
-    *(_weights, _freezing, _split_batch_norm, _parts_of_data, _list_files, _excluded_files, _sizes, _micro_batch),
-    *(_repeats, _warmup, _progressive, _mixing, _cutmix_sides, _splits, _distillation, _clipping, _sam, _average),
-    *(_cpu, _devices, _data_parallel),
+    *(_alternatives(*names) for names in ALTERNATIVES),
+    *(_limit(name, limit) for name, limit in LIMITS),
+    *(_split_batch_norm, _parts_of_data, _list_files, _excluded_files, _cooldown, _progressive, _mixing, _cutmix_sides),
+    *(_splits, _distillation, _sam, _cpu, _devices, _data_parallel),
 )
