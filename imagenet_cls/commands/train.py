@@ -11,11 +11,11 @@ from imagenet_cls.commands import program
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, run_command
 from imagenet_cls.config.keys import is_kwargs, leaves, sections
 from imagenet_cls.config.load import Loaded, load_config
-from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.errors import UsageError
 from imagenet_cls.lookup import did_you_mean
 
 if TYPE_CHECKING:
+    from imagenet_cls.engine.run_folder import RunOptions
     from imagenet_cls.parallel.process_group import Group
 
 
@@ -77,12 +77,14 @@ def check_allowed_key(key: str) -> None:
         raise UsageError(f"--allow-change {key}: no such key{did_you_mean(key, known)}\nSee docs/config.md.")
 
 
-def run_options(arguments: argparse.Namespace, loaded: Loaded) -> RunOptions:
+def run_options(arguments: argparse.Namespace, loaded: Loaded) -> "RunOptions":
     """The options of a run from the command line and the environment.
 
     torchrun restarts the same command after a failure (its process identifies it: its run ids are seldom unique), and
     SLURM a job that it requeued; torchrun may run inside a SLURM job.
     """
+    from imagenet_cls.engine.run_folder import RunOptions
+
     jobs = {}
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
         jobs["TORCHELASTIC_RESTART_COUNT"] = f"ranks of {process_name(os.getppid())}"
@@ -110,7 +112,7 @@ def process_name(pid: int) -> str:
 
 
 def check_work_dir(arguments: argparse.Namespace, loaded: Loaded) -> None:
-    from imagenet_cls.engine.run_folder import RunFolder
+    from imagenet_cls.engine.run_folder import RunFolder, starts_from
 
     options = run_options(arguments, loaded)
     if not options.dry_run and not options.restarted_by:  # after a restart, the folder decides

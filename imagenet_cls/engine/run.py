@@ -20,10 +20,9 @@ from imagenet_cls.engine.build import Parts, build, num_devices
 from imagenet_cls.engine.dry_run import dry_run
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.options import RunOptions
 from imagenet_cls.engine.plan import micro_batch_for
-from imagenet_cls.engine.restore import restore
-from imagenet_cls.engine.run_folder import RunFolder, open_run_folder
+from imagenet_cls.engine.resume import restore
+from imagenet_cls.engine.run_folder import RunFolder, RunOptions, open_run_folder
 from imagenet_cls.engine.saving import disk_space_warning, open_saver
 from imagenet_cls.engine.summary import final_message, startup_table
 from imagenet_cls.engine.train import train

@@ -9,14 +9,13 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from imagenet_cls.checkpoint.format import list_checkpoints, remove_leftovers, step_of
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.options import RunOptions, starts_from
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.files import write_file
 from imagenet_cls.parallel.collectives import gather_to_main
@@ -35,6 +34,33 @@ _SAFE_NAMES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
     "NCCL_DEBUG", "NCCL_IB_DISABLE", "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NODELIST", "PYTHONHASHSEED",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """resume: from a checkpoint in `work_dir`. resume_from: from a checkpoint elsewhere. overwrite: remove the old run.
+
+    allow_change: dotted keys of the config that may differ from the checkpoint's. dry_run: write nothing. jobs: names
+    of the launcher process and of the SLURM job, which may restart this command; restarted_by: those that did.
+    """
+
+    work_dir: Path
+    resume: bool = False
+    resume_from: Path | None = None
+    overwrite: bool = False
+    allow_change: Sequence[str] = ()
+    dry_run: bool = False
+    jobs: Sequence[str] = ()
+    restarted_by: Sequence[str] = ()
+
+
+def starts_from(config: Config, options: RunOptions) -> dict[str, str | Path | None]:
+    """The weights that a run starts from, by the key or option that names them."""
+    return {
+        "model.checkpoint": config.model.checkpoint,
+        "distill.teacher.checkpoint": config.distill.teacher.checkpoint,
+        "--resume-from": options.resume_from,
+    }
 
 
 class RunFolder:

@@ -6,7 +6,7 @@ import pytest
 
 from imagenet_cls.config.schema import Config, DataConfig, EvalConfig
 from imagenet_cls.data import open_datasets
-from imagenet_cls.engine.differences import evaluation_differences
+from imagenet_cls.engine.inference import evaluation_differences
 
 PIXELS = {"mean": [0.5] * 3, "std": [0.2] * 3}
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from imagenet_cls.report import Reporter, read_metrics
+from imagenet_cls.report.jsonl import read_metrics
+from imagenet_cls.report.reporter import Reporter
 
 EVAL = {"kind": "eval", "step": 6, "epoch": 1, "weights": "raw", "top1_pct": 97.5, "top5_pct": 100.0}
 EVAL |= {"loss": 0.1, "images": 360, "seconds": 0.5}
