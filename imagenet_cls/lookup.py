@@ -82,37 +82,30 @@ def kwargs_problems(
     section: str,
     factory: Callable[..., Any],
     kwargs: Mapping[str, Any],
+    passed: Collection[str] = (),
     reserved: Collection[str] = (),
     more_names: Collection[str] = (),
 ) -> list[Problem]:
-    """Names in a component's `kwargs` that its factory does not take.
+    """Names in a component's `kwargs` that its factory does not take, and arguments without a default that are missing.
 
-    section: the dotted section, such as `optimizer`. reserved: names that the program passes. more_names: names that
-    the `**kwargs` of the signature accepts; without them, it accepts every name.
+    section: the dotted section, such as `optimizer`. passed: names that the program passes. reserved: others that can't
+    be given. more_names: names that the `**kwargs` of the signature accepts; without them, it accepts every name.
     """
     taken, takes_any = keyword_names(factory)
-    allowed = [name for name in [*taken, *more_names] if name not in reserved and name not in ("self", "cls")]
+    set_by_program = {*passed, *reserved}
+    allowed = [name for name in [*taken, *more_names] if name not in {*set_by_program, "self", "cls"}]
     problems = []
     for name in kwargs:
         key = f"{section}.kwargs.{name}"
-        if name in reserved:
+        if name in set_by_program:
             problems.append(Problem(key, "is set by the program; remove it"))
         elif name not in allowed and not (takes_any and not more_names):
             listing = ", ".join(dict.fromkeys(allowed)) or "none"
             problems.append(Problem(key, f"unknown argument{did_you_mean(name, allowed)} (allowed: {listing})"))
-    return problems
-
-
-def missing_kwargs_problems(
-    section: str, factory: Callable[..., Any], kwargs: Mapping[str, Any], given: Collection[str] = ()
-) -> list[Problem]:
-    """Arguments of `factory` without a default that are missing in `kwargs`. given: names that the program passes."""
-    parameters = inspect.signature(factory).parameters.values()
-    required = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    missing = [name for name in required if name not in kwargs and name not in given and name not in ("self", "cls")]
-    return [Problem(f"{section}.kwargs", f"{name!r} has no default and must be given") for name in missing]
+    parameters = inspect.signature(factory).parameters
+    given = {*kwargs, *passed, "self", "cls"}
+    missing = [name for name in taken if parameters[name].default is inspect.Parameter.empty and name not in given]
+    return problems + [Problem(f"{section}.kwargs", f"{name!r} has no default and must be given") for name in missing]
 
 
 def number_problem(value: Any, allowed: Any, whole: bool = False) -> str | None:

@@ -44,7 +44,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     Prints each bad image. Raises DataError if there is one, ResourceError if `out` can't be written, and UsageError.
     """
     from imagenet_cls.data.bad_images import FILE_NAME  # takes seconds to import, which --help should not
-    from imagenet_cls.data.layout import listed
+    from imagenet_cls.data.index import listed
 
     if Path(data).suffix in (".yaml", ".yml"):
         config = load_config(data, overrides).config
@@ -78,7 +78,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
 
 def images_below(root: Path) -> list[bytes]:
     """Every image at any depth below `root`, as sorted paths relative to it. Raises DataError."""
-    from imagenet_cls.data.layout import scan_images
+    from imagenet_cls.data.index import scan_images
 
     names = sorted(name.removeprefix(b"./") for name in scan_images(os.fsencode(root), b"."))
     if not names:

@@ -2,9 +2,8 @@
 
 from imagenet_cls.data.datasets import DataSets, data_problems, open_datasets
 from imagenet_cls.data.decode import decode_rgb
-from imagenet_cls.data.device import Preprocess, TrainPreprocess
+from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing, mixing_problems
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
-from imagenet_cls.data.mixing import build_mixing, mixing_problems
 from imagenet_cls.data.policies import policy_problems
 from imagenet_cls.data.samplers import EpochSampler, repeats_problem, samples_per_epoch, shard_for_eval
 from imagenet_cls.data.sources import ImageSource

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from imagenet_cls.data.index import ImageIndex
-from imagenet_cls.data.layout import listed
+from imagenet_cls.data.index import ImageIndex, listed
 from imagenet_cls.errors import DataError
 
 FILE_NAME = "bad_images.txt"

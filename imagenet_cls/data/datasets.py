@@ -1,27 +1,40 @@
 """Opens the data set of the config's `data` section, of any kind."""
 
-from collections.abc import Collection
+import contextlib
+import inspect
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torchvision.datasets
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.bad_images import check_none_excluded, exclude_images
 from imagenet_cls.data.digits import write_digits
-from imagenet_cls.data.index import ImageIndex, held_out, index_folder, split
-from imagenet_cls.data.layout import check_part_exists, class_folders
+from imagenet_cls.data.index import ImageIndex, check_part_exists, class_folders, held_out, index_folder, split
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, known_targets
 from imagenet_cls.data.synthetic import SyntheticSource
-from imagenet_cls.data.torchvision_sets import CLASSIFICATION_SETS, open_torchvision, torchvision_problems
-from imagenet_cls.errors import DataError, Problem
+from imagenet_cls.errors import DataError, Problem, first_line
 from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, keyword_names, kwargs_problems
 
 BUILT_IN = ("folder", "list", "digits", "synthetic")
 TORCHVISION = "torchvision:"
 SYNTHETIC_KWARGS = {"train_images": 1_281_167, "val_images": 50_000, "num_classes": 1000, "size_px": 224}
+# fmt: off
+CLASSIFICATION_SETS = (
+    "CIFAR10", "CIFAR100", "CLEVRClassification", "Caltech101", "Caltech256", "Country211", "DTD", "EMNIST", "EuroSAT",
+    "FER2013", "FGVCAircraft", "FakeData", "FashionMNIST", "Flowers102", "Food101", "GTSRB", "INaturalist", "ImageNet",
+    "Imagenette", "KMNIST", "MNIST", "OxfordIIITPet", "PCAM", "Places365", "QMNIST", "RenderedSST2", "SEMEION", "STL10",
+    "SUN397", "SVHN", "StanfordCars", "USPS",
+)
+# fmt: on
+# Names of a part, tried in order.
+PART_SYNONYMS = {"val": ("val", "valid", "test")}
+TORCHVISION_RESERVED = ("root", "train", "transform", "target_transform", "transforms", "download")
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -
 def data_problems(data: DataConfig) -> list[Problem]:
     """All problems of names and arguments. Imports what is named, and reads no data."""
     if data.name.startswith(TORCHVISION):
-        return torchvision_problems(data.name.removeprefix(TORCHVISION), data.kwargs, data.val)
+        return _torchvision_problems(data.name.removeprefix(TORCHVISION), data.kwargs, data.val)
     if is_factory_name(data.name):
         return _factory_problems(data)
     if data.name not in BUILT_IN:
@@ -100,7 +113,7 @@ def _factory_problems(data: DataConfig) -> list[Problem]:
     if missing:
         text = f"{data.name!r} is called as factory(root=..., part=...), but takes no {' and '.join(missing)}"
         return [Problem("data.name", text)]
-    return kwargs_problems("data", factory, data.kwargs, reserved=("root", "part"))
+    return kwargs_problems("data", factory, data.kwargs, passed=("root", "part"))
 
 
 def _fraction(data: DataConfig) -> float:
@@ -181,7 +194,7 @@ def _map_source(data: DataConfig, part: str) -> MapSource:
     name = f"{data.name}/{part}"
     dataset: Any
     if data.name.startswith(TORCHVISION):
-        dataset = open_torchvision(data.name.removeprefix(TORCHVISION), root, part, data.kwargs)
+        dataset = _open_torchvision(data.name.removeprefix(TORCHVISION), root, part, data.kwargs)
     else:
         dataset = import_factory(data.name)(root=str(root), part=part, **data.kwargs)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -190,3 +203,69 @@ def _map_source(data: DataConfig, part: str) -> MapSource:
             "return a map-style dataset: len(dataset), and dataset[i] -> (image, target)"
         )
     return MapSource(dataset, name, known_classes(dataset, name))
+
+
+def _has_train_flag(factory: Any) -> bool:
+    """Whether the part is chosen by `train=True/False`. EMNIST's `split` is something else."""
+    return factory.__name__ == "EMNIST" or "train" in keyword_names(factory)[0]
+
+
+def _torchvision_problems(name: str, kwargs: Mapping[str, Any], val: str | None) -> list[Problem]:
+    """Problems of `torchvision:NAME` (here: NAME) and its arguments. Reads no data."""
+    if name not in CLASSIFICATION_SETS or not hasattr(torchvision.datasets, name):
+        hint = did_you_mean(name, CLASSIFICATION_SETS)
+        return [Problem("data.name", f"torchvision has no classification data set {name!r}{hint}")]
+    factory = getattr(torchvision.datasets, name)
+    reserved = TORCHVISION_RESERVED if _has_train_flag(factory) else (*TORCHVISION_RESERVED, "split")
+    # EMNIST, QMNIST and ImageNet pass further arguments to their base class.
+    names, takes_any = keyword_names(factory)
+    more_names = [*names, *keyword_names(factory.__mro__[1])[0]] if takes_any else []
+    problems = kwargs_problems("data", factory, kwargs, reserved, more_names=more_names)
+    if val is not None and not _has_train_flag(factory) and "split" not in names:
+        problems.append(Problem("data.val", f"{name} has one part only: use data.val=null data.val_fraction=0.1"))
+    return problems
+
+
+def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any]) -> Any:
+    """A part of the data set, as a map-style dataset; missing files are downloaded.
+
+    part: `train` is `train=True` for sets with that flag, anything else `train=False`; for sets with a `split` it is
+    that, and `val` also means `valid` or `test`. Raises DataError for an unknown part, and for missing files that can't
+    be downloaded.
+    """
+    factory = getattr(torchvision.datasets, name)
+    taken, _ = keyword_names(factory)
+    arguments = dict(kwargs)
+    if "root" in taken:
+        arguments["root"] = str(root)
+    if _has_train_flag(factory):
+        return _with_files(factory, {**arguments, "train": part == "train"}, root)
+    if "split" not in taken:
+        return _with_files(factory, arguments, root)
+    for candidate in PART_SYNONYMS.get(part, (part,)):
+        try:
+            return _with_files(factory, {**arguments, "split": candidate}, root)
+        except ValueError as error:  # torchvision's verify_str_arg
+            if "for argument split" not in str(error):
+                raise
+            reason = str(error)
+    raise DataError(
+        f"torchvision:{name} has no part {part!r}: {reason}\nset data.train and data.val to parts that it has"
+    )
+
+
+def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:
+    """The data set; its files are downloaded where they are missing."""
+    try:
+        return factory(**arguments)
+    except (RuntimeError, FileNotFoundError) as error:
+        reason = first_line(error)
+    try:
+        if "download" in inspect.signature(factory).parameters:
+            with contextlib.redirect_stdout(sys.stderr):
+                return factory(**arguments, download=True)
+    except (RuntimeError, OSError) as error:
+        reason = f"its files are missing, and the download failed: {first_line(error)}"
+    raise DataError(
+        f"torchvision:{factory.__name__}: {reason}\nput its files under {root}, as torchvision documents them"
+    )

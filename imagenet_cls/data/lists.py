@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.index import ImageIndex
-from imagenet_cls.data.layout import is_image, listed
+from imagenet_cls.data.index import ImageIndex, is_image, listed
 from imagenet_cls.errors import DataError, format_value
 
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")

@@ -19,7 +19,7 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.errors import Problem
-from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, missing_kwargs_problems
+from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems
 from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
 
 Policy = Callable[[Tensor], Tensor]
@@ -203,7 +203,6 @@ def _torchvision_problems(name: str, augment: AugmentConfig) -> list[Problem]:
 
 def _argument_problems(factory: Callable[..., Any], augment: AugmentConfig) -> list[Problem]:
     found = kwargs_problems("augment.policy", factory, augment.policy_kwargs)
-    found += missing_kwargs_problems("augment.policy", factory, augment.policy_kwargs)
     return [replace(problem, key=problem.key.replace(".kwargs", "_kwargs", 1)) for problem in found]
 
 

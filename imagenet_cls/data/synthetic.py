@@ -10,10 +10,9 @@ from hashlib import sha256
 import torch
 
 from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.data.erasing import draw_boxes
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.transforms import size_px_at
+from imagenet_cls.data.transforms import draw_boxes, size_px_at
 from imagenet_cls.seeding import generator, generators_left_alone, hash_key, seed_generators
 
 # Different micro-batches to choose from. Few, to save GPU memory.

@@ -4,6 +4,7 @@ Cast and normalisation happen on the device (`device`), and so does erasing: onl
 """
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,8 +15,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
-from imagenet_cls.config.schema import AugmentConfig, EvalConfig
-from imagenet_cls.data.erasing import draw_boxes
+from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig
 from imagenet_cls.data.policies import build_policy
 from imagenet_cls.seeding import seed_generators
 
@@ -28,6 +28,8 @@ INTERPOLATIONS = {
     "bicubic": InterpolationMode.BICUBIC,
 }
 RANDOM_INTERPOLATIONS = ("bilinear", "bicubic")
+# A box as long as the image, or longer, is drawn again; after this many draws there is none (timm: 10 as well).
+BOX_ATTEMPTS = 10
 
 
 def size_px_at(augment: AugmentConfig, epoch: int) -> int:
@@ -142,6 +144,36 @@ class TrainTransform:
 def happens(prob: float) -> bool:
     """Draw an event of this probability, as torchvision's v2 does; nothing is drawn for 0."""
     return prob > 0 and torch.rand(1).item() < prob
+
+
+def draw_boxes(erasing: ErasingConfig, size_px: int) -> torch.Tensor:
+    """Boxes for one square image: int32 (max_count, 4) of top, left, height, width in pixels; zeros where none.
+
+    The draws are those of timm's RandomErasing, in its order, from `random`'s default generator: whether at all; how
+    many, where max_count allows more than one; for each box its area (share / how many), the logarithm of height /
+    width, top and left. Zhong et al., "Random Erasing Data Augmentation", 2017, algorithm 1, which draws the ratio
+    itself uniformly and not its logarithm.
+    """
+    boxes = torch.zeros(erasing.max_count, 4, dtype=torch.int32)
+    if random.random() > erasing.prob:
+        return boxes
+    count = random.randint(1, erasing.max_count) if erasing.max_count > 1 else 1
+    for number in range(count):
+        box = _draw_box(erasing, size_px, count)
+        if box is not None:
+            boxes[number] = torch.tensor(box, dtype=torch.int32)
+    return boxes
+
+
+def _draw_box(erasing: ErasingConfig, size_px: int, count: int) -> tuple[int, int, int, int] | None:
+    log_ratio = [math.log(bound) for bound in erasing.ratio]
+    for _ in range(BOX_ATTEMPTS):
+        area = random.uniform(*erasing.scale) * size_px * size_px / count
+        ratio = math.exp(random.uniform(*log_ratio))
+        height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if height < size_px and width < size_px:
+            return random.randint(0, size_px - height), random.randint(0, size_px - width), height, width
+    return None
 
 
 class EvalTransform:

@@ -37,9 +37,8 @@ from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.build import head_names
 from imagenet_cls.models.ema import ModelEma, build_ema
 from imagenet_cls.optim.build import build_optimizer
-from imagenet_cls.optim.distillation import Criterion, build_criterion
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.optim.losses import build_loss
+from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
 from imagenet_cls.parallel.process_group import Group

@@ -7,7 +7,7 @@ from imagenet_cls.config.load import Loaded
 from imagenet_cls.engine.build import Parts, build
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.summary import startup_table
-from imagenet_cls.models.freeze import set_training
+from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.reporter import Reporter
 

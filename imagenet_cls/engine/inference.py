@@ -15,7 +15,7 @@ from imagenet_cls.checkpoint.format import Snapshot, config_of
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
 from imagenet_cls.data import EvalTransform, ImageSource, Preprocess, decode_rgb, open_datasets
-from imagenet_cls.data.layout import is_image
+from imagenet_cls.data.index import is_image
 from imagenet_cls.engine.build import choose_num_classes, rank_devices
 from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, model_outputs
 from imagenet_cls.engine.loaders import build_val_batches
@@ -23,8 +23,8 @@ from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_an
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError, first_line
 from imagenet_cls.lookup import import_from_here
+from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.build import build_model, check_trusted
-from imagenet_cls.models.resize import resize_model, size_remedy
 from imagenet_cls.models.weights import load_weights, prefix_errors, state_dict_mismatch, without_split_bn
 from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main
 from imagenet_cls.parallel.data_parallel import spread

@@ -15,9 +15,8 @@ from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
 from imagenet_cls.data import sizes_px
 from imagenet_cls.engine.model_checks import check_model_outputs, check_model_parameters
 from imagenet_cls.errors import CheckpointError, ConfigError
-from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
+from imagenet_cls.models.adapt import checkpoint_activations, freeze, set_training, split_batch_norm
 from imagenet_cls.models.build import build_model, model_mean_std, weights_source
-from imagenet_cls.models.freeze import freeze, set_training
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weights import load_weights, prefix_errors, read_weights, read_weights_and_origin
 from imagenet_cls.parallel.process_group import Group, run_on_main

@@ -8,8 +8,7 @@ from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data import sizes_px
 from imagenet_cls.errors import ConfigError, first_line, format_value
 from imagenet_cls.guards.memory import out_of_memory
-from imagenet_cls.models.freeze import set_training
-from imagenet_cls.models.resize import size_remedy
+from imagenet_cls.models.adapt import set_training, size_remedy
 from imagenet_cls.seeding import generators_left_alone
 
 _ERRORS = (AssertionError, RuntimeError, ValueError)

@@ -31,7 +31,7 @@ from imagenet_cls.guards.agreement import versions
 from imagenet_cls.guards.memory import explain_resource_errors, out_of_memory
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
-from imagenet_cls.models.freeze import set_training
+from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.collectives import gather_to_main
 from imagenet_cls.parallel.process_group import Group, run_on_main
 from imagenet_cls.parallel.signals import StopRequest, StopRequested

@@ -7,7 +7,7 @@ import torch
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.build import Parts
-from imagenet_cls.models.freeze import frozen_batch_norm
+from imagenet_cls.models.adapt import frozen_batch_norm
 
 
 def startup_table(parts: Parts, work_dir: Path | None, progress: Progress) -> list[tuple[str, str]]:

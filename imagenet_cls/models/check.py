@@ -19,11 +19,9 @@ from imagenet_cls.lookup import (
     is_factory_name,
     keyword_names,
     kwargs_problems,
-    missing_kwargs_problems,
 )
-from imagenet_cls.models.adapt import checkpointing_problem, split_bn_problem
+from imagenet_cls.models.adapt import checkpointing_problems, freeze_problems, split_bn_problems
 from imagenet_cls.models.build import RESERVED, TORCHVISION
-from imagenet_cls.models.freeze import freeze_problems
 
 
 def model_problems(model: ModelConfig, grad_checkpointing: bool = False) -> list[Problem]:
@@ -43,9 +41,8 @@ def model_problems(model: ModelConfig, grad_checkpointing: bool = False) -> list
     problems += found
     if built is not None:
         problems += freeze_problems(built, model, model.num_classes or 1000)
-        checkpointing = checkpointing_problem(built) if grad_checkpointing else None
-        split_bn = split_bn_problem(built) if model.split_bn else None
-        problems += [problem for problem in (checkpointing, split_bn) if problem is not None]
+        problems += checkpointing_problems(built) if grad_checkpointing else []
+        problems += split_bn_problems(built) if model.split_bn else []
     return problems
 
 
@@ -119,8 +116,7 @@ def _factory_problems(model: ModelConfig) -> list[Problem]:
         factory = import_factory(model.name)
     except LookupError as error:
         return [Problem("model.name", str(error))]
-    problems = kwargs_problems("model", factory, model.kwargs, RESERVED)
-    problems += missing_kwargs_problems("model", factory, model.kwargs, given=("num_classes",))
+    problems = kwargs_problems("model", factory, model.kwargs, passed=("num_classes",), reserved=RESERVED)
     names, takes_any = keyword_names(factory)
     if "num_classes" not in names and not takes_any:
         problems.append(Problem("model.name", f"{model.name!r} must take the argument num_classes"))

@@ -1,6 +1,6 @@
 """The teacher of a distillation (`distill.teacher`): its checks, weights and input normalisation.
 
-Any model that `model` can name can teach. Its loss is in `optim.distillation`.
+Any model that `model` can name can teach. Its loss is in `optim.losses`.
 """
 
 import re

@@ -8,6 +8,7 @@ DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compil
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,11 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torchvision.models.vision_transformer import VisionTransformer as TorchvisionTransformer
+from torchvision.models.vision_transformer import interpolate_embeddings
 
 from imagenet_cls.errors import CheckpointError, shorten
 from imagenet_cls.models.build import head_names, new_head_note
-from imagenet_cls.models.resize import resize_weights
 
 # Where the libraries put a state dict inside a checkpoint, in order of preference: trained weights, and their average.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
@@ -232,7 +234,7 @@ def _fit(model: nn.Module, state: dict[str, Tensor], head: list[str]) -> tuple[d
     same_names = all(_is_counter(name) for name in own.keys() ^ state.keys())
     if same_names and set(_differing_shapes(own, state)) <= set(head):
         return state, []
-    fitted = resize_weights(model, state)
+    fitted = _convert_state_dict(model, state)
     changed = _differing_shapes(state, fitted)
     resized = [name for name in changed if fitted[name].numel() != state[name].numel()]
     if not all("pos" in name for name in resized):
@@ -243,3 +245,21 @@ def _fit(model: nn.Module, state: dict[str, Tensor], head: list[str]) -> tuple[d
         more = f" and {len(resized) - 1} more" if len(resized) > 1 else ""
         notes.append(f"position embeddings resized to this model's grid ({first}{more})")
     return fitted, notes
+
+
+def _convert_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` as the model's library would load it: position embeddings on the model's grid, and its current names
+    where a published file has the authors'. Shares the tensors that stay as they are.
+
+    timm has a function for each such model (`checkpoint_filter_fn`), torchvision one for its ViT. A state dict of
+    another model may come back changed or unchanged: compare it with the model's.
+    """
+    state = dict(state)
+    try:
+        if isinstance(model, TorchvisionTransformer):
+            return interpolate_embeddings(model.image_size, model.patch_size, state)
+        module = sys.modules[type(model).__module__]
+        translate = getattr(module, "checkpoint_filter_fn", None)
+        return dict(translate(state, model)) if translate and module.__name__.startswith("timm.") else state
+    except Exception:  # these functions expect a state dict of their model, and fail in many ways on another
+        return state

@@ -20,7 +20,6 @@ from imagenet_cls.lookup import (
     is_factory_name,
     keyword_names,
     kwargs_problems,
-    missing_kwargs_problems,
     number_problem,
 )
 from imagenet_cls.optim.groups import parameter_groups
@@ -139,13 +138,12 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
         if (text := number_problem(factor, NOT_NEGATIVE))
     ]
     ranges = LOOKAHEAD_RANGES if _is_lookahead(optimizer) else {}
-    problems = kwargs_problems("optimizer", signature, optimizer.kwargs, RESERVED, more_names=ranges)
+    # Whatever the first parameter is called, it receives the groups.
+    passed = (*keyword_names(signature)[0][:1], *RESERVED)
+    problems = kwargs_problems("optimizer", signature, optimizer.kwargs, passed, more_names=ranges)
     for name, allowed in ranges.items():
         text = number_problem(optimizer.kwargs.get(name, 1), allowed, whole=name == "lookahead_k")
         problems += [Problem(f"optimizer.kwargs.{name}", text)] if text else []
-    # Whatever the first parameter is called, it receives the groups.
-    groups_name = next(iter(keyword_names(signature)[0]), "params")
-    problems += missing_kwargs_problems("optimizer", signature, optimizer.kwargs, given=(groups_name, *RESERVED))
     return lr_scales + (problems or _step_problems(optimizer))
 
 

@@ -1,4 +1,6 @@
-"""The built-in losses, and the check of the `loss` section. A loss gets float32 logits whatever the model computes in.
+"""The built-in losses, the distillation loss, and the check of the `loss` section.
+
+Losses get float32 logits, whatever the model computes in.
 
 **Every loss is a plain mean over the images**, so that the mean over micro-batches and ranks is that over the whole
 batch. With class weights w_c, divided by the mean of all weights, the loss of an image is
@@ -17,20 +19,23 @@ from typing import Any
 import torch
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
+from torch.nn import functional
 
 from imagenet_cls.config.fields import NOT_NEGATIVE, Range
-from imagenet_cls.config.schema import LossConfig
+from imagenet_cls.config.schema import DistillConfig, LossConfig
 from imagenet_cls.errors import ConfigError, Problem, UserError, format_value
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
     is_factory_name,
     kwargs_problems,
-    missing_kwargs_problems,
     number_problem,
 )
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+# Logits (N, classes); of a model with a distillation token, those of the class token and those of that one.
+Outputs = Tensor | tuple[Tensor, Tensor]
+Criterion = Callable[[Outputs, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,67 @@ def _normalized_weights(loss: LossConfig, num_classes: int) -> Tensor | None:
     return (weights / weights.mean()).float()
 
 
+def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
+    """The loss as a function of outputs, targets and the teacher's logits (N, classes); a scalar in float32.
+
+        (1 - alpha) * base_loss(logits, targets) + alpha * teacher's part
+
+    soft: T^2 * KL(softmax(teacher / T) || softmax(logits / T)), the sum over the classes, the mean over the images
+    (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2). DeiT's script divides by the
+    classes as well, so its part is a thousand times smaller on ImageNet: its values of alpha can't be used here.
+    hard: cross-entropy with the teacher's top class, without smoothing (Touvron et al., "Training data-efficient image
+    transformers", 2021, section 4).
+
+    Of two outputs the first is compared with the targets, the second with the teacher (ibid.); a single one with both.
+    """
+    alpha, temperature = distill.alpha, distill.temperature
+
+    def soft(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        log_p = (logits.float() / temperature).log_softmax(1)
+        log_q = (teacher_logits.float() / temperature).log_softmax(1)
+        return functional.kl_div(log_p, log_q, reduction="batchmean", log_target=True) * temperature**2
+
+    def hard(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.float(), teacher_logits.argmax(1))
+
+    teacher_loss = {"soft": soft, "hard": hard}[distill.kind]
+
+    def loss(outputs: Outputs, targets: Tensor, teacher_logits: Tensor) -> Tensor:
+        logits, token_logits = (outputs, outputs) if isinstance(outputs, Tensor) else outputs
+        return (1 - alpha) * base_loss(logits, targets) + alpha * teacher_loss(token_logits, teacher_logits)
+
+    return loss
+
+
+def build_criterion(
+    base_loss: Loss, distill: DistillConfig, teacher: Callable[[Tensor], Tensor] | None = None
+) -> Criterion:
+    """The mean loss as a function of outputs, targets and the images that the model saw; called under autocast.
+
+    images: as the model takes them, normalised and mixed. teacher: images -> logits; called without gradients, and only
+    if `distill.kind` is not none. Targets and the teacher's logits are moved to the device of the model's logits, which
+    with DataParallel may be another.
+    """
+    if distill.kind == "none":
+
+        def without_teacher(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
+            assert isinstance(outputs, Tensor), "two outputs need a teacher"
+            return base_loss(outputs, targets.to(outputs.device, non_blocking=True))
+
+        return without_teacher
+
+    assert teacher is not None
+    loss = distillation_loss(distill, base_loss)
+
+    def with_teacher(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
+        device = outputs.device if isinstance(outputs, Tensor) else outputs[0].device
+        with torch.no_grad():
+            teacher_logits = teacher(images).to(device, non_blocking=True)
+        return loss(outputs, targets.to(device, non_blocking=True), teacher_logits)
+
+    return with_teacher
+
+
 def loss_problems(loss: LossConfig) -> list[Problem]:
     """All problems of the section that can be found without data."""
     if loss.name in BUILT_IN:
@@ -193,7 +259,7 @@ def loss_problems(loss: LossConfig) -> list[Problem]:
         factory = import_factory(loss.name)
     except LookupError as error:
         return [Problem("loss.name", str(error))]
-    problems = kwargs_problems("loss", factory, loss.kwargs) + missing_kwargs_problems("loss", factory, loss.kwargs)
+    problems = kwargs_problems("loss", factory, loss.kwargs)
     text = f"is for built-in losses only; {loss.name!r} gets its arguments from loss.kwargs"
     return problems + [Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)]
 

@@ -19,7 +19,6 @@ from imagenet_cls.lookup import (
     import_factory,
     is_factory_name,
     kwargs_problems,
-    missing_kwargs_problems,
     number_problem,
 )
 from imagenet_cls.optim.curves import BUILT_IN, Span, one_cycle_momentum
@@ -194,7 +193,6 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
         return [Problem("schedule.name", str(error))]
     reserved = RESERVED_OF_FACTORY if is_factory else RESERVED
     problems = kwargs_problems("schedule", factory, schedule.kwargs, reserved)
-    problems += missing_kwargs_problems("schedule", factory, schedule.kwargs, given=reserved)
     # A user's factory is not called with trial numbers, which it may reject.
     if problems or is_factory:
         return problems

@@ -10,8 +10,7 @@ from forked_ranks import RankServer, join_group, leave_group
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.models.adapt import checkpoint_activations
-from imagenet_cls.models.freeze import freeze, set_training
+from imagenet_cls.models.adapt import checkpoint_activations, freeze, set_training
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, warm_up_buckets, wrap_model
 

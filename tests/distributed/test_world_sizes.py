@@ -18,9 +18,8 @@ from helpers import arguments, losses, train_here
 from torch import nn
 
 from imagenet_cls.config.schema import AugmentConfig, Config, DataConfig, ErasingConfig, MixConfig, TrainConfig
-from imagenet_cls.data.device import Preprocess, TrainPreprocess
+from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
-from imagenet_cls.data.mixing import build_mixing
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.engine.evaluate import evaluate, model_outputs

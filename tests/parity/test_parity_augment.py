@@ -22,10 +22,10 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, ErasingConfig
-from imagenet_cls.data.erasing import draw_boxes, erase
+from imagenet_cls.data.device import erase
 from imagenet_cls.data.policies import timm_operations
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.transforms import TrainTransform
+from imagenet_cls.data.transforms import TrainTransform, draw_boxes
 from imagenet_cls.seeding import generator, hash_key, seed_generators
 
 SIZE = 32

@@ -21,8 +21,7 @@ from torchvision.ops import sigmoid_focal_loss
 
 from imagenet_cls.config.schema import DistillConfig, LossConfig
 from imagenet_cls.models.teacher import Teacher, enable_distillation_token
-from imagenet_cls.optim.distillation import build_criterion, distillation_loss
-from imagenet_cls.optim.losses import build_loss
+from imagenet_cls.optim.losses import build_criterion, build_loss, distillation_loss
 
 N, CLASSES = 12, 7
 DRAWS = torch.Generator().manual_seed(0)

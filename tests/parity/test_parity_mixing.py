@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from imagenet_cls.config.schema import LossConfig, MixConfig
-from imagenet_cls.data.mixing import build_mixing
+from imagenet_cls.data.device import build_mixing
 from imagenet_cls.optim.losses import build_loss
 from imagenet_cls.seeding import hash_key, seed_generators
 

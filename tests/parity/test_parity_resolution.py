@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional as reference
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data import open_datasets
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
-from imagenet_cls.models.resize import resize_model
+from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group

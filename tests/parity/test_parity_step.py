@@ -18,15 +18,13 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, DistillConfig, ErasingConfig
-from imagenet_cls.data.device import Preprocess, TrainPreprocess
+from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.data.mixing import build_mixing
 from imagenet_cls.engine.sam import Sam
 from imagenet_cls.engine.step import Updater
 from imagenet_cls.optim.build import build_optimizer
-from imagenet_cls.optim.distillation import build_criterion
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.optim.losses import build_loss
+from imagenet_cls.optim.losses import build_criterion, build_loss
 from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 from imagenet_cls.seeding import hash_key
 

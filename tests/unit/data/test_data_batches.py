@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, ErasingConfig, ProgressiveConfig
-from imagenet_cls.data.erasing import draw_boxes
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.loader import TrainBatch, TrainLoader
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource
-from imagenet_cls.data.transforms import TrainTransform
+from imagenet_cls.data.transforms import TrainTransform, draw_boxes
 from imagenet_cls.seeding import hash_key, seed_generators
 
 

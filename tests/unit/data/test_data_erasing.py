@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from imagenet_cls.config.schema import ErasingConfig
-from imagenet_cls.data.erasing import draw_boxes, erase
+from imagenet_cls.data.device import erase
+from imagenet_cls.data.transforms import draw_boxes
 from imagenet_cls.seeding import seed_generators
 
 MODES = ("const", "rand", "pixel")

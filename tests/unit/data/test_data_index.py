@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from imagenet_cls.data.index import index_folder, split
-from imagenet_cls.data.layout import check_part_exists
+from imagenet_cls.data.index import check_part_exists, index_folder, split
 from imagenet_cls.errors import DataError
 
 

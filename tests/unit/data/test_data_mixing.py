@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from imagenet_cls.config.schema import MixConfig
-from imagenet_cls.data.mixing import build_mixing, mixing_problems
+from imagenet_cls.data.device import build_mixing, mixing_problems
 from imagenet_cls.seeding import seed_generators
 
 TARGETS = torch.tensor([3, 0, 1, 1, 4, 2])

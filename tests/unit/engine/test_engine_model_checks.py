@@ -13,7 +13,7 @@ from imagenet_cls.engine.build import batch_norm_images
 from imagenet_cls.engine.model_checks import check_model_outputs
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import ConfigError
-from imagenet_cls.models.freeze import freeze
+from imagenet_cls.models.adapt import freeze
 
 
 def config_of(size_px: int = 32, **sections: dict) -> Config:

@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ConfigError
+from imagenet_cls.models.adapt import freeze, freeze_problems, set_training
 from imagenet_cls.models.check import model_problems
-from imagenet_cls.models.freeze import freeze, freeze_problems, set_training
 
 STAGES = ["conv1.*", "bn1.*", "layer1.*", "layer2.*"]
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import CheckpointError
+from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.check import model_problems
-from imagenet_cls.models.resize import resize_model, size_remedy
 from imagenet_cls.models.weights import load_weights
 
 TINY_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 2, "img_size": 64}
