@@ -79,7 +79,7 @@ def keyword_names(factory: Callable[..., Any]) -> tuple[list[str], bool]:
 
 
 def kwargs_problems(
-    section: str,
+    key: str,
     factory: Callable[..., Any],
     kwargs: Mapping[str, Any],
     passed: Collection[str] = (),
@@ -88,24 +88,24 @@ def kwargs_problems(
 ) -> list[Problem]:
     """Names in a component's `kwargs` that its factory does not take, and arguments without a default that are missing.
 
-    section: the dotted section, such as `optimizer`. passed: names that the program passes. reserved: others that can't
-    be given. more_names: names that the `**kwargs` of the signature accepts; without them, it accepts every name.
+    key: such as `optimizer.kwargs`. passed: names that the program passes. reserved: others that can't be given.
+    more_names: names that the `**kwargs` of the signature accepts; without them, it accepts every name.
     """
     taken, takes_any = keyword_names(factory)
     set_by_program = {*passed, *reserved}
     allowed = [name for name in [*taken, *more_names] if name not in {*set_by_program, "self", "cls"}]
     problems = []
     for name in kwargs:
-        key = f"{section}.kwargs.{name}"
         if name in set_by_program:
-            problems.append(Problem(key, "is set by the program; remove it"))
+            problems.append(Problem(f"{key}.{name}", "is set by the program; remove it"))
         elif name not in allowed and not (takes_any and not more_names):
             listing = ", ".join(dict.fromkeys(allowed)) or "none"
-            problems.append(Problem(key, f"unknown argument{did_you_mean(name, allowed)} (allowed: {listing})"))
+            text = f"unknown argument{did_you_mean(name, allowed)} (allowed: {listing})"
+            problems.append(Problem(f"{key}.{name}", text))
     parameters = inspect.signature(factory).parameters
     given = {*kwargs, *passed, "self", "cls"}
     missing = [name for name in taken if parameters[name].default is inspect.Parameter.empty and name not in given]
-    return problems + [Problem(f"{section}.kwargs", f"{name!r} has no default and must be given") for name in missing]
+    return problems + [Problem(key, f"{name!r} has no default and must be given") for name in missing]
 
 
 def number_problem(value: Any, allowed: Any, whole: bool = False) -> str | None:

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torchvision.datasets
 
+from imagenet_cls.config.fields import COUNT
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.bad_images import check_none_excluded, exclude_images
 from imagenet_cls.data.digits import write_digits
@@ -19,11 +20,17 @@ from imagenet_cls.data.lists import index_list
 from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, known_targets
 from imagenet_cls.data.synthetic import SyntheticSource
 from imagenet_cls.errors import DataError, Problem, first_line
-from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, keyword_names, kwargs_problems
+from imagenet_cls.lookup import (
+    did_you_mean,
+    import_factory,
+    is_factory_name,
+    keyword_names,
+    kwargs_problems,
+    number_problem,
+)
 
 BUILT_IN = ("folder", "list", "digits", "synthetic")
 TORCHVISION = "torchvision:"
-SYNTHETIC_KWARGS = {"train_images": 1_281_167, "val_images": 50_000, "num_classes": 1000, "size_px": 224}
 # fmt: off
 CLASSIFICATION_SETS = (
     "CIFAR10", "CIFAR100", "CLEVRClassification", "Caltech101", "Caltech256", "Country211", "DTD", "EMNIST", "EuroSAT",
@@ -59,11 +66,7 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -
     note = None
     opened: dict[str, ImageSource]
     if data.name == "synthetic":
-        numbers = {**SYNTHETIC_KWARGS, **data.kwargs}
-        opened = {
-            part: SyntheticSource(part, numbers[f"{part}_images"], numbers["num_classes"], numbers["size_px"])
-            for part in ("train", "val")
-        }
+        opened = _open_synthetic(**data.kwargs)
     elif data.name in BUILT_IN:
         opened, note = _open_files(data, parts)
     else:
@@ -88,19 +91,22 @@ def data_problems(data: DataConfig) -> list[Problem]:
         hint = did_you_mean(data.name, known) or did_you_mean(TORCHVISION + data.name, known)
         allowed = f"{', '.join(BUILT_IN)}, torchvision:NAME or my_module:my_factory"
         return [Problem("data.name", f"no data set {data.name!r}{hint} (allowed: {allowed})")]
-    allowed_kwargs = list(SYNTHETIC_KWARGS) if data.name == "synthetic" else []
-    problems = []
-    for name, value in data.kwargs.items():
-        if name not in allowed_kwargs:
-            allowed = f"(allowed: {', '.join(allowed_kwargs) or 'none'})"
-            problems.append(
-                Problem(f"data.kwargs.{name}", f"unknown argument{did_you_mean(name, allowed_kwargs)} {allowed}")
-            )
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(Problem(f"data.kwargs.{name}", f"{value!r} is not an integer of at least 1"))
+    factory: Callable[..., Any] = _open_synthetic if data.name == "synthetic" else lambda: None
+    problems = kwargs_problems("data.kwargs", factory, data.kwargs) or [
+        Problem(f"data.kwargs.{name}", text)
+        for name, value in data.kwargs.items()
+        if (text := number_problem(value, COUNT, whole=True))
+    ]
     if data.name == "digits" and data.val is not None:
         problems.append(Problem("data.val", "digits have one part only: use data.val=null data.val_fraction=0.2"))
     return problems
+
+
+def _open_synthetic(
+    train_images: int = 1_281_167, val_images: int = 50_000, num_classes: int = 1000, size_px: int = 224
+) -> dict[str, ImageSource]:
+    counts = {"train": train_images, "val": val_images}
+    return {part: SyntheticSource(part, count, num_classes, size_px) for part, count in counts.items()}
 
 
 def _factory_problems(data: DataConfig) -> list[Problem]:
@@ -113,7 +119,7 @@ def _factory_problems(data: DataConfig) -> list[Problem]:
     if missing:
         text = f"{data.name!r} is called as factory(root=..., part=...), but takes no {' and '.join(missing)}"
         return [Problem("data.name", text)]
-    return kwargs_problems("data", factory, data.kwargs, passed=("root", "part"))
+    return kwargs_problems("data.kwargs", factory, data.kwargs, passed=("root", "part"))
 
 
 def _fraction(data: DataConfig) -> float:
@@ -220,7 +226,7 @@ def _torchvision_problems(name: str, kwargs: Mapping[str, Any], val: str | None)
     # EMNIST, QMNIST and ImageNet pass further arguments to their base class.
     names, takes_any = keyword_names(factory)
     more_names = [*names, *keyword_names(factory.__mro__[1])[0]] if takes_any else []
-    problems = kwargs_problems("data", factory, kwargs, reserved, more_names=more_names)
+    problems = kwargs_problems("data.kwargs", factory, kwargs, reserved, more_names=more_names)
     if val is not None and not _has_train_flag(factory) and "split" not in names:
         problems.append(Problem("data.val", f"{name} has one part only: use data.val=null data.val_fraction=0.1"))
     return problems

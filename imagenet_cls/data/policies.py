@@ -5,7 +5,6 @@ A policy draws from the default generators of torch, `random` and numpy, which a
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -17,9 +16,10 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
+from imagenet_cls.config.fields import RATIO, Range
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.errors import Problem
-from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems
+from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, number_problem
 from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
 
 Policy = Callable[[Tensor], Tensor]
@@ -56,15 +56,15 @@ _SETTINGS = {
 _TIMM_MAX_MAGNITUDE = 10  # unless `mmax` changes it
 # Values of torchvision's arguments, which it mostly doesn't check: a magnitude of -3 is the third from the end.
 # Posterize divides by bins - 1; a chain depth below 1 is drawn for each image; from tiny alphas come NaNs.
-_TORCHVISION_LIMITS: dict[str, tuple[float, float]] = {
-    "magnitude": (0, 999),
-    "num_ops": (1, 100),
-    "num_magnitude_bins": (2, 1000),
-    "severity": (1, 10),
-    "mixture_width": (1, 100),
-    "chain_depth": (-1, 100),
-    "alpha": (0.001, 1000),
-    "fill": (0, 255),
+_TORCHVISION_RANGES = {
+    "magnitude": Range(0, 999),
+    "num_ops": Range(1, 100),
+    "num_magnitude_bins": Range(2, 1000),
+    "severity": Range(1, 10),
+    "mixture_width": Range(1, 100),
+    "chain_depth": Range(-1, 100),
+    "alpha": RATIO,
+    "fill": Range(0, 255),
 }
 
 # A policy is tried on this many images, and on sides of at most 224 pixels.
@@ -161,7 +161,7 @@ def policy_problems(augment: AugmentConfig) -> list[Problem]:
         problems = _torchvision_problems(name, augment)
     elif is_factory_name(name):
         try:
-            problems = _argument_problems(import_factory(name), augment)
+            problems = kwargs_problems("augment.policy_kwargs", import_factory(name), augment.policy_kwargs)
         except LookupError as error:
             problems = [Problem("augment.policy", str(error))]
     else:
@@ -173,7 +173,7 @@ def _torchvision_problems(name: str, augment: AugmentConfig) -> list[Problem]:
     factory, kwargs = FROM_TORCHVISION.get(name.removeprefix(TORCHVISION)), augment.policy_kwargs
     if factory is None:
         return [_unknown(name)]
-    problems = _argument_problems(factory, augment)
+    problems = kwargs_problems("augment.policy_kwargs", factory, kwargs)
     choices = {"interpolation": ["nearest", "bilinear", "bicubic"], "policy": [p.value for p in AutoAugmentPolicy]}
     if factory is v2.AugMix:
         choices["interpolation"].remove("bicubic")  # AugMix works on tensors inside, and those have none
@@ -185,25 +185,17 @@ def _torchvision_problems(name: str, augment: AugmentConfig) -> list[Problem]:
             text = f"{kwargs[kwarg]!r} is not one of {', '.join(allowed)}"
             problems.append(Problem(f"augment.policy_kwargs.{kwarg}", text))
     parameters = signature(factory).parameters
-    for kwarg, (low, high) in _TORCHVISION_LIMITS.items():
+    for kwarg, allowed_range in _TORCHVISION_RANGES.items():
         if kwarg not in kwargs or kwarg not in parameters or (kwarg == "fill" and kwargs["fill"] is None):
             continue
         if kwarg == "magnitude":
             bins = kwargs.get("num_magnitude_bins", parameters["num_magnitude_bins"].default)
-            high = min(high, bins - 1) if isinstance(bins, int) else high
-        value, types = kwargs[kwarg], (int, float) if kwarg in ("alpha", "fill") else (int,)
+            allowed_range = Range(0, min(999, bins - 1)) if isinstance(bins, int) else allowed_range
+        value, whole = kwargs[kwarg], kwarg not in ("alpha", "fill")
         numbers = value if kwarg == "fill" and isinstance(value, list) and len(value) == 3 else [value]
-        if not all(type(number) in types and low <= number <= high for number in numbers):
-            kind = "an integer" if types == (int,) else "a number"
-            problems.append(
-                Problem(f"augment.policy_kwargs.{kwarg}", f"{value!r} is not {kind} from {low:g} to {high:g}")
-            )
+        texts = [text for number in numbers if (text := number_problem(number, allowed_range, whole))]
+        problems += [Problem(f"augment.policy_kwargs.{kwarg}", text) for text in texts[:1]]
     return problems
-
-
-def _argument_problems(factory: Callable[..., Any], augment: AugmentConfig) -> list[Problem]:
-    found = kwargs_problems("augment.policy", factory, augment.policy_kwargs)
-    return [replace(problem, key=problem.key.replace(".kwargs", "_kwargs", 1)) for problem in found]
 
 
 def _timm_problems(name: str) -> list[Problem]:

@@ -116,7 +116,7 @@ def _factory_problems(model: ModelConfig) -> list[Problem]:
         factory = import_factory(model.name)
     except LookupError as error:
         return [Problem("model.name", str(error))]
-    problems = kwargs_problems("model", factory, model.kwargs, passed=("num_classes",), reserved=RESERVED)
+    problems = kwargs_problems("model.kwargs", factory, model.kwargs, passed=("num_classes",), reserved=RESERVED)
     names, takes_any = keyword_names(factory)
     if "num_classes" not in names and not takes_any:
         problems.append(Problem("model.name", f"{model.name!r} must take the argument num_classes"))

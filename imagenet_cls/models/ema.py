@@ -4,11 +4,15 @@ All floating-point entries of the state dict are averaged, BatchNorm's running s
 (BatchNorm's `num_batches_tracked`) are copied. The decay of an update is a pure function of the step, so that a resumed
 run needs the averaged weights and the step only.
 
-`ema.half_life_images` has the same meaning for every batch size and update interval. `half_life_of` and
-`torchvision_decay` convert published decays to it.
-"""
+`ema.half_life_images` has the same meaning for every batch size and update interval: after so many images a weight
+counts half in the average. For a published decay d of updates every n images it is n * log(0.5) / log(d): DeiT's
+0.99996 at each step of 1024 images is 17.7 million.
 
-import math
+torchvision's reference script multiplies 1 - decay by batch (of all ranks) * `--model-ema-steps` / epochs: its 0.99998
+with 1024 images, every 32 steps and 600 epochs is a decay of 0.998908, a half-life of 20.8 million images. It updates
+after the first batch of an epoch and every 32nd from there (here: after every 32nd step of the run), and it copies the
+weights during warm-up (here: the initial weights decay, to 7e-12 of the average in those 600 epochs of ImageNet).
+"""
 
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -62,26 +66,3 @@ def ema_decay(ema: EmaConfig, global_batch_size: int) -> float | None:
     if ema.half_life_images is None:
         return ema.decay
     return 0.5 ** (global_batch_size * ema.every_steps / ema.half_life_images)
-
-
-def half_life_of(decay: float, images_per_update: int) -> float:
-    """`ema.half_life_images` for a published decay: after so many images a weight counts half in the average.
-
-    decay: more than 0 and less than 1. images_per_update: the source's global batch times the steps between two
-    updates. DeiT's 0.99996 at each step of 1024 images is 17.7 million.
-    """
-    return images_per_update * math.log(0.5) / math.log(decay)
-
-
-def torchvision_decay(decay: float, global_batch_size: int, every_steps: int, epochs: int) -> float:
-    """The decay that torchvision's reference script uses for its `--model-ema-decay`.
-
-    It takes 1 - decay times batch (of all ranks) * `--model-ema-steps` / epochs, at most 1. So 0.99998 with 1024
-    images, every 32 steps and 600 epochs becomes a decay of 0.998908, a half-life of 20.8 million images:
-    `half_life_of(torchvision_decay(0.99998, 1024, 32, 600), 1024 * 32)`.
-
-    Two differences from that script: it updates after the first batch of an epoch and every 32nd from there (here:
-    after every 32nd step of the run), and it copies the weights during warm-up (here: the initial weights decay, to
-    7e-12 of the average in those 600 epochs of ImageNet).
-    """
-    return 1.0 - min(1.0, (1.0 - decay) * global_batch_size * every_steps / epochs)

@@ -1,6 +1,6 @@
 """Builds the optimizer of a config's `optimizer` section, and checks the section."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -140,7 +140,7 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
     ranges = LOOKAHEAD_RANGES if _is_lookahead(optimizer) else {}
     # Whatever the first parameter is called, it receives the groups.
     passed = (*keyword_names(signature)[0][:1], *RESERVED)
-    problems = kwargs_problems("optimizer", signature, optimizer.kwargs, passed, more_names=ranges)
+    problems = kwargs_problems("optimizer.kwargs", signature, optimizer.kwargs, passed, more_names=ranges)
     for name, allowed in ranges.items():
         text = number_problem(optimizer.kwargs.get(name, 1), allowed, whole=name == "lookahead_k")
         problems += [Problem(f"optimizer.kwargs.{name}", text)] if text else []
@@ -193,11 +193,10 @@ def _optimizer_of_layer(optimizer: OptimizerConfig) -> torch.optim.Optimizer:
 def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
     try:
         built = _optimizer_of_layer(optimizer)
-        problems = _state_problems(optimizer.name, built.state_dict())
-        if not problems:
-            built.step()
-            problems = _state_problems(optimizer.name, built.state_dict())
-        return problems
+        if problems := _state_problems(optimizer.name, built.state_dict()):
+            return problems
+        built.step()
+        return _state_problems(optimizer.name, built.state_dict())
     except UserError as error:
         return [Problem("optimizer.name", str(error).removeprefix("optimizer.name: "))]
     except Exception as error:
@@ -208,26 +207,14 @@ def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
 def _state_problems(name: str, state: dict[str, Any]) -> list[Problem]:
     """What of an optimizer's `state_dict()` a checkpoint can't store."""
     found = sorted(map(str, state.keys() - {"state", "param_groups"}))  # such as the generator state of timm's kron
-    found += sorted({f"a {type(v).__module__}.{type(v).__qualname__}" for v in _unsupported_values(state)})
+    leaves = tree_leaves(state, is_leaf=lambda value: not isinstance(value, dict | list | tuple))
+    unsupported = {type(leaf) for leaf in leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)}
+    found += sorted(f"a {kind.__module__}.{kind.__qualname__}" for kind in unsupported)
     owners = [*state.get("state", {}).values(), *state.get("param_groups", [])]
-    found += sorted({f"tensors within its {key!r}" for owner in owners for key in _keys_with_inner_tensors(owner)})
+    values = [(key, value) for owner in owners for key, value in owner.items() if not isinstance(value, Tensor)]
+    nested = {key for key, value in values if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))}
+    found += [f"tensors within its {key!r}" for key in sorted(nested)]
     if not found:
         return []
     text = f"the state of {name!r} has {', '.join(found)}, which a checkpoint can't store"
     return [Problem("optimizer.name", f"{text}; use another optimizer")]
-
-
-def _keys_with_inner_tensors(owner: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of a parameter's state, or of a group, whose values are containers with tensors."""
-    for key, value in owner.items():
-        if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            yield key
-
-
-def _unsupported_values(value: Any) -> Iterator[Any]:
-    """All values within `value` that are not tensors, numbers, strings or plain containers of those."""
-    if isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _unsupported_values(inner)
-    elif not (value is None or isinstance(value, Tensor | bool | int | float | str)):
-        yield value

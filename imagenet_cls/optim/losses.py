@@ -259,7 +259,7 @@ def loss_problems(loss: LossConfig) -> list[Problem]:
         factory = import_factory(loss.name)
     except LookupError as error:
         return [Problem("loss.name", str(error))]
-    problems = kwargs_problems("loss", factory, loss.kwargs)
+    problems = kwargs_problems("loss.kwargs", factory, loss.kwargs)
     text = f"is for built-in losses only; {loss.name!r} gets its arguments from loss.kwargs"
     return problems + [Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)]
 
@@ -268,7 +268,7 @@ def _built_in_problems(loss: LossConfig) -> list[Problem]:
     misplaced = [name for name in BUILT_IN_KEYS if name in loss.kwargs]
     problems = [Problem(f"loss.kwargs.{name}", f"use the key loss.{name}") for name in misplaced]
     kwargs = {name: value for name, value in loss.kwargs.items() if name not in misplaced}
-    unknown = kwargs_problems("loss", BUILT_IN[loss.name], kwargs)
+    unknown = kwargs_problems("loss.kwargs", BUILT_IN[loss.name], kwargs)
     problems += unknown
     for name, value in [] if unknown else kwargs.items():
         text = None

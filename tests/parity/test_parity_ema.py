@@ -1,5 +1,6 @@
 """The average over 100 updates against timm's ModelEmaV3 and against the one of torchvision's reference script."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from imagenet_cls.config.schema import EmaConfig
-from imagenet_cls.models.ema import build_ema, half_life_of, torchvision_decay
+from imagenet_cls.models.ema import build_ema
 
 STEPS = 100
 
@@ -66,7 +67,7 @@ def test_torchvision(batch: int, every_steps: int, epochs: int) -> None:
     """`--model-ema-decay 0.998` with its adjustment, and the half-life that stands for it in a config."""
     adjustment = batch * every_steps / epochs
     theirs_decay = 1.0 - min(1.0, (1.0 - 0.998) * adjustment)
-    half_life_images = half_life_of(torchvision_decay(0.998, batch, every_steps, epochs), batch * every_steps)
+    half_life_images = batch * every_steps * math.log(0.5) / math.log(theirs_decay)
     model = small()
     ours = build_ema(model, EmaConfig(half_life_images=half_life_images, every_steps=every_steps), batch)
     theirs = TorchvisionsAverage(model, theirs_decay)

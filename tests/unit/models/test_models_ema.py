@@ -6,7 +6,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from imagenet_cls.config.schema import EmaConfig
-from imagenet_cls.models.ema import build_ema, ema_decay, half_life_of, torchvision_decay
+from imagenet_cls.models.ema import build_ema, ema_decay
 
 
 def small() -> nn.Module:
@@ -95,12 +95,12 @@ def test_half_life_images_halve_a_weight() -> None:
 def test_half_life_is_independent_of_batch_and_interval(batch: int, every_steps: int) -> None:
     decay = ema_decay(EmaConfig(half_life_images=1e6, every_steps=every_steps), batch)
     assert decay ** (1e6 / (batch * every_steps)) == pytest.approx(0.5)
-    assert half_life_of(decay, batch * every_steps) == pytest.approx(1e6)
 
 
-def test_published_decays_as_half_lives() -> None:
-    decay = torchvision_decay(0.99998, 1024, 32, 600)
-    assert decay == pytest.approx(1 - 2e-5 * 1024 * 32 / 600)
-    assert half_life_of(decay, 1024 * 32) == pytest.approx(20.8e6, rel=2e-3)
-    assert half_life_of(0.99996, 1024) == pytest.approx(17.7e6, rel=5e-3)
-    assert torchvision_decay(0.9, 1024, 32, 1) == 0  # never less than a copy
+@pytest.mark.parametrize(
+    ("half_life_images", "every_steps", "decay"),
+    [(17_744_213, 1, 0.99996), (20_783_057, 32, 1 - 2e-5 * 1024 * 32 / 600)],  # DeiT, torchvision's reference script
+)
+def test_half_lives_of_recipes_are_the_published_decays(half_life_images: int, every_steps: int, decay: float) -> None:
+    ema = EmaConfig(half_life_images=half_life_images, every_steps=every_steps)
+    assert ema_decay(ema, 1024) == pytest.approx(decay, rel=1e-6)
