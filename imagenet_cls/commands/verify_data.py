@@ -43,8 +43,8 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
 
     Prints each bad image. Raises DataError if there is one, ResourceError if `out` can't be written, and UsageError.
     """
-    from imagenet_cls.data.bad_images import FILE_NAME  # takes seconds to import, which --help should not
     from imagenet_cls.data.index import listed
+    from imagenet_cls.data.lists import BAD_IMAGES_FILE  # takes seconds to import, which --help should not
 
     if Path(data).suffix in (".yaml", ".yml"):
         config = load_config(data, overrides).config
@@ -54,7 +54,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     else:
         root = Path(data).expanduser()
         names = images_below(root)
-    path = out or root / FILE_NAME
+    path = out or root / BAD_IMAGES_FILE
     if not os.access(path.parent, os.W_OK):
         raise ResourceError(f"can't write {path}\nname another place with --out FILE")
     warnings.simplefilter("ignore")  # decode_rgb suppresses them, but not in several threads at once

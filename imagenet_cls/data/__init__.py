@@ -5,7 +5,7 @@ from imagenet_cls.data.decode import decode_rgb
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing, mixing_problems
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, eval_batches
 from imagenet_cls.data.policies import policy_problems
-from imagenet_cls.data.samplers import EpochSampler, repeats_problem, samples_per_epoch, shard_for_eval
+from imagenet_cls.data.samplers import EpochSampler, repeats_problems, samples_per_epoch, shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource, synthetic_eval_batches
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at, sizes_px
@@ -31,7 +31,7 @@ __all__ = [
     "mixing_problems",
     "open_datasets",
     "policy_problems",
-    "repeats_problem",
+    "repeats_problems",
     "samples_per_epoch",
     "shard_for_eval",
     "size_px_at",

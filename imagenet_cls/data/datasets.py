@@ -13,10 +13,9 @@ import torchvision.datasets
 
 from imagenet_cls.config.fields import COUNT
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.bad_images import check_none_excluded, exclude_images
 from imagenet_cls.data.digits import write_digits
 from imagenet_cls.data.index import ImageIndex, check_part_exists, class_folders, held_out, index_folder, split
-from imagenet_cls.data.lists import index_list
+from imagenet_cls.data.lists import check_none_excluded, exclude_images, index_list
 from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, known_targets
 from imagenet_cls.data.synthetic import SyntheticSource
 from imagenet_cls.errors import DataError, Problem, first_line

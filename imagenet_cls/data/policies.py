@@ -18,7 +18,7 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from imagenet_cls.config.fields import RATIO, Range
 from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, shorten
 from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, number_problem
 from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
 
@@ -193,8 +193,8 @@ def _torchvision_problems(name: str, augment: AugmentConfig) -> list[Problem]:
             allowed_range = Range(0, min(999, bins - 1)) if isinstance(bins, int) else allowed_range
         value, whole = kwargs[kwarg], kwarg not in ("alpha", "fill")
         numbers = value if kwarg == "fill" and isinstance(value, list) and len(value) == 3 else [value]
-        texts = [text for number in numbers if (text := number_problem(number, allowed_range, whole))]
-        problems += [Problem(f"augment.policy_kwargs.{kwarg}", text) for text in texts[:1]]
+        found = [reason for number in numbers if (reason := number_problem(number, allowed_range, whole))]
+        problems += [Problem(f"augment.policy_kwargs.{kwarg}", reason) for reason in found[:1]]
     return problems
 
 
@@ -239,16 +239,11 @@ def _trial_problems(augment: AugmentConfig) -> list[Problem]:
                 seed_generators(hash_key("policy trial", number))
                 result: Any = policy(image.clone()) if callable(policy) else policy
                 if not isinstance(result, Tensor) or result.dtype != torch.uint8 or result.shape != image.shape:
-                    kind = (
-                        f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-                    )
-                    remedy = (
-                        f"return a function from uint8 images to uint8 images of the same size, {tuple(image.shape)}"
-                    )
+                    is_tensor = isinstance(result, Tensor)
+                    kind = f"{result.dtype} {tuple(result.shape)}" if is_tensor else type(result).__name__
+                    remedy = f"return a function from uint8 images to uint8 images of {tuple(image.shape)}, as given"
                     return [Problem("augment.policy", f"{augment.policy!r} returned {kind}; {remedy}")]
     except Exception as error:
-        text = " ".join(str(error).split()) or "no reason given"
-        return [
-            Problem("augment.policy", f"{augment.policy!r} fails on an image: {type(error).__name__}: {text[:200]}")
-        ]
+        reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
+        return [Problem("augment.policy", f"{augment.policy!r} fails on an image: {reason}")]
     return []

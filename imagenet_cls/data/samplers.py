@@ -105,14 +105,13 @@ def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> i
     return num_images // repeats_multiple * repeats_multiple
 
 
-def repeats_problem(repeats_multiple: int | None, world_size: int) -> Problem | None:
+def repeats_problems(repeats_multiple: int | None, world_size: int) -> list[Problem]:
     """The problem of a `data.repeats_multiple` that this many ranks don't divide."""
     if repeats_multiple is None or repeats_multiple % world_size == 0:
-        return None
+        return []
     above = -(-repeats_multiple // world_size) * world_size
-    return Problem(
-        "data.repeats_multiple", f"{repeats_multiple} can't be divided by {world_size} ranks; use {above}, or null"
-    )
+    text = f"{repeats_multiple} can't be divided by {world_size} ranks; use {above}, or null"
+    return [Problem("data.repeats_multiple", text)]
 
 
 def shard_for_eval(num_images: int, rank: int, world_size: int) -> range:

@@ -4,7 +4,7 @@ Stage 1 (keys, types, ranges) is `config.check`, which needs no torch.
 """
 
 from imagenet_cls.config.schema import Config
-from imagenet_cls.data import data_problems, mixing_problems, policy_problems, repeats_problem
+from imagenet_cls.data import data_problems, mixing_problems, policy_problems, repeats_problems
 from imagenet_cls.engine.build import num_devices
 from imagenet_cls.engine.plan import batch_problem, micro_batch_for
 from imagenet_cls.errors import Problem
@@ -62,5 +62,5 @@ def rank_problems(config: Config, world_size: int, training: bool = True) -> lis
     if problem is not None:
         return [problem]
     loader_batch = micro_batch_for(train, devices) * devices // world_size
-    repeats = repeats_problem(config.data.repeats_multiple, world_size)
-    return mixing_problems(config.mix, loader_batch, train.global_batch_size) + ([] if repeats is None else [repeats])
+    problems = mixing_problems(config.mix, loader_batch, train.global_batch_size)
+    return problems + repeats_problems(config.data.repeats_multiple, world_size)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 import timm
 import torchvision
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
@@ -14,8 +15,6 @@ from imagenet_cls.errors import CheckpointError, ResourceError, UserError, first
 from imagenet_cls.lookup import import_factory, is_factory_name
 
 TORCHVISION = "torchvision:"
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 # Arguments that a config can't give in model.kwargs: they have a key elsewhere, or the program decides them.
 RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
@@ -137,7 +136,7 @@ def model_mean_std(model: nn.Module) -> tuple[list[float], list[float]]:
     timm's models have them in their config; for others ImageNet's are used, as for all torchvision classifiers.
     """
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
-    return list(cfg.get("mean", IMAGENET_MEAN)), list(cfg.get("std", IMAGENET_STD))
+    return list(cfg.get("mean", IMAGENET_DEFAULT_MEAN)), list(cfg.get("std", IMAGENET_DEFAULT_STD))
 
 
 def head_names(model: nn.Module, num_classes: int) -> list[str]:

@@ -14,12 +14,12 @@ from helpers import TRAIN, arguments, environment, losses, run, state_digest, tr
 from imagenet_cls.commands.program import exit_code_of
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.commands.verify_data import verify_command
-from imagenet_cls.data.bad_images import FILE_NAME
+from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.data.workers import check_shared_memory
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.report.log import close_log
 
-EXCLUDE = {"data__exclude": "${data.root}/" + FILE_NAME}
+EXCLUDE = {"data__exclude": "${data.root}/" + BAD_IMAGES_FILE}
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_excluded_image_gives_the_bits_of_a_run_without_the_file(
 def test_bad_image_that_is_not_listed_exits_with_3(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / FILE_NAME).write_text(f"train/3/{bad_image(folder).name}\ttruncated\n")
+    (folder / BAD_IMAGES_FILE).write_text(f"train/3/{bad_image(folder).name}\ttruncated\n")
     other = sorted((folder / "train" / "7").iterdir())[0]
     replace(other, b"")
     code, error = train(capsys, of_folder(folder, tmp_path / "run", data__num_workers=2, **EXCLUDE))

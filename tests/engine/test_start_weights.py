@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from helpers import arguments, newest, state_digest, train_here
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import config_from_dict
@@ -14,7 +15,6 @@ from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.engine.inference import load_any_weights
 from imagenet_cls.engine.model import build_start_model, choose_mean_std, pretrained_mismatch
 from imagenet_cls.errors import UsageError
-from imagenet_cls.models.build import IMAGENET_MEAN, IMAGENET_STD
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -112,7 +112,7 @@ def test_mismatch_with_published_weights_is_reported(tmp_path: Path) -> None:
     """timm says what its weights expect; a recipe that was written for another model names numbers of its own."""
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32)
     config = config_from_dict({"model": {"name": "vit_tiny_patch16_224", "pretrained": True}, "optimizer": {"lr": 0.1}})
-    imagenet = (list(IMAGENET_MEAN), list(IMAGENET_STD))
+    imagenet = (list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD))
     (told,) = pretrained_mismatch(config, vit, imagenet, [])
     assert "data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5], and this run uses data.mean=[0.485" in told
     assert pretrained_mismatch(config, vit, choose_mean_std(config, vit), []) == []

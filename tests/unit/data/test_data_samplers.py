@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from imagenet_cls.data.samplers import EpochSampler, repeats_problem, samples_per_epoch, shard_for_eval
+from imagenet_cls.data.samplers import EpochSampler, repeats_problems, samples_per_epoch, shard_for_eval
 from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
@@ -134,8 +134,8 @@ def test_sampler_without_a_whole_batch_raises(num_images: int, batch: int, multi
 
 
 def test_repeats_problem_of_ranks_that_do_not_divide() -> None:
-    assert repeats_problem(None, 3) is None and repeats_problem(256, 8) is None
-    problem = repeats_problem(256, 3)
+    assert repeats_problems(None, 3) == repeats_problems(256, 8) == []
+    (problem,) = repeats_problems(256, 3)
     assert problem is not None and problem.key == "data.repeats_multiple" and "258" in problem.message
 
 

@@ -19,8 +19,8 @@ from imagenet_cls.commands import program
 from imagenet_cls.commands.verify_data import image_problem, verify_command
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import open_datasets
-from imagenet_cls.data.bad_images import FILE_NAME, exclude_images, read_bad_images
 from imagenet_cls.data.index import index_folder
+from imagenet_cls.data.lists import BAD_IMAGES_FILE, exclude_images, read_bad_images
 from imagenet_cls.errors import DataError
 
 
@@ -78,7 +78,7 @@ def verify(*arguments: object) -> int:
 def test_verify_data_odd_folder_lists_exactly_the_bad_images(odd_root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify(odd_root, "--threads", 2) == 3
     out, err = capfd.readouterr()
-    found = read_bad_images(odd_root / FILE_NAME)
+    found = read_bad_images(odd_root / BAD_IMAGES_FILE)
     assert sorted(found) == sorted(f"bad/{path.name}" for path in (odd_root / "bad").iterdir())
     assert all(f"bad: {name}: {reason}" in out for name, reason in found.items())
     assert len(err.splitlines()) == 2 and "9 of 16" in err  # and nothing from the decoders' C libraries
@@ -126,9 +126,9 @@ def test_verify_data_of_a_config_reads_the_images_of_its_lists(image_folder: Pat
     config = tmp_path / "list.yaml"
     config.write_text(f"data: {{name: list, root: {root}, train: train.txt, val: val.txt}}\noptimizer: {{lr: 0.1}}\n")
     assert verify(config) == 3
-    assert sorted(read_bad_images(root / FILE_NAME)) == ["folder.jpg", "missing.JPEG"]
+    assert sorted(read_bad_images(root / BAD_IMAGES_FILE)) == ["folder.jpg", "missing.JPEG"]
     assert verify(config, "data.name=synthetic") == 2
-    data = DataConfig("list", str(root), "train.txt", "val.txt", exclude=str(root / FILE_NAME))
+    data = DataConfig("list", str(root), "train.txt", "val.txt", exclude=str(root / BAD_IMAGES_FILE))
     with pytest.raises(DataError, match="at most 1"):
         open_datasets(data)
     (root / "train.txt").write_text("".join(line for line in lines if "folder.jpg" not in line))
@@ -156,7 +156,7 @@ def make_empty(path: Path) -> None:
 
 
 def excluding(root: Path, **changes: Any) -> DataConfig:
-    return replace(DataConfig(root=str(root), exclude=str(root / FILE_NAME)), **changes)
+    return replace(DataConfig(root=str(root), exclude=str(root / BAD_IMAGES_FILE)), **changes)
 
 
 def digest(data: DataConfig, part: str = "train") -> str:
@@ -191,14 +191,14 @@ def test_exclude_reads_the_list_of_earlier_versions(one_bad: Path) -> None:
 
 
 def test_exclude_allows_one_image_in_ten_thousand(one_bad: Path) -> None:
-    (one_bad / FILE_NAME).write_text("train/cat/002.JPEG\ntrain/dog/004.JPEG\tempty\n")
+    (one_bad / BAD_IMAGES_FILE).write_text("train/cat/002.JPEG\ntrain/dog/004.JPEG\tempty\n")
     with pytest.raises(DataError, match="at most 1"):
         open_datasets(excluding(one_bad))
     index = index_folder(one_bad / "train")
     rows = np.concatenate((np.arange(40), np.full(9_961, 0)))
     with pytest.raises(DataError, match="at most 1"):
-        exclude_images(index.select(rows[:10_000]), one_bad, one_bad / FILE_NAME)
-    kept, _ = exclude_images(index.select(rows), one_bad, one_bad / FILE_NAME)
+        exclude_images(index.select(rows[:10_000]), one_bad, one_bad / BAD_IMAGES_FILE)
+    kept, _ = exclude_images(index.select(rows), one_bad, one_bad / BAD_IMAGES_FILE)
     assert len(kept) == 9_999
 
 
@@ -212,9 +212,9 @@ def test_exclude_of_a_validation_image_raises(one_bad: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "{}", '{"bad": 3}', "{"])
 def test_exclude_with_a_missing_or_foreign_list_raises(one_bad: Path, content: str | None) -> None:
-    (one_bad / FILE_NAME).unlink()
+    (one_bad / BAD_IMAGES_FILE).unlink()
     if content is not None:
-        (one_bad / FILE_NAME).write_text(content)
+        (one_bad / BAD_IMAGES_FILE).write_text(content)
     with pytest.raises(DataError, match=r"data\.exclude"):
         open_datasets(excluding(one_bad))
 
