@@ -5,7 +5,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ def main() -> None:
 def check_command(argv: Sequence[str]) -> int:
     """Check the ranks of any launcher, or of --gpus N. Returns the exit code."""
     command = RankCommand(
-        "check_dist.py", check_parser, load_for_check, check_nothing, check_here, check_nothing, join_over_gloo
+        "check_dist.py", check_parser, load_for_check, check_nothing, check_ranks, check_nothing, join_over_gloo
     )
     return run_command(command, argv)
 
@@ -65,10 +65,6 @@ def join_over_gloo(loaded: Loaded, rank_info: RankInfo) -> Group:
     return start_heartbeat(group, timeout_sec)
 
 
-def check_here(arguments: argparse.Namespace, loaded: Loaded, group: Group) -> None:
-    check_ranks(group, loaded.config.parallel.backend)
-
-
 @dataclass(frozen=True)
 class RankReport:
     """What one rank is and measured. gpu: the device's UUID, "" on a CPU.
@@ -91,35 +87,36 @@ class RankReport:
     bandwidth_gb_per_sec: float | None = None
 
 
-def check_ranks(group: Group, backend: str, say: Callable[[str], None] = print) -> None:
+def check_ranks(arguments: argparse.Namespace, loaded: Loaded, group: Group) -> None:
     """Compare all ranks, all-reduce, and print a table on rank 0. A collective.
 
-    group: joined over gloo. backend: `auto`, `nccl`, `gloo` or `mpi`, for the all-reduce. It is initialised only if the
-    ranks have no problem: nccl's message for two ranks on one GPU is obscure. Raises UsageError for a missing backend,
-    ResourceError, on every rank, with the problems.
+    group: joined over gloo. The configured backend is initialised only if the ranks have no problem: nccl's message for
+    two ranks on one GPU is obscure. Raises UsageError for a missing backend, ResourceError, on every rank, with the
+    problems.
     """
+    backend = loaded.config.parallel.backend
     check_backend(backend, group.rank_info.launcher)
     backend = {"auto": "nccl" if group.device.type == "cuda" else "gloo"}.get(backend, backend)
     report = describe_rank(group)
-    raise_problems(group, report, say)
+    raise_problems(group, report)
     if group.world_size == 1:
-        say("one rank: nothing to exchange; all is well")
+        print("one rank: nothing to exchange; all is well")
         return
     over = dist.new_group(backend=backend) if backend != "gloo" else None
     right, bandwidth = measure_all_reduce(group, over)
-    raise_problems(group, replace(report, sum_is_right=right, bandwidth_gb_per_sec=bandwidth), say, show_always=True)
+    raise_problems(group, replace(report, sum_is_right=right, bandwidth_gb_per_sec=bandwidth), show_always=True)
     if group.is_main:
-        say(f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: all is well")
+        print(f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: all is well")
 
 
-def raise_problems(group: Group, own: RankReport, say: Callable[[str], None], show_always: bool = False) -> None:
+def raise_problems(group: Group, own: RankReport, show_always: bool = False) -> None:
     """Gather the reports on rank 0, print them, and raise their problems on every rank."""
     reports = gather_to_main([own], group)
 
     def raise_on_main() -> None:
         problems = rank_problems(reports)
         if problems or show_always or group.world_size == 1:
-            say(table(reports))
+            print(table(reports))
         if problems:
             more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
             raise ResourceError("\n".join(problems[:2]) + more + "\nFix this before starting a run.")
@@ -171,17 +168,11 @@ def rank_problems(reports: Sequence[RankReport]) -> list[str]:
     """A line for each problem of these ranks together."""
     problems = []
     for name in ("torch", "python", "nccl"):
-        ranks_of: dict[str, list[int]] = {}
-        for report in reports:
-            ranks_of.setdefault(getattr(report, name), []).append(report.rank)
+        ranks_of = ranks_by(reports, name)
         if len(ranks_of) > 1:
-            listing = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in ranks_of.items())
+            listing = "; ".join(f"{version} on {name_ranks(ranks)}" for (version,), ranks in ranks_of.items())
             problems.append(f"different versions of {name}: {listing}")
-    ranks_on: dict[tuple[str, str], list[int]] = {}
-    for report in reports:
-        if report.gpu:
-            ranks_on.setdefault((report.host, report.gpu), []).append(report.rank)
-    for (host, _), ranks in ranks_on.items():
+    for (host, _), ranks in ranks_by([report for report in reports if report.gpu], "host", "gpu").items():
         if len(ranks) > 1:
             device = next(report.device for report in reports if report.rank == ranks[0])
             problems.append(f"{name_ranks(ranks)} share one GPU of {host} ({device}): give each rank its own")
@@ -189,6 +180,14 @@ def rank_problems(reports: Sequence[RankReport]) -> list[str]:
     if wrong:
         problems.append(f"an all-reduce gave a wrong sum on {name_ranks(wrong)}: the network or a device damages data")
     return problems
+
+
+def ranks_by(reports: Sequence[RankReport], *names: str) -> dict[tuple[str, ...], list[int]]:
+    """The ranks that report the same, by the values of these fields."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for report in reports:
+        found.setdefault(tuple(getattr(report, name) for name in names), []).append(report.rank)
+    return found
 
 
 def table(reports: Sequence[RankReport]) -> str:

@@ -45,7 +45,7 @@ def check_names(loaded: Loaded, world_size: int | None, training: bool = True) -
 
 
 def join_run(loaded: Loaded, rank_info: RankInfo) -> "Group":
-    """`engine.run.join_group`, imported when called."""
+    """`engine.start.join_group`, imported when called."""
     from imagenet_cls.engine.start import join_group
 
     return join_group(loaded, rank_info)

@@ -20,7 +20,7 @@ def startup_table(parts: Parts, work_dir: Path | None, progress: Progress) -> li
         device = f"{group.device} ({torch.cuda.get_device_name(group.device)})"
     precision = {None: "fp32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a loss scale"}
     devices = _count(plan.devices, "GPU") if plan.devices > 1 else _count(plan.world_size, "rank")
-    steps = f"{plan.accumulation} accumulation step{'s' if plan.accumulation > 1 else ''}"
+    steps = _count(plan.accumulation, "accumulation step")
     rows = [
         ("model", f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {parts.num_classes} classes"),
         ("data", f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images"),

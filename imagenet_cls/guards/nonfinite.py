@@ -7,13 +7,14 @@ saw only when the run ends.
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_cls.errors import NonFiniteError
+from imagenet_cls.errors import NonFiniteError, UserError
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group, reported_by_main
 
@@ -24,32 +25,24 @@ _SHOWN = 3
 _LOSS_SCALE_SEARCH_STEPS = 50
 
 
+@dataclass
 class NonFiniteGuard:
     """Counts the steps without a finite loss and gradient in the records of `Meter.flush`.
 
-    last_step_finite: false where a checkpoint of the last step would hold a state that may already be damaged. With
-    `fp16`, a skipped step with a finite loss is normal: the loss scale was too high.
+    max_steps: `train.max_nonfinite_steps`. total_steps: of the run. With `fp16`, a skipped step with a finite loss is
+    normal: the loss scale was too high. samples_of: returns the names of the images that this rank read in a step
+    (counted from 1); called once, when the run ends with an error. last_step_finite: false where a checkpoint of the
+    last step would hold a state that may already be damaged.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        max_steps: int,
-        total_steps: int,
-        fp16: bool = False,
-        samples_of: Callable[[int], Sequence[str]] = lambda step: (),
-    ):
-        """max_steps: `train.max_nonfinite_steps`. total_steps: of the run. samples_of: the names of the images that
-        this rank read in a step (counted from 1); called once, when the run ends with an error.
-        """
-        self.group = group
-        self.max_steps = max_steps
-        self.total_steps = total_steps
-        self.fp16 = fp16
-        self.samples_of = samples_of
-        self.last_step_finite = True
-        self.count = 0
-        self.in_a_row = 0
+    group: Group
+    max_steps: int
+    total_steps: int
+    fp16: bool = False
+    samples_of: Callable[[int], Sequence[str]] = lambda step: ()
+    last_step_finite: bool = field(default=True, init=False)
+    count: int = field(default=0, init=False)
+    in_a_row: int = field(default=0, init=False)
 
     def note(self, records: Sequence[dict[str, Any]]) -> str | None:
         """A line about the non-finite steps among `records`; None where there are none."""
@@ -82,7 +75,7 @@ class NonFiniteGuard:
     def _is_fine(self, record: dict[str, Any]) -> bool:
         return math.isfinite(record["loss"]) and (self.fp16 or "skipped" not in record)
 
-    def _error(self, record: dict[str, Any], own_loss: float) -> NonFiniteError:
+    def _error(self, record: dict[str, Any], own_loss: float) -> UserError:
         """A collective. Names the ranks whose own loss was not finite. Where all were finite, only the gradient
         overflowed, and after the all-reduce it is not known on which rank.
         """
@@ -108,9 +101,7 @@ class NonFiniteGuard:
             what = "the loss" if with_nan else "the gradient (the losses were finite)"
             where = f"{name_ranks(suspects)} of {self.group.world_size}"
             lines.insert(1, f"It was {what} on {where}, from {', '.join(shown)}{more}.")
-        error = NonFiniteError("\n".join(lines))
-        reported_by_main(error, self.group)
-        return error
+        return reported_by_main(NonFiniteError("\n".join(lines)), self.group)
 
 
 def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from imagenet_cls.errors import ResourceError
+from imagenet_cls.errors import ResourceError, first_line
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.console import Console
 from imagenet_cls.report.jsonl import WRITE_REMEDY, MetricsFile, Record, read_metrics, truncate_after
@@ -246,4 +246,4 @@ class Reporter:
         """Print a write error if the run continues without the output; else raise it."""
         if not self._continue_on_error:
             raise error
-        self.message(f"{str(error).splitlines()[0]}; training continues (checkpoint.on_error)")
+        self.message(f"{first_line(error)}; training continues (checkpoint.on_error)")
