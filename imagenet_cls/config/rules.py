@@ -56,21 +56,15 @@ def _split_batch_norm(c: Config) -> Found:
         yield "model.split_bn", "needs whole batches, and parallel.mode dp divides them; use ddp"
 
 
-def _parts_of_data(c: Config) -> Found:
-    has_parts = c.data.name == "synthetic" or ":" in c.data.name
-    if c.data.val is None and c.data.val_fraction is None and not has_parts:
+def _data(c: Config) -> Found:
+    has_files = c.data.name != "synthetic" and ":" not in c.data.name
+    if has_files and c.data.val is None and c.data.val_fraction is None:
         yield "data.val", "is null and there is no data.val_fraction; name a folder, or set data.val_fraction: 0.1"
-
-
-def _list_files(c: Config) -> Found:
     if c.data.name == "list":
         for key, value in (("train", c.data.train), ("val", c.data.val)):
             if value == key:  # the default, a folder
                 yield f"data.{key}", f"{value!r} is a folder; data.name list needs a file, such as {key}.txt"
-
-
-def _excluded_files(c: Config) -> Found:
-    if c.data.exclude is not None and (c.data.name == "synthetic" or ":" in c.data.name):
+    if not has_files and c.data.exclude is not None:
         yield "data.exclude", f"excludes image files, and data.name {c.data.name!r} has none; set it to null"
 
 
@@ -86,10 +80,8 @@ def _progressive(c: Config) -> Found:
     if epochs is None and sizes is None:
         return
     if epochs is None or sizes is None or len(epochs) != len(sizes) or not epochs:
-        yield (
-            f"{key}.sizes_px",
-            f"{format_value(sizes)} for epochs {format_value(epochs)}: give one size for each epoch",
-        )
+        text = f"{format_value(sizes)} for epochs {format_value(epochs)}: give one size for each epoch"
+        yield f"{key}.sizes_px", text
     elif len(set(epochs)) < len(epochs):
         yield f"{key}.epochs", f"{format_value(epochs)} has an epoch twice"
     elif epochs[-1] > c.train.epochs:
@@ -98,13 +90,6 @@ def _progressive(c: Config) -> Found:
         yield f"{key}.sizes_px", f"{unfit[0]} is not a multiple of {key}.multiple_px {multiple}"
     elif max(sizes) != c.augment.size_px:
         yield f"{key}.sizes_px", f"the largest is {max(sizes)}, but augment.size_px is {c.augment.size_px}"
-
-
-def _mixing(c: Config) -> Found:
-    if c.mix.is_on and c.loss.name in ("focal", "jsd"):
-        yield "mix", f"makes soft targets, which loss {c.loss.name!r} does not take; use cross_entropy or bce"
-    if c.mix.is_on and c.augment.splits > 1:
-        yield "augment.splits", "compares views of one image, and mix joins different images; use one of both"
 
 
 def _cutmix_sides(c: Config) -> Found:
@@ -116,7 +101,11 @@ def _cutmix_sides(c: Config) -> Found:
             yield "mix.cutmix_minmax", text
 
 
-def _splits(c: Config) -> Found:
+def _mixing_and_splits(c: Config) -> Found:
+    if c.mix.is_on and c.loss.name in ("focal", "jsd"):
+        yield "mix", f"makes soft targets, which loss {c.loss.name!r} does not take; use cross_entropy or bce"
+    if c.mix.is_on and c.augment.splits > 1:
+        yield "augment.splits", "compares views of one image, and mix joins different images; use one of both"
     if c.loss.name == "jsd" and c.augment.splits < 2:
         yield "loss.name", f"'jsd' compares views, and augment.splits is {c.augment.splits}; use 3, as AugMix does"
     if c.augment.splits > 1 and c.loss.name != "jsd" and ":" not in c.loss.name:
@@ -170,6 +159,6 @@ def _data_parallel(c: Config) -> Found:
 RULES = (
     *(_alternatives(*names) for names in ALTERNATIVES),
     *(_limit(name, limit) for name, limit in LIMITS),
-    *(_split_batch_norm, _parts_of_data, _list_files, _excluded_files, _cooldown, _progressive, _mixing, _cutmix_sides),
-    *(_splits, _distillation, _sam, _cpu, _devices, _data_parallel),
+    *(_split_batch_norm, _data, _cooldown, _progressive, _cutmix_sides, _mixing_and_splits),
+    *(_distillation, _sam, _cpu, _devices, _data_parallel),
 )
