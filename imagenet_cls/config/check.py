@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, cast
 
 from imagenet_cls.config import keys
@@ -29,7 +30,7 @@ def value_problems(config: Config, unknown: Collection[str] = ()) -> list[Proble
         problem
         for path in keys.leaves()
         if ".".join(path) not in unknown
-        for problem in _check_key(path, keys.value_of(config, path))
+        for problem in _check_key(path, attrgetter(".".join(path))(config))
     ]
     problems += _check_kwargs("optimizer", config.optimizer.name, config.optimizer.kwargs, OPTIMIZER_KWARGS)
     problems += _check_kwargs("model", config.model.name, config.model.kwargs, MODEL_KWARGS)
@@ -52,8 +53,7 @@ def unused_values(config: Config) -> list[Problem]:
     """A problem for each unmet condition: the keys that are not at their defaults and have no effect without it."""
     by_need: dict[str, list[str]] = {}
     for key, need in ineffective_keys(config).items():
-        path = tuple(key.split("."))
-        if keys.value_of(config, path) != keys.default_of(path):
+        if attrgetter(key)(config) != keys.default_of(tuple(key.split("."))):
             by_need.setdefault(need, []).append(key)
     return [
         Problem(key, f"has no effect; it needs {need}" + (f" (likewise {', '.join(others)})" if others else ""))

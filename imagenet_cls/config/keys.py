@@ -80,14 +80,6 @@ def default_of(path: KeyPath) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def value_of(config: Config, path: KeyPath) -> Any:
-    """The value of a leaf, or a section."""
-    value: Any = config
-    for name in path:
-        value = getattr(value, name)
-    return value
-
-
 def is_kwargs(hint: Any) -> bool:
     """Whether a leaf holds keyword arguments, which merge key by key."""
     return typing.get_origin(hint) is dict

@@ -3,8 +3,8 @@
 import typing
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache, reduce
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +122,12 @@ def _assemble(layers: list[Layer]) -> tuple[Config, dict[str, Origin], list[Faul
     faults += unresolved
     values = {path: keys.default_of(path) for path in keys.leaves()}
     values[("optimizer", "lr")] = 0.0  # a placeholder: the one key without a default
-    for path, entry in entries.items():
-        if path in values and entry.origin is not DEFAULT:
-            try:
-                values[path] = _converted(path, entry.value)
-            except ValueError as error:
-                faults.append(Fault(entry.origin, Problem(".".join(path), str(error))))
-    kwargs = deepcopy(_nested({path: entry.value for path, entry in entries.items() if path not in values}))
-    for path, hint in keys.leaves().items():
-        if keys.is_kwargs(hint):
-            values[path] = reduce(lambda inner, name: inner.get(name, {}), path, kwargs)
-    return _section((), values), origins, faults, warnings
+    for path, entry in [item for item in entries.items() if item[1].origin is not DEFAULT]:
+        try:
+            values[path] = _converted(path, entry.value) if path in keys.leaves() else deepcopy(entry.value)
+        except ValueError as error:
+            faults.append(Fault(entry.origin, Problem(".".join(path), str(error))))
+    return _build((), _nested(values)), origins, faults, warnings
 
 
 def _replace_removed(entries: dict[keys.KeyPath, Entry]) -> list[str]:
@@ -179,11 +174,10 @@ def _nested(flat: dict[keys.KeyPath, Any]) -> dict[str, Any]:
     return whole
 
 
-def _section(path: keys.KeyPath, values: Mapping[keys.KeyPath, Any]) -> Any:
-    """The dataclass of a section and those below it."""
-    names = [(*path, field.name) for field in fields(keys.sections()[path])]
-    inner = {name[-1]: _section(name, values) if name in keys.sections() else values[name] for name in names}
-    return keys.sections()[path](**inner)
+def _build(path: keys.KeyPath, values: Mapping[str, Any]) -> Any:
+    """The dataclass of a section and those below it, from nested values."""
+    inner = {name: _build((*path, name), values[name]) for name in values if (*path, name) in keys.sections()}
+    return keys.sections()[path](**{**values, **inner})
 
 
 @cache
