@@ -115,7 +115,7 @@ def _type_text(path: keys.KeyPath, hint: object) -> str:
 
 def _default_text(path: keys.KeyPath) -> str:
     default = keys.default_of(path)
-    return "none: must be set" if default == "???" else f"`{reader.dump([default]).strip()[1:-1]}`"
+    return "none: must be set" if default == "???" else f"`{reader.dump_inline(default)}`"
 
 
 def _section_lines(path: keys.KeyPath, section: type) -> list[str]:
@@ -130,7 +130,7 @@ def _section_lines(path: keys.KeyPath, section: type) -> list[str]:
             lines.append(f"  {texts[(section.__name__, leaf[-1])]}")
             lines += [f"  Needs {needs.text}."] if needs is not None else []
     for component, values in schema.COMPONENT_DEFAULTS.get(".".join(path), {}).items():
-        lines += ["", f"Defaults of `{component}`: `{reader.dump([values]).strip()[2:-2]}`"]
+        lines += ["", f"Defaults of `{component}`: `{reader.dump_inline(values)[1:-1]}`"]
     return [*lines, ""]
 
 

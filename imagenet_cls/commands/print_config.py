@@ -2,32 +2,26 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from imagenet_cls.commands import program
-from imagenet_cls.config import reader
 from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, flatten, load_config
+from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config
 
 ABSENT = "(absent)"
 
 
-def _text(value: Any) -> str:
-    """A value as YAML on one line, as the command line takes it after `key=`."""
-    return reader.dump([value]).strip()[1:-1]
-
-
 def origin_lines(loaded: Loaded) -> list[str]:
     """`key: value  # where`, one line for each value. An interpolated value has the line of its `${...}`."""
-    pairs = {key: f"{key}: {_text(value)}" for key, value in flatten(config_to_dict(loaded.config)).items()}
+    pairs = {key: f"{key}: {dump_inline(value)}" for key, value in flatten(config_to_dict(loaded.config)).items()}
     width = min(max(map(len, pairs.values())), 60)
     return [f"{text:<{width}}  # {loaded.origins.get(key, 'default')}" for key, text in pairs.items()]
 
 
 def diff_lines(mine: Config, other: Config) -> list[str]:
     """`key: value of mine | value of other`, for each difference. Keyword arguments are compared one by one."""
-    left = {key: _text(value) for key, value in flatten(config_to_dict(mine)).items()}
-    right = {key: _text(value) for key, value in flatten(config_to_dict(other)).items()}
+    left = {key: dump_inline(value) for key, value in flatten(config_to_dict(mine)).items()}
+    right = {key: dump_inline(value) for key, value in flatten(config_to_dict(other)).items()}
     return [
         f"{key}: {left.get(key, ABSENT)} | {right.get(key, ABSENT)}"
         for key in dict.fromkeys([*left, *right])

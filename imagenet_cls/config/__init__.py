@@ -1,1 +1,1 @@
-"""From YAML files and command-line words to checked, plain dataclasses. Never imports torch."""
+"""From YAML files and command line arguments to checked, plain dataclasses. Never imports torch."""

@@ -102,14 +102,14 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         # PyYAML would fold Unicode's other line ends into spaces unless they are escaped.
-        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
-        return self.represent_scalar(STR, text, style)
+        return self.represent_scalar(STR, text, style='"' if re.search("[\x85\u2028\u2029]", text) else None)
 
-    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
-        return super().represent_sequence(tag, sequence, flow_style=True)  # `[0.08, 1.0]`, on one line
+    def represent_list(self, items: list[Any]) -> yaml.SequenceNode:
+        return self.represent_sequence(SEQ, items, flow_style=True)  # `[0.08, 1.0]`, on one line
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(list, _Dumper.represent_list)
 for _tag, _pattern, _first in _IMPLICIT:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))
@@ -166,3 +166,8 @@ def dump(value: Any) -> str:
         return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)
     except yaml.representer.RepresenterError as error:
         raise TypeError(f"a config holds plain values, not {error.args[-1]!r}") from None
+
+
+def dump_inline(value: Any) -> str:
+    """A value as YAML on one line, as the command line takes it after `key=`."""
+    return dump([value]).strip()[1:-1]
