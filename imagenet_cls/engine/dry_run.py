@@ -16,7 +16,7 @@ def dry_run(loaded: Loaded, group: Group) -> None:
     """Build everything, print the start-up table, and try one batch. Writes nothing and changes no weight."""
     parts = build(loaded.config, group)
     try:
-        with Reporter(None, None, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
+        with Reporter(None, 0, False, group.is_main, parts.plan.total_steps, parts.plan.epochs) as reporter:
             reporter.table(startup_table(parts, None, Progress()))
             for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages, try_one_batch(parts)]:
                 reporter.message(message)

@@ -24,10 +24,10 @@ from imagenet_cls.report.jsonl import missing_steps
 _SHOWN = 4
 
 
-def restore(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progress | None, list[str]]:
+def restore(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:
     """Load weights, EMA, optimizer and loss scale from the checkpoint to resume from. A collective.
 
-    Rank 0 reads and verifies the checkpoint and broadcasts its tensors. Returns the progress, None for a run that
+    Rank 0 reads and verifies the checkpoint and broadcasts its tensors. Returns the progress, of step 0 for a run that
     starts from scratch, and messages for the log. Raises CheckpointError.
     """
     group = parts.group
@@ -61,7 +61,7 @@ def restore(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progr
     known = run_on_main(group, find)
     if known is None:
         missing = [f"no checkpoint to resume from in {folder.path}: starting from scratch"] if options.resume else []
-        return None, missing
+        return Progress(), missing
     with checkpoint_content(snapshot.path if snapshot else folder.checkpoints):
         _load_weights(snapshot, parts.model, broadcast_tensors(snapshot.model if snapshot else None, group))
         tensors = broadcast_tensors(snapshot.optimizer if snapshot else None, group)

@@ -62,26 +62,27 @@ def run_in_folder(loaded: Loaded, options: RunOptions, group: Group) -> None:
     parts = None
     try:
         parts = build(config, group, start_weights=not resumes)
-        restored, messages = restore(parts, folder, options)
+        progress, messages = restore(parts, folder, options)
         if options.overwrite:  # only now: a run that fails to start must not cost the old one
             run_on_main(group, folder.clear)
-        with open_reporter(parts, options, restored) as reporter:
-            progress = restored or Progress()
-            with open_saver(parts, progress, folder, reporter) as saver:
-                if group.is_main:
-                    folder.begin(jobs, dump_yaml(config), versions())
-                    messages += filter(None, [disk_space_warning(parts, folder.checkpoints)])
-                reporter.table(startup_table(parts, options.work_dir, progress))
-                reporter.config(dump_yaml(config))
-                for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages]:
-                    reporter.message(message)
-                for message in messages:
-                    reporter.event(progress.step, message)
-                Run(parts, progress, reporter, saver, stop).to_the_end(folder)
-                run_on_main(group, saver.wait)
-                if config.log.plots:
-                    reporter.plot()
-                reporter.message(final_message(parts, progress, options.work_dir))
+        with (
+            open_reporter(parts, options, progress) as reporter,
+            open_saver(parts, progress, folder, reporter) as saver,
+        ):
+            if group.is_main:
+                folder.begin(jobs, dump_yaml(config), versions())
+                messages += filter(None, [disk_space_warning(parts, folder.checkpoints)])
+            reporter.table(startup_table(parts, options.work_dir, progress))
+            reporter.config(dump_yaml(config))
+            for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages]:
+                reporter.message(message)
+            for message in messages:
+                reporter.event(progress.step, message)
+            Run(parts, progress, reporter, saver, stop).to_the_end(folder)
+            run_on_main(group, saver.wait)
+            if config.log.plots:
+                reporter.plot()
+            reporter.message(final_message(parts, progress, options.work_dir))
     except Exception:
         logging.getLogger("imagenet_cls").exception("the run ended early")
         raise
@@ -92,16 +93,15 @@ def run_in_folder(loaded: Loaded, options: RunOptions, group: Group) -> None:
         folder.close()
 
 
-def open_reporter(parts: Parts, options: RunOptions, restored: Progress | None) -> Reporter:
-    """restored: the progress that the run resumes from, None for a run from scratch."""
+def open_reporter(parts: Parts, options: RunOptions, progress: Progress) -> Reporter:
     return Reporter(
         options.work_dir,
-        None if restored is None else restored.step,
+        progress.step,
         parts.config.log.tensorboard,
         parts.group.is_main,
         parts.plan.total_steps,
         parts.plan.epochs,
-        None if restored is None else restored.evaluated_step,
+        progress.evaluated_step,
         parts.config.checkpoint.on_error == "continue",
     )
 

@@ -95,14 +95,14 @@ class Console:
                     self._eval_task = bar.add_task("evaluating", total=images_total, numbers="")
                 bar.update(self._eval_task, completed=images_done, total=images_total, numbers=numbers, refresh=True)
 
-    def eval_result(self, record: Record, total_epochs: int = 0) -> None:
-        """Print a result. record: of kind "eval". total_epochs: 0 outside training."""
+    def eval_result(self, record: Record, total_epochs: int) -> None:
+        """Print a result. record: of kind "eval"."""
         if self._bar is not None and self._eval_task is not None:
             with self._silenced_by_errors():
                 self._bar.remove_task(self._eval_task)
             self._eval_task = None
-        parts = [f"epoch {record['epoch'] + 1}/{total_epochs}"] if total_epochs else []
-        parts += [
+        parts = [
+            f"epoch {record['epoch'] + 1}/{total_epochs}",
             f"{record['weights']} weights: top-1 {record['top1_pct']:.2f} %",
             f"top-5 {record['top5_pct']:.2f} %",
             f"loss {record['loss']:.4f}",

@@ -29,16 +29,16 @@ class TensorBoard:
 
     They are never shortened on a resume: `purge_step` makes TensorBoard forget the steps that are written again.
 
-    resume_step: the step of the checkpoint that the run resumes from, None for a new run. Tags: `train/FIELD`, and
+    resume_step: the step of the checkpoint that the run resumes from, 0 for a new run. Tags: `train/FIELD`, and
     `val/FIELD` or `val_ema/FIELD`, at the steps of their records; `config` (text), `train/first_batch` (image) and
     `train/first_batch_labels` (text) at the first step of this process. All methods raise OSError where the file system
     fails, perhaps late: event files are written by a thread.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None):
+    def __init__(self, folder: Path, resume_step: int):
         from torch.utils.tensorboard import SummaryWriter  # here: takes over a second, and may be switched off
 
-        self._first_step = (resume_step or 0) + 1
+        self._first_step = resume_step + 1
         # A new run purges, too: it may follow one that died before its first checkpoint.
         self._writer = SummaryWriter(str(folder), purge_step=self._first_step, max_queue=1000)
 
@@ -78,8 +78,8 @@ class Reporter:
     """All outputs of a run but its checkpoints. A context manager that closes itself.
 
     folder: the run folder; None for the console only. resume_step: the step of the checkpoint that the run resumes
-    from, None for a new run; records of later steps are dropped. tensorboard: whether to write event files. is_main:
-    False makes every method a no-op. total_steps, total_epochs: of the whole run; 0 outside training. evaluated_step:
+    from, 0 for a new run; records of later steps are dropped. tensorboard: whether to write event files. is_main:
+    False makes every method a no-op. total_steps, total_epochs: of the whole run. evaluated_step:
     see `truncate_after`. Methods raise ResourceError where the file system fails. With continue_on_error, only `sync`
     and `close` do, and the others print it once: metrics.jsonl catches up when there is room again, TensorBoard's files
     end.
@@ -88,7 +88,7 @@ class Reporter:
     def __init__(
         self,
         folder: Path | None,
-        resume_step: int | None,
+        resume_step: int,
         tensorboard: bool,
         is_main: bool,
         total_steps: int,
@@ -99,12 +99,12 @@ class Reporter:
         self._folder = folder if is_main else None
         self._total_steps, self._total_epochs = total_steps, total_epochs
         self._continue_on_error, self._write_failed = continue_on_error, False
-        self._console = Console(start_step=resume_step or 0) if is_main else None
+        self._console = Console(start_step=resume_step) if is_main else None
         self._metrics: MetricsFile | None = None
         self._tensorboard: TensorBoard | None = None
         if self._folder is not None:
             path = self._folder / "metrics.jsonl"
-            truncate_after(path, resume_step or 0, evaluated_step)
+            truncate_after(path, resume_step, evaluated_step)
             self._metrics = MetricsFile(path)
             if tensorboard:
                 with self._tensorboard_errors():
@@ -199,7 +199,7 @@ class Reporter:
         with suppress(ResourceError) if error is not None else nullcontext():  # the first error is raised
             self.close()
 
-    def _open_tensorboard(self, metrics: Path, resume_step: int | None) -> TensorBoard:
+    def _open_tensorboard(self, metrics: Path, resume_step: int) -> TensorBoard:
         """Event files with the same history as metrics.jsonl.
 
         An evaluation of the resumed step may have been dropped. TensorBoard can only purge whole steps: that one is
@@ -207,7 +207,7 @@ class Reporter:
         """
         folder = metrics.with_name("tensorboard")
         if not resume_step:
-            return TensorBoard(folder, None)
+            return TensorBoard(folder, 0)
         board = TensorBoard(folder, resume_step - 1)
         for record in read_metrics(metrics):
             if record["step"] == resume_step:

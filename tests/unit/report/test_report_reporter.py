@@ -24,7 +24,7 @@ def train_records(first: int, last: int, loss: float = 1.0) -> list[dict]:
     return records
 
 
-def make_reporter(folder: Path | None, resume_step: int | None = None, **changes: object) -> Reporter:
+def make_reporter(folder: Path | None, resume_step: int = 0, **changes: object) -> Reporter:
     settings = {"tensorboard": False, "is_main": True, "total_steps": 10, "total_epochs": 1}
     return Reporter(folder, resume_step, **settings | changes)
 
@@ -95,20 +95,19 @@ def test_reporter_without_folder_only_prints(tmp_path, capsys, monkeypatch):
     assert "top-1 97.50 %" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("resume_step", [None, 4])
+@pytest.mark.parametrize("resume_step", [0, 4])
 def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
-    """None: the first attempt died before its first checkpoint, and the second starts from scratch."""
-    done = resume_step or 0
-    for first, resumed, loss in ((1, None, 1.0), (done + 1, resume_step, 2.0)):
+    """0: the first attempt died before its first checkpoint, and the second starts from scratch."""
+    for first, resumed, loss in ((1, 0, 1.0), (resume_step + 1, resume_step, 2.0)):
         with make_reporter(tmp_path, resumed, tensorboard=True) as reporter:
             reporter.first_batch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([0]), ("ant",))
             reporter.train(train_records(first, 7, loss))
         wait_for_the_next_second()
-    expected = [(step, 1.0 if step <= done else 2.0) for step in range(1, 8)]
+    expected = [(step, 1.0 if step <= resume_step else 2.0) for step in range(1, 8)]
     assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "metrics.jsonl")] == expected
     events = read_events(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == expected
-    assert [event.step for event in events.Images("train/first_batch")] == sorted({1, done or 1})
+    assert [event.step for event in events.Images("train/first_batch")] == sorted({1, resume_step or 1})
 
 
 def test_tensorboard_after_resume_before_an_evaluation_shows_it_once(tmp_path):
