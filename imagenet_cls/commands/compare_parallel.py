@@ -249,7 +249,7 @@ def table(modes: Sequence[Mode], outcomes: Sequence[Outcome | None]) -> str:
     rows = [["", "at once", "first loss", "losses", "weights", "img/s", "MiB", "good for"]]
     for mode, outcome in zip(modes, outcomes, strict=True):
         if outcome is None:
-            rows.append([mode.name, *"------", f"not run: {mode.missing}"])
+            rows.append([mode.name, *["-"] * 6, f"not run: {mode.missing}"])
             continue
         differences = [
             loss_difference(outcome.losses[:1], one.losses[:1]),

@@ -21,7 +21,7 @@ from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, mode
 from imagenet_cls.engine.loaders import build_val_batches
 from imagenet_cls.engine.model import choose_mean_std, memory_format, weights_and_origin
 from imagenet_cls.engine.step import choose_precision
-from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError, first_line
+from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError, first_line, format_value
 from imagenet_cls.lookup import import_from_here
 from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.build import build_model, check_trusted
@@ -213,7 +213,7 @@ def evaluation_differences(
         if (section, name) != ("data", "train") or config.data.val is None
     ]
     lines = [
-        f"{key}: {_format(here)}, and {_format(there)} in the run that made the checkpoint"
+        f"{key}: {format_value(here)}, and {format_value(there)} in the run that made the checkpoint"
         for key, here, there in pairs
         if here != there
     ]
@@ -225,15 +225,11 @@ def evaluation_differences(
     used: dict[str, tuple[Any, Any]] = {"model.name": (config.model.name, stored.model.name)}
     used |= {f"data.{name}": (getattr(config.data, name), list(preprocessing[name])) for name in ("mean", "std")}
     unused = [
-        f"{key}: {here} is not used, but {there}, with which the checkpoint was trained"
+        f"{key}: {format_value(here)} is not used, but {format_value(there)}, with which the checkpoint was trained"
         for key, (here, there) in used.items()
         if here is not None and here != there
     ]
     return [*lines, *unused]
-
-
-def _format(value: Any) -> Any:
-    return "null" if value is None else value
 
 
 def _may_hold_training_images(data: DataConfig, trained: DataConfig) -> bool:
@@ -322,7 +318,6 @@ class Predictor:
         kind = weights or best or ("ema" if "ema" in models else "raw")
         if kind not in models:
             raise CheckpointError(f"{snapshot.path} holds no {kind} weights.\nIt holds: {', '.join(models)}.")
-        self.path, self.kind = snapshot.path, kind
         self.model = models[kind].to(device)
         self.classes = tuple(snapshot.state["classes"])
         self.transform, self.flip = EvalTransform(config.eval), config.eval.flip_tta
