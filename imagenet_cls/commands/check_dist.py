@@ -94,7 +94,7 @@ def check_ranks(arguments: argparse.Namespace, loaded: Loaded, group: Group) -> 
     two ranks on one GPU is obscure. Raises UsageError for a missing backend, ResourceError, on every rank, with the
     problems.
     """
-    backend = loaded.config.parallel.backend
+    backend: str = loaded.config.parallel.backend
     check_backend(backend, group.rank_info.launcher)
     backend = {"auto": "nccl" if group.device.type == "cuda" else "gloo"}.get(backend, backend)
     report = describe_rank(group)
