@@ -67,11 +67,12 @@ class Condition:
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """What is known of a key, or of all keys of a section.
+    """What the schema states about a key, or about all keys of a section.
 
-    allowed: of the number, or of each number of a list. count, ascending: of a list. form: a regular expression and
-    what it stands for. needs: when the key has an effect; None: always. recipe: whether it decides what is computed,
-    so that it is compared on resume. per_machine: whether the machines of a run may differ in it.
+    allowed: of the number, or of each number of a list. count, ascending: of a list. form: a regular expression for the
+    text, or for each text of a list, and its description. needs: when the key has an effect; None: always. recipe:
+    whether it decides what is computed, so that it is compared on resume. per_machine: whether the machines of a run
+    may differ in it.
     """
 
     allowed: Range | None = None

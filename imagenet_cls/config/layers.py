@@ -59,7 +59,7 @@ class Layer:
     faults: list[Fault] = field(default_factory=list)
 
     def add_mapping(self, node: yaml.MappingNode, origin_of: Callable[[int], Origin], path: keys.KeyPath = ()) -> None:
-        """Add what stands in a mapping at `path`, a section or keyword arguments. origin_of: the origin of a line."""
+        """Add the content of a mapping at `path`, a section or keyword arguments. origin_of: the origin of a line."""
         for key_node, value_node in node.value:
             at, origin = (*path, key_node.value), origin_of(key_node.start_mark.line + 1)
             hint = keys.leaves().get(at)

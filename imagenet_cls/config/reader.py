@@ -39,7 +39,7 @@ _IMPLICIT = [
 
 
 class UnreadableError(Exception):
-    """Text that a config may not contain. key: where it stands; line: counts from 1, None for the text as a whole."""
+    """Text that a config may not contain. key: the nearest one; line: from 1, None for the whole text."""
 
     def __init__(self, message: str, line: int | None = None, key: str = ""):
         super().__init__(message)

@@ -79,14 +79,14 @@ def _progressive(c: Config) -> Found:
     key, multiple = "augment.progressive", c.augment.progressive.multiple_px
     if epochs is None and sizes is None:
         return
-    if epochs is None or sizes is None or len(epochs) != len(sizes) or not epochs:
+    if epochs is None or sizes is None or len(epochs) != len(sizes):
         text = f"{format_value(sizes)} for epochs {format_value(epochs)}: give one size for each epoch"
         yield f"{key}.sizes_px", text
     elif len(set(epochs)) < len(epochs):
         yield f"{key}.epochs", f"{format_value(epochs)} has an epoch twice"
     elif epochs[-1] > c.train.epochs:
         yield f"{key}.epochs", f"{epochs[-1]:g} is more than train.epochs {c.train.epochs}"
-    elif unfit := [size for size in sizes if size < 1 or size % multiple]:
+    elif unfit := [size for size in sizes if size % multiple]:
         yield f"{key}.sizes_px", f"{unfit[0]} is not a multiple of {key}.multiple_px {multiple}"
     elif max(sizes) != c.augment.size_px:
         yield f"{key}.sizes_px", f"the largest is {max(sizes)}, but augment.size_px is {c.augment.size_px}"
@@ -139,8 +139,8 @@ def _cpu(c: Config) -> Found:
 
 def _devices(c: Config) -> Found:
     ids = c.parallel.device_ids
-    if ids is not None and (not ids or min(ids) < 0 or len(set(ids)) < len(ids)):
-        yield "parallel.device_ids", f"{format_value(ids)} is not a list of different GPUs, numbered from 0"
+    if ids is not None and len(set(ids)) < len(ids):
+        yield "parallel.device_ids", f"{format_value(ids)} lists a GPU twice"
     if ":" in c.device and (ids is not None or c.parallel.mode == "dp"):
         yield "device", f"{c.device!r} is one GPU; list the GPUs in parallel.device_ids instead"
 

@@ -36,6 +36,7 @@ INIT_METHOD = (
     r"env://|tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):([1-9]\d{0,4})|file:///\S.*",
     "env://, tcp://host:port or file:///absolute/path",
 )
+MODULES = (r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a list of modules, such as [my_package.my_models]")
 
 # When keys have an effect.
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
@@ -180,7 +181,7 @@ class ProgressiveConfig:
     # Epochs of the points, ascending. The side is constant before the first and after the last. null: always size_px.
     epochs: list[float] | None = key(None, NOT_NEGATIVE, ascending=True)
     # Side at each point, in pixels. The largest is augment.size_px.
-    sizes_px: list[int] | None = None
+    sizes_px: list[int] | None = key(None, PIXELS)
     # Sides are rounded to a multiple of this.
     multiple_px: int = key(32, PIXELS, needs=PROGRESSIVE)
 
@@ -442,7 +443,7 @@ class ParallelConfig:
     backend: Literal["auto", "nccl", "gloo", "mpi"] = key("auto", recipe=False)
     # The GPUs to use, numbered in the order of CUDA_VISIBLE_DEVICES. In mode dp the first one holds the parameters; in
     # mode ddp each rank uses the one at the index of its local rank. null: all visible GPUs, in order.
-    device_ids: list[int] | None = key(None, recipe=False)
+    device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
     # For mode dp: the GPU where the logits are gathered and the loss is computed. null: the first of device_ids.
     output_device: int | None = key(None, NOT_NEGATIVE, recipe=False)
     # Synchronise BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
@@ -520,7 +521,7 @@ class Config:
     log: LogConfig = section(LogConfig, recipe=False)
     expect: ExpectConfig = section(ExpectConfig, recipe=False, per_machine=True)
     # Modules to import at the start, for example to register models with timm.
-    imports: list[str] = key([], recipe=False, per_machine=True)
+    imports: list[str] = key([], form=MODULES, recipe=False, per_machine=True)
     # Seed of the run.
     seed: int = key(0, Range(0, 2.0**63, high_open=True))
     # `auto` (a GPU if there is one, else the CPU), `cpu`, `cuda`, or `cuda:1` for a certain GPU.

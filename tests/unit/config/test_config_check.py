@@ -121,6 +121,7 @@ def test_range_includes_its_ends_and_nothing_outside(path: keys.KeyPath) -> None
             {"model__split_bn": True, "augment__splits": 3, "loss__name": "jsd", "parallel__mode": "dp"},
         ),
         ({"parallel__device_ids": [0, 1]}, {"parallel__device_ids": [0, 0]}),
+        ({"parallel__device_ids": [0, 1]}, {"parallel__device_ids": []}),
     ],
 )
 def test_rule_accepts_and_rejects(good: dict[str, Any], wrong: dict[str, Any]) -> None:
