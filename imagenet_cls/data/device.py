@@ -1,6 +1,7 @@
 """Batches of uint8 images to what the model takes: transfer, cast, normalise; in training also erase and mix."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -67,17 +68,9 @@ class Mixing:
     """
 
     def __init__(self, mix: MixConfig, num_classes: int):
-        self._mixup = Mixup(
-            mixup_alpha=mix.mixup_alpha,
-            cutmix_alpha=mix.cutmix_alpha,
-            cutmix_minmax=mix.cutmix_minmax,
-            prob=mix.prob,
-            switch_prob=mix.switch_prob,
-            mode=mix.mode,
-            label_smoothing=0.0,
-            num_classes=num_classes,
-        )
-        self._off_epoch = mix.off_epoch
+        arguments = asdict(mix)
+        self._off_epoch: int | None = arguments.pop("off_epoch")
+        self._mixup = Mixup(**arguments, label_smoothing=0.0, num_classes=num_classes)
 
     def __call__(self, images: Tensor, targets: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """images: float (B, 3, H, W), B even; **changed in place**. targets: int64 (B,), on the same device.
@@ -117,6 +110,7 @@ def mixing_problems(mix: MixConfig, loader_batch: int, global_batch: int | None 
     return [Problem("train.global_batch_size", text)]
 
 
+@dataclass(frozen=True)
 class TrainPreprocess:
     """Callable: a training batch -> (float32 images (B, 3, H, W), targets) on the device: normalised, erased, mixed.
 
@@ -124,12 +118,11 @@ class TrainPreprocess:
     erasing from the keys of the samples.
     """
 
-    def __init__(self, preprocess: Preprocess, erasing: ErasingConfig, mixing: Mixing | None, seed: int, rank: int):
-        self.preprocess = preprocess
-        self.erasing = erasing
-        self.mixing = mixing
-        self.seed = seed
-        self.rank = rank
+    preprocess: Preprocess
+    erasing: ErasingConfig
+    mixing: Mixing | None
+    seed: int
+    rank: int
 
     def __call__(self, batch: TrainBatch, epoch: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         images = self.preprocess(batch.images)

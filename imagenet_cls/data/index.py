@@ -1,5 +1,4 @@
-"""The index of a data set: paths and classes of its images, packed so that workers can share the memory. How folders of
-images are read, and the usual mistakes in their layout.
+"""Class folders: which files are images, their index in memory that workers share, and the usual mistakes in a layout.
 
 Paths are one block of bytes plus offsets: a list of 1.28 million strings would be copied into every worker, page by
 page, since reference counts are written to.
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from imagenet_cls.errors import DataError
+from imagenet_cls.errors import DataError, shorten
 
 # torchvision's ImageFolder takes these, except .gif. Compared in lower case.
 IMAGE_SUFFIXES = frozenset(
@@ -159,8 +158,7 @@ def is_image(name: bytes) -> bool:
 
 def listed(names: Sequence[str], count: int = 3) -> str:
     """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
-    shown = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:count]]
-    return ", ".join(shown) + (", ..." if len(names) > count else "")
+    return ", ".join(shorten(name, 100) for name in names[:count]) + (", ..." if len(names) > count else "")
 
 
 def scan_images(base: bytes, folder: bytes) -> list[bytes]:

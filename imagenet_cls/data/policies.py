@@ -148,8 +148,8 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
 def policy_problems(augment: AugmentConfig) -> list[Problem]:
     """All problems of `augment.policy` and `augment.policy_kwargs` that show without data.
 
-    At the end the policy is tried on a few images, with keys of its own: an exception is a problem, and so is a result
-    that is not a uint8 image of the same size.
+    At the end the policy is tried on a few images: an exception is a problem, and so is a result that is not a uint8
+    image of the same size.
     """
     name = augment.policy
     if name is None or (":" not in name and augment.policy_kwargs):

@@ -31,18 +31,14 @@ BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
 }
 # The fastest implementation on CPUs and GPUs, unless kwargs choose another.
-IMPLEMENTATION: dict[str, dict[str, bool]] = {
-    "sgd": {"fused": True},
-    "adamw": {"fused": True},
-    "rmsprop": {"foreach": True},
-}
+IMPLEMENTATION = {"sgd": "fused", "adamw": "fused", "rmsprop": "foreach"}
 # Built by timm's factory, so that its defaults (momentum 0.9) hold here too.
 BUILT_IN_FROM_TIMM = {"lamb": "timm:lamb", "rmsproptf": "timm:rmsproptf"}
 
 # Arguments that the program passes.
 RESERVED = ("params", "lr", "weight_decay")
 
-# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME. Its arguments have names of their own in a config
+# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME. Its arguments have other names in a config
 # (config name -> timm's name), since the inner optimizer may have arguments of the same name.
 LOOKAHEAD = "lookahead_"
 LOOKAHEAD_KWARGS = {"lookahead_alpha": "alpha", "lookahead_k": "k"}
@@ -69,7 +65,7 @@ def _factory(optimizer: OptimizerConfig) -> Callable[..., Any]:
     name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
     if name in BUILT_IN:
         chosen = {"fused", "foreach", "differentiable"} & optimizer.kwargs.keys()
-        return partial(BUILT_IN[name], **({} if chosen else IMPLEMENTATION[name]))
+        return partial(BUILT_IN[name], **({} if chosen else {IMPLEMENTATION[name]: True}))
     if name.startswith(TIMM):
         known = _timm_name(name)
         # Given groups and not the model, timm adds no exclusions from weight decay.
