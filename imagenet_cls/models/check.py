@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import timm
@@ -67,10 +68,7 @@ def _try_timm(model: ModelConfig, kwargs: dict[str, Any]) -> tuple[nn.Module | N
         listing = ", ".join(filter(None, tags)) or "none"
         text = f"{architecture!r} has no weights tagged {tag!r}{did_you_mean(tag, tags)} (tags: {listing})"
         return None, [Problem("model.name", text)]
-
-    def build(**kwargs: Any) -> nn.Module:
-        return timm.create_model(model.name, pretrained=False, num_classes=model.num_classes or 1000, **kwargs)
-
+    build = partial(timm.create_model, model.name, pretrained=False, num_classes=model.num_classes or 1000)
     built, problems = _try_build(build, kwargs, timm.model_entrypoint(architecture))
     cfg = getattr(built, "pretrained_cfg", None)
     if model.pretrained and cfg is not None and not any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
@@ -93,10 +91,7 @@ def _try_torchvision(model: ModelConfig, kwargs: dict[str, Any]) -> tuple[nn.Mod
         elif given not in (*published, "DEFAULT"):
             text = f"unknown {given!r}{did_you_mean(str(given), published)} (allowed: {', '.join(published)})"
             problems.append(Problem("model.kwargs.weights", text))
-
-    def build(**kwargs: Any) -> nn.Module:
-        return torchvision.models.get_model(name, weights=None, num_classes=model.num_classes or 1000, **kwargs)
-
+    build = partial(torchvision.models.get_model, name, weights=None, num_classes=model.num_classes or 1000)
     built, rejected = _try_build(build, kwargs, torchvision.models.get_model_builder(name))
     problems += rejected
     if built is not None:
