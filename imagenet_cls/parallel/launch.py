@@ -11,9 +11,10 @@ import math
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -161,10 +162,12 @@ def _run_spawned(launch: Launch, argv: Sequence[str], run_rank: RunRank, folder:
     arguments = (run_rank, list(argv), launch.node_rank * launch.gpus, folder)
     # Ranks inherit the blocked signals and unblock them once they have handlers. The start of multiprocessing's tracker
     # unblocks some, so it comes first.
-    resource_tracker.ensure_running()
+    with _working_directory_off_path():
+        resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        context = mp.start_processes(_run_spawned_rank, arguments, launch.gpus, join=False, start_method="spawn")
+        with _working_directory_off_path():
+            context = mp.start_processes(_run_spawned_rank, arguments, launch.gpus, join=False, start_method="spawn")
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             while not context.join(timeout=1.0, grace_period=_FAILURE_GRACE_SEC):
@@ -174,6 +177,22 @@ def _run_spawned(launch: Launch, argv: Sequence[str], run_rank: RunRank, folder:
             raise
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextlib.contextmanager
+def _working_directory_off_path() -> Iterator[None]:
+    """Processes started inside import torch before anything that the user's working directory holds (a `queue.py`)."""
+    path, safe_path = sys.path.copy(), os.environ.get("PYTHONSAFEPATH")
+    sys.path[:] = [entry for entry in path if entry not in ("", str(Path.cwd()))]
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        if safe_path is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = safe_path
 
 
 def _stop_spawned(processes: Sequence[BaseProcess], number: int) -> None:

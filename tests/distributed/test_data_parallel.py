@@ -18,6 +18,7 @@ from torch import nn
 from imagenet_cls.config.check import value_problems
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, TrainConfig
+from imagenet_cls.engine.check import rank_problems
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread, with_callers_autocast
@@ -70,16 +71,16 @@ def test_what_does_not(wrong: dict[str, Any], key: str) -> None:
 
 
 def test_dp_is_one_rank() -> None:
-    assert value_problems(config_of(mode="dp", device="cpu"), 1) == []
-    (problem,) = value_problems(config_of(mode="dp"), 2)
+    assert rank_problems(config_of(mode="dp", device="cpu"), 1) == []
+    (problem,) = rank_problems(config_of(mode="dp"), 2)
     assert problem.key == "parallel.mode" and "2 ranks were started" in problem.message
 
 
 def test_a_batch_that_does_not_divide_among_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    (problem,) = value_problems(config_of(mode="dp", batch=256), 1)
+    (problem,) = rank_problems(config_of(mode="dp", batch=256), 1)
     assert problem.message == "256 images do not divide among 3 GPUs; nearest that do: 255 or 258"
-    assert value_problems(config_of(mode="dp", batch=256, device_ids=[0, 2]), 1) == []
+    assert rank_problems(config_of(mode="dp", batch=256, device_ids=[0, 2]), 1) == []
 
 
 # ------------------------------------------------------------------------------------------- the devices

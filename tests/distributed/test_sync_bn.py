@@ -156,7 +156,7 @@ def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(rank_server: RankServer
     train_here(arguments(digits, tmp_path / "halves", "noisy", **common, train__micro_batch_size=12))
     words, output = [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn"], tmp_path / "output.txt"
     assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
-    assert "24 images at a time, those of all ranks (SyncBN)" in output.read_text()
+    assert "24 images over all ranks (SyncBatchNorm)" in output.read_text()
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4) and len(two) == 8
     assert losses(tmp_path / "halves") != pytest.approx(one, rel=1e-3)
