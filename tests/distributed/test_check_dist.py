@@ -27,6 +27,7 @@ def test_two_ranks_that_are_well() -> None:
     assert " ".join(last).endswith("all is well")
 
 
+@pytest.mark.nightly
 def test_ranks_of_different_pythons(tmp_path: Path) -> None:
     """Started by hand, as on two machines that were set up at different times."""
     (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.0.1'\n")

@@ -65,7 +65,8 @@ def test_failing_run_passes_its_message_and_exit_code_on(tmp_path: Path) -> None
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_the_run_and_leaves_nothing(digits: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C reaches the run as well, SIGTERM only the tool."""
     argv = overrides_for(digits, 1000, model__name="helpers:noisy", model__kwargs="{pause_sec: 0.2}", train__epochs=99)

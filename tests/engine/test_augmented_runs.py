@@ -35,6 +35,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
 def test_resume_with_other_workers_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
     def words(folder: str, **more: Any) -> list[str]:
         return arguments(digits, tmp_path / folder, "noisy", **(EVERYTHING | {"optimizer__lr": 0.2} | more))

@@ -15,7 +15,7 @@ def noisy_run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 3])
 def test_same_bits_again_for_any_number_of_workers(noisy_run: Path, digits: Path, tmp_path: Path, workers: int) -> None:
     words = arguments(
         digits, tmp_path / "run", "noisy", ema__decay=0.9, train__micro_batch_size=64, data__num_workers=workers
@@ -44,7 +44,13 @@ def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("optimizer", "stop_at"),
-    [*product(["sgd", "lamb", "adamw"], [4, 11, 15]), ("timm:lookahead_adamw", 15)],  # which looks ahead each 6 steps
+    [
+        ("sgd", 4),
+        ("lamb", 11),
+        ("adamw", 15),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in product(["sgd", "lamb", "adamw"], [4, 11, 15])),
+        pytest.param("timm:lookahead_adamw", 15, marks=pytest.mark.nightly),  # synchronizes every 6 steps
+    ],
 )
 def test_a_run_in_two_parts_ends_in_the_same_bits(digits: Path, tmp_path: Path, optimizer: str, stop_at: int) -> None:
     """Stopped in the first epoch, between the epochs, in the second; fused, channels-last optimizers and timm's."""

@@ -69,6 +69,7 @@ def test_one_cycle_changes_the_momentum(digits: Path, tmp_path: Path) -> None:
     assert [group["values"]["momentum"] for group in saved["groups"]] == pytest.approx([groups[-1][1]])
 
 
+@pytest.mark.nightly
 def test_by_epoch_changes_the_rate_between_epochs_only(digits: Path, tmp_path: Path) -> None:
     settings = {"schedule.name": "cosine", "schedule.warmup_epochs": 1, "schedule.warmup_start_factor": 0.01}
     train_here(arguments(digits, tmp_path / "run", **settings, schedule__by_epoch="true", train__epochs=3))

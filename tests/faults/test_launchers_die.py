@@ -157,7 +157,7 @@ def test_ctrl_c_in_a_background_script_stays_ignored(digits: Path, tmp_path: Pat
     assert process.returncode == 143, errors
 
 
-@pytest.mark.parametrize("launcher", by_default("dist_train.sh"))
+@pytest.mark.parametrize("launcher", by_default())
 def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path, launcher: str) -> None:
     """The second step never ends: the first Ctrl-C waits for it, the second does not."""
     folder = tmp_path / "run"
@@ -209,7 +209,7 @@ def test_killed_rank_is_named_and_ends_the_others(digits: Path, tmp_path: Path, 
     assert "rank 1 was killed by SIGKILL" in errors and len(errors.splitlines()) <= 3, errors
 
 
-@pytest.mark.parametrize("launcher", by_default("dist_train.sh"))
+@pytest.mark.parametrize("launcher", by_default())
 def test_sighup_under_nohup_is_ignored_and_sigterm_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
     """Both go to the launcher's process group; SIGTERM twice, as from some schedulers."""
     folder = tmp_path / "run"
@@ -253,6 +253,7 @@ def test_stop_signal_to_a_rank_or_the_launcher_stops_without_a_restart(
     assert_saved(folder)
 
 
+@pytest.mark.nightly
 def test_ranks_restarted_by_torchrun_resume_with_the_same_bits(
     few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path
 ) -> None:

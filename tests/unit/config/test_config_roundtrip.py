@@ -78,7 +78,7 @@ def with_component_defaults(config: Config) -> Config:
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
-@settings(SETTINGS, max_examples=60)
+@settings(SETTINGS, max_examples=30)
 @given(configs())
 def test_config_roundtrip_through_json_and_yaml(config: Config) -> None:
     as_dict = config_to_dict(with_component_defaults(config))
@@ -88,7 +88,7 @@ def test_config_roundtrip_through_json_and_yaml(config: Config) -> None:
     assert types_of(config_to_dict(back)) == types_of(as_dict)
 
 
-@settings(SETTINGS, max_examples=40)
+@settings(SETTINGS, max_examples=20)
 @given(KWARGS)
 def test_dumped_kwargs_load_with_equal_types(tmp_path_factory: pytest.TempPathFactory, kwargs: dict[str, Any]) -> None:
     config = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, kwargs=kwargs))
