@@ -121,7 +121,8 @@ class _FileReader:
         try:
             root = reader.parse(reader.read_text(path))
         except UnreadableError as error:
-            return [_fatal(Origin(shown, path, error.line), error.message, error.key)]
+            found = [error, *error.others]
+            return [_fatal(Origin(shown, path, each.line), each.message, each.key) for each in found]
         self.done.add(real_path(path))
         if root is None:  # an empty file is an empty layer
             return []

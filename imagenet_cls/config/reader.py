@@ -44,6 +44,7 @@ class UnreadableError(Exception):
     def __init__(self, message: str, line: int | None = None, key: str = ""):
         super().__init__(message)
         self.message, self.line, self.key = message, line, key
+        self.others: list[UnreadableError] = []  # further errors in the same text
 
 
 class _Loader(yaml.SafeLoader):
@@ -54,6 +55,7 @@ class _Loader(yaml.SafeLoader):
         self.depth, self.keys, self.values = 0, 0, 0
         self.path: list[str] = []
         self.key_lines: dict[tuple[int, str], int] = {}
+        self.errors: list[UnreadableError] = []
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node. PyYAML passes a mapping's value with the key's node as `index`, and its keys with None."""
@@ -62,18 +64,22 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         self.keys += is_key
         self.values += not is_key
-        self.path += [index.value] if in_mapping and not is_key else []
-        problem = self._key_problem(id(parent), event, line) if is_key else ""
+        self.path += [str(index.value)] if in_mapping and not is_key else []
+        problem = ""
         if isinstance(event, yaml.AliasEvent):
             problem = "aliases (*name) are not allowed; share values by _base_ or ${section.key}, or quote the text"
-        elif event.tag is not None:
-            problem = f"the tag {event.tag.replace(_PREFIX, '!!')} is not allowed; write a plain value"
         elif self.depth > MAX_DEPTH:
             problem = f"nested more than {MAX_DEPTH} deep"
         elif self.keys > MAX_KEYS or self.values > MAX_VALUES:
             problem = f"more than {MAX_KEYS} keys or {MAX_VALUES} values"
         if problem:
             raise UnreadableError(problem, line, ".".join(self.path))
+        if event.tag is not None:
+            problem = f"the tag {event.tag.replace(_PREFIX, '!!')} is not allowed; write a plain value"
+        elif is_key:
+            problem = self._key_problem(id(parent), event, line)
+        if problem:  # the rest is still composed, so that all such errors are reported at once
+            self.errors.append(UnreadableError(problem, line, ".".join(self.path)))
         node: yaml.Node | None = super().compose_node(parent, index)
         if node is not None and node.tag in (INT, FLOAT) and len(node.value) > MAX_DIGITS:
             raise UnreadableError(f"a number of more than {MAX_DIGITS} digits", line, ".".join(self.path))
@@ -141,7 +147,8 @@ def parse(text: str) -> yaml.Node | None:
     The tree is cached, so callers must not change it.
     """
     try:
-        return _Loader(text).get_single_node()
+        loader = _Loader(text)
+        node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UnreadableError(f"the character {chr(error.character)!r} is not allowed in YAML", line) from None
@@ -149,6 +156,10 @@ def parse(text: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(filter(None, (error.context, error.problem))) or "not YAML"
         raise UnreadableError(problem, mark.line + 1 if mark else None) from None
+    if loader.errors:
+        loader.errors[0].others = loader.errors[1:]
+        raise loader.errors[0]
+    return node
 
 
 def value_of(node: yaml.Node, hint: Any = Any) -> Any:

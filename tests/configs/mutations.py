@@ -255,7 +255,7 @@ HOSTILE = {
     f"seed: {'[' * 25}{']' * 25}": "nested",
     f"model: {{kwargs: {'{a: ' * 2_000}1{'}' * 2_000}}}": "nested",
     "\n".join(f"{' ' * i}a:" for i in range(400)): "nested",
-    "? " * 5_000: "plain text",
+    "? " * 5_000: "nested",
     "- " * 5_000: "nested",
     LAUGHS: "aliases",
     "seed: &a [*a]": "aliases",

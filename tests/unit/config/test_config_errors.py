@@ -116,6 +116,12 @@ def test_error_in_override_names_argument_and_key(override: str, line: str) -> N
     assert found.startswith(f"command line {override!r}: {line}")
 
 
+def test_all_errors_of_yaml_form_are_reported_at_once() -> None:
+    lines = errors_of(LR + "seed: !!int 1\nseed: 2\ndata: {<<: {root: a}}\n", "train.epoch=1")
+    places = [line.rpartition(": ")[0].partition(": ")[0] for line in lines]
+    assert places == ["x.yaml:2", "x.yaml:3", "x.yaml:4", "command line 'train.epoch=1'"]
+
+
 def test_circle_of_bases_names_its_chain() -> None:
     Path("a.yaml").write_text("_base_: b.yaml\n")
     Path("b.yaml").write_text("seed: 1\n_base_: [a.yaml]\n")
