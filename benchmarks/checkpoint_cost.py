@@ -24,7 +24,7 @@ from torch.nn import functional
 from imagenet_cls.checkpoint.format import Progress, Snapshot, prune, size_bytes, write_checkpoint
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.schema import CheckpointConfig, EmaConfig
-from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.saving import take_snapshot
 from imagenet_cls.guards.replicas import replicated_tensors, tensor_hashes
 from imagenet_cls.models.ema import build_ema
@@ -69,7 +69,7 @@ class Training:
 
     def snapshot(self) -> Snapshot:
         parts = SimpleNamespace(model=self.model, ema=self.ema, optimizer=self.optimizer, scaler=self.scaler)
-        return take_snapshot(cast(Parts, parts), self.progress, {})
+        return take_snapshot(cast(TrainingParts, parts), self.progress, {})
 
     def hash(self) -> None:
         """The hash that several ranks compare before each save."""

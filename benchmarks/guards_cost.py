@@ -31,7 +31,7 @@ from imagenet_cls.guards.nonfinite import NonFiniteGuard
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors, tensor_hashes
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group, init_group
-from imagenet_cls.parallel.signals import StopRequest
+from imagenet_cls.parallel.signals import StopSignalHandler
 from imagenet_cls.parallel.wrap import BatchNormStatistics
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -149,11 +149,11 @@ def on_two_ranks(rank: int, folder: str, calls: int) -> None:
     """A rank's part of the collectives: the stop request and the comparison of replicas."""
     torch.set_num_threads(1)
     group = init_group(RankInfo(rank, rank, 2, 2), CPU, "auto", "gloo", f"file://{folder}/store", 60.0)
-    stop = StopRequest(group)
+    stop = StopSignalHandler(group)
     sec = measured(stop.check, calls)
     stop.close()
 
-    paused, spent = StopRequest(group), []
+    paused, spent = StopSignalHandler(group), []
     for _ in range(calls):
         time.sleep(PAUSE_SEC)
         begin = time.perf_counter()

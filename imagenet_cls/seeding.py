@@ -2,7 +2,8 @@
 
 Every draw has a key that is made where it is used: `(seed, epoch, index, view)` for a sample, `(seed, step,
 micro_batch, rank)` for a batch. Keys are hashed, never added, so that neighbouring keys give independent draws and no
-two uses share one. No generator state is saved or restored, so a run is a pure function of its config and its data.
+two uses have the same key. No generator state is saved or restored, so a run is a pure function of its config and its
+data.
 """
 
 import random
@@ -45,8 +46,8 @@ def generator(purpose: str, *parts: int | str) -> torch.Generator:
 
 
 @contextmanager
-def generators_left_alone() -> Iterator[None]:
-    """On exit, the default CPU generators of torch, `random` and numpy have the state that they had on entry."""
+def preserve_rng_state() -> Iterator[None]:
+    """Restore the default CPU generators of torch, `random` and numpy on exit."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

@@ -109,7 +109,7 @@ def join_group(rank: int, world_size: int, store: Path, timeout_sec: float = 60.
     return init_group(rank_info, torch.device("cpu"), "auto", "gloo", f"file://{store}", timeout_sec)
 
 
-def leave_group(group) -> None:  # type: ignore[no-untyped-def]
+def destroy_group(group) -> None:  # type: ignore[no-untyped-def]
     """Destroy the process groups once all ranks are done."""
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Check that ranks meet and reduce: under any launcher, or with --gpus N. Takes train.py's key=value overrides."""
+"""Check that ranks can join and all-reduce: under any launcher, or with --gpus N. With key=value overrides."""
 
 import sys
 from pathlib import Path

@@ -158,9 +158,9 @@ def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     """Write `folder/step-N` for the snapshot's step, replacing one of the same name, and return its path.
 
-    Atomic: written to a temporary folder, fsynced, renamed. A kill at any moment leaves complete checkpoints only.
-    Raises ResourceError where the disk fails; existing checkpoints stay. `folder` is created, but not its parent: a run
-    folder that has disappeared must not be created again.
+    Atomic: written to a temporary folder, fsynced, renamed. A process killed at any moment leaves complete checkpoints
+    only. Raises ResourceError where the disk fails; existing checkpoints stay. `folder` is created, but not its parent:
+    a run folder that has disappeared must not be created again.
     """
     final = checkpoint_path(folder, snapshot.state["step"])
     temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
@@ -169,7 +169,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         if not folder.exists():
             folder.mkdir()
             sync(folder.parent)
-        remove_leftovers(folder)
+        finish_interrupted_writes(folder)
         temporary.mkdir()
         for name, group in tensors.items():
             if group is not None:
@@ -236,8 +236,8 @@ def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int], 
         ) from error
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove or complete what a killed run left. Only the run that holds the folder's lock may call this."""
+def finish_interrupted_writes(folder: Path) -> None:
+    """Remove or complete what a killed run was writing. Only the run that holds the folder's lock may call this."""
     for path in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
     for aside in [path for path in folder.glob("step-*.old") if _NAME.fullmatch(path.name)]:
@@ -249,13 +249,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Rename before removing: a kill halfway must not leave a folder that looks like a checkpoint."""
+    """Rename before removing, so that a killed process leaves no folder that looks like a checkpoint."""
     if path.is_symlink():  # to a copy elsewhere, which stays
         path.unlink()
         return
-    gone = path.with_name(f"{_TEMPORARY}gone-{path.name}")
-    path.rename(gone)
-    shutil.rmtree(gone)
+    renamed = path.with_name(f"{_TEMPORARY}gone-{path.name}")
+    path.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def _write_json(path: Path, value: Any, sort_keys: bool = True) -> None:

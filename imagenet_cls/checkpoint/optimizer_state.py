@@ -21,8 +21,8 @@ def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu", copy=True, memory_format=contiguous) for name, t in tensors.items()}
 
 
-def state_holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer whose `state` is used: timm's Lookahead keeps all state in the optimizer that it wraps."""
+def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that timm's Lookahead wraps, which holds all state; another optimizer itself."""
     return getattr(optimizer, "_base_optimizer", optimizer)
 
 
@@ -37,7 +37,7 @@ def optimizer_to_tensors(
         tensors, values = _split({key: value for key, value in group.items() if key not in ("params", "names")})
         found |= {f"group{_SEPARATOR}{index}{_SEPARATOR}{key}": tensor for key, tensor in tensors.items()}
         groups.append({"members": [names[id(parameter)] for parameter in group["params"]], "values": values})
-    for parameter, state in state_holder(optimizer).state.items():
+    for parameter, state in base_optimizer(optimizer).state.items():
         name = names[id(parameter)]
         tensors, parameters[name] = _split(state)
         found |= {f"{name}{_SEPARATOR}{key}": tensor for key, tensor in tensors.items()}
@@ -89,7 +89,7 @@ def load_optimizer(
             if key in _FROM_CONFIG or key in changed:
                 continue
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    state = state_holder(optimizer).state
+    state = base_optimizer(optimizer).state
     state.clear()
     for name, plain in numbers["parameters"].items():
         state[parameters[name]] = dict(plain)

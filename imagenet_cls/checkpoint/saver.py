@@ -29,7 +29,7 @@ class CheckpointSaver:
         before_write: Callable[[], None],
         report: Callable[[str], None],
     ):
-        """checkpoints: the folder. progress: of the run, kept up to date by its owner. before_write: called in the
+        """checkpoints: the folder. progress: of the run, updated by the training loop. before_write: called in the
         thread before each write. report: receives a line for a failed save where `config.on_error` is `continue`.
         """
         self.checkpoints = checkpoints
@@ -47,10 +47,10 @@ class CheckpointSaver:
         self._damaged = {step for step in map(step_of, present) if step > progress.step}
 
     def save(self) -> None:
-        """Copy the present state, and start writing it. Waits for the save before; raises or reports its error."""
+        """Copy the current state, and start writing it. Waits for the previous save; raises or reports its error."""
         if not self.is_main:
             return
-        self._wait_or_report()  # before the copy: only one in memory
+        self._wait_or_report()  # before the copy, so that memory holds one copy only
         snapshot = self.take_snapshot()
         best = {entry["step"] for entry in self.progress.best.values()}
         self._thread = Thread(target=self._run, args=(snapshot, best), name="checkpoint", daemon=True)

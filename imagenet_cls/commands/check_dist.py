@@ -1,4 +1,4 @@
-"""`tools/check_dist.py`: check before a long run that the ranks meet and an all-reduce is right."""
+"""`tools/check_dist.py`: check before a long run that the ranks can communicate and all-reduce correctly."""
 
 import argparse
 import os
@@ -41,7 +41,7 @@ def check_command(argv: Sequence[str]) -> int:
 
 
 def check_parser() -> argparse.ArgumentParser:
-    description = "Meet, compare versions and devices, and all-reduce once. Exit code 0 if all is well, else 5."
+    description = "Join the ranks, compare versions, run an all-reduce. Exit code 0 if all checks pass, else 5."
     parser = program.build_parser("check_dist.py", description, "[key=value ...] [options]")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="device=cpu, parallel.backend=gloo, ...")
     add_rank_options(parser)
@@ -53,7 +53,7 @@ def load_for_check(arguments: argparse.Namespace) -> Loaded:
 
 
 def check_nothing(*_: object) -> None:
-    """Nothing is trained, so the launching process checks nothing more."""
+    """No checks in the launching process: this command trains nothing."""
 
 
 def join_over_gloo(loaded: Loaded, rank_info: RankInfo) -> Group:
@@ -67,7 +67,7 @@ def join_over_gloo(loaded: Loaded, rank_info: RankInfo) -> Group:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank is and measured. gpu: the device's UUID, "" on a CPU.
+    """Identity, versions and measurements of one rank. gpu: the device's UUID, "" on a CPU.
 
     sum_is_right: whether every element of the all-reduce was right. bandwidth_gb_per_sec: bus bandwidth, 2 (n - 1) / n
     x bytes / time, as in NCCL's tests. Both None if nothing was reduced.
@@ -100,13 +100,13 @@ def check_ranks(arguments: argparse.Namespace, loaded: Loaded, group: Group) -> 
     report = describe_rank(group)
     raise_problems(group, report)
     if group.world_size == 1:
-        print("one rank: nothing to exchange; all is well")
+        print("one rank: no all-reduce to check; all checks passed")
         return
     over = dist.new_group(backend=backend) if backend != "gloo" else None
     right, bandwidth = measure_all_reduce(group, over)
     raise_problems(group, replace(report, sum_is_right=right, bandwidth_gb_per_sec=bandwidth), show_always=True)
     if group.is_main:
-        print(f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: all is well")
+        print(f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: all checks passed")
 
 
 def raise_problems(group: Group, own: RankReport, show_always: bool = False) -> None:
@@ -147,7 +147,7 @@ def measure_all_reduce(group: Group, over: Any) -> tuple[bool, float]:
     """(whether every element is right, bus bandwidth in GB/s) of all-reduces over process group `over`."""
     tensor = torch.empty(_ELEMENTS, device=group.device)
     seconds = []
-    for _ in range(1 + _REPEATS):  # the first one connects
+    for _ in range(1 + _REPEATS):  # the first one opens connections
         tensor.fill_(group.rank + 1)
         _synchronize(group)
         begin = time.perf_counter()
@@ -178,7 +178,7 @@ def rank_problems(reports: Sequence[RankReport]) -> list[str]:
             problems.append(f"{name_ranks(ranks)} share one GPU of {host} ({device}): give each rank its own")
     wrong = [report.rank for report in reports if report.sum_is_right is False]
     if wrong:
-        problems.append(f"an all-reduce gave a wrong sum on {name_ranks(wrong)}: the network or a device damages data")
+        problems.append(f"an all-reduce gave a wrong sum on {name_ranks(wrong)}: the network or a device corrupts data")
     return problems
 
 

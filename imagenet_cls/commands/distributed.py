@@ -17,11 +17,11 @@ from imagenet_cls.config.schema import ParallelConfig
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, first_line
 from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, LAUNCHERS, RankInfo, cpu_threads, find_rank_info
 from imagenet_cls.parallel.exit import (
-    die_with_launcher,
     end_process,
     exit_code_of_stopped_rank,
     report_error,
     requeue,
+    terminate_with_launcher,
     write_error_file,
 )
 
@@ -128,7 +128,8 @@ def build_launch(arguments: argparse.Namespace, parallel: ParallelConfig, launch
     if rendezvous.file is not None:
         if arguments.max_restarts > 0 or not arguments.nodes.isdigit():
             raise UsageError(
-                "parallel.init_method: ranks that may be restarted can't meet in a file, which keeps the dead ones.\n"
+                "parallel.init_method: ranks that may be restarted can't use a file, which keeps entries of "
+                "ranks that have exited.\n"
                 "Leave it out, and set MASTER_ADDR (--master-addr) if there are several machines."
             )
         check_rendezvous_file(rendezvous.file, 0.0 if arguments.nodes == "1" else None)
@@ -151,9 +152,9 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> NoReturn:
     One rank's error is printed: by our launching process that of the rank that failed first; under a foreign launcher
     by the ranks themselves, rank 0 first.
     """
-    die_with_launcher()  # before torch is imported, which takes seconds
+    terminate_with_launcher()  # before torch is imported, which takes seconds
     open_streams()
-    from imagenet_cls.parallel.process_group import is_communication_error, leave_group
+    from imagenet_cls.parallel.process_group import destroy_group, is_communication_error
 
     group: Group | None = None
     # From the environment, since a rank without valid rank information reports an error, too.
@@ -194,7 +195,7 @@ def run_rank(command: RankCommand, argv: Sequence[str]) -> NoReturn:
     if group is not None and together:
         if heartbeat is not None:
             heartbeat.stop_aborting()
-        leave_group(group)
+        destroy_group(group)
     if heartbeat is not None:
         heartbeat.close(failed=not together)
     end_process(code)

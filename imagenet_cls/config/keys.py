@@ -1,4 +1,4 @@
-"""The schema as data: which keys there are, with which types, defaults and metadata."""
+"""The keys of the schema with their types, defaults and metadata."""
 
 import dataclasses
 import types
@@ -62,10 +62,10 @@ def info(path: KeyPath) -> KeyInfo:
 
 @cache
 def keys_with(flag: Literal["per_machine", "not_recipe"]) -> frozenset[str]:
-    """The dotted keys with a flag, stated at the key or at a section around it.
+    """The dotted keys with a flag, set on the key or on an enclosing section.
 
-    per_machine: the machines of a run may differ in it. not_recipe: it is not compared on resume, since it changes how
-    fast, where or how visibly a run computes, but not what.
+    per_machine: the machines of a run may differ in it. not_recipe: it is not compared on resume, since it changes
+    speed, devices or reporting, not results.
     """
 
     def has(found: KeyInfo) -> bool:
@@ -94,7 +94,7 @@ def split_optional(hint: Any) -> tuple[Any, bool]:
 
 
 def is_text(hint: Any) -> bool:
-    """Whether a key holds text or one of several words, so that a scalar counts as written (`no`, `1e3`)."""
+    """Whether a key holds text or one of several words, so that a scalar is kept as written (`no`, `1e3`)."""
     bare, _ = split_optional(hint)
     return bare is str or typing.get_origin(bare) is Literal
 
@@ -120,7 +120,7 @@ def describe_type(hint: Any) -> str:
 
 
 def unknown_key(path: KeyPath) -> tuple[str, KeyPath | None]:
-    """The message for a key that does not exist, and the key that was probably meant, if any.
+    """The message for a key that does not exist, and the suggested key, if any.
 
     Suggests similar names of the same section, else keys of the same name in other sections (`lr` at the top level:
     `optimizer.lr`); without either, lists the section's keys.

@@ -1,4 +1,4 @@
-"""Where a value came from, and problems as lines of text that name the place."""
+"""The origin of a value (file and line, or argument), and problems formatted with their origin."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -10,10 +10,10 @@ from imagenet_cls.errors import Problem, shorten
 
 @dataclass(frozen=True)
 class Origin:
-    """The place that gave a key its value.
+    """Where the value of a key was set.
 
-    layer: `default`, `default of sgd` (a component's), `command line 'optimizer.lr=1'`, or the file as it is shown.
-    file, line: for a value from a file, else None. Lines count from 1.
+    layer: `default`, `default of sgd` (a component's), `command line 'optimizer.lr=1'`, or the path of the file
+    (`shown_path`). file, line: for a value from a file, else None. Lines count from 1.
     """
 
     layer: str
@@ -54,7 +54,7 @@ def format_line(origin: Origin | None, problem: Problem) -> str:
 
 
 def nearest_origin(key: str, origins: Mapping[str, Origin]) -> Origin | None:
-    """The place of `key` if it is not a default, else that of the nearest section around it."""
+    """The origin of `key` if it is not a default, else that of the nearest enclosing section."""
     while key:
         origin = origins.get(key)
         if origin is not None and not origin.is_default:
@@ -64,5 +64,5 @@ def nearest_origin(key: str, origins: Mapping[str, Origin]) -> Origin | None:
 
 
 def format_problems(problems: Iterable[Problem], origins: Mapping[str, Origin]) -> list[str]:
-    """One line for each problem, with the nearest place in a file or on the command line. origins: of `Loaded`."""
+    """One line for each problem, with file and line or the command-line argument. origins: of `Loaded`."""
     return [format_line(nearest_origin(problem.key, origins), problem) for problem in problems]

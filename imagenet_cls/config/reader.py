@@ -1,4 +1,4 @@
-"""YAML text to nodes and back: a small, strict subset that is safe for text from any source.
+"""Parse and dump YAML: a strict subset that is safe for untrusted input.
 
 Nodes keep the line and the text of a scalar. Aliases (they can expand to gigabytes), tags, merge keys, several
 documents, and text beyond the limits below are errors. Differs from PyYAML's YAML 1.1: `1e-4` is a number; `010` (octal
@@ -142,7 +142,7 @@ def read_text(path: Path) -> str:
 
 @lru_cache(maxsize=64)
 def parse(text: str) -> yaml.Node | None:
-    """The node tree of one YAML document; None for an empty one. Raises UnreadableError with the line at fault.
+    """The node tree of one YAML document; None for an empty one. Raises UnreadableError with the line.
 
     The tree is cached, so callers must not change it.
     """

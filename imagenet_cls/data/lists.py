@@ -32,7 +32,7 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
     Format: CSV for a name that ends in .csv, with or without a header; otherwise `path label` lines, split at the last
     white space, so that paths may contain spaces. Labels are class names, or numbers 0 .. C-1. The classes are, in this
     order of precedence: `classes` (the training classes, for a validation list); the lines of a `classes.txt` next to
-    `file`; the names, sorted; for numbers, their decimal strings. Numbers that are not class names are positions in the
+    `file`; the names, sorted; for numbers, their decimal strings. Numbers that are not class names are indices of
     classes.
 
     Raises DataError with file and line for a malformed line, a label that is unknown or out of range, and missing

@@ -12,7 +12,7 @@ from imagenet_cls.data.samplers import EpochSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import TrainTransform, Transform, View
 from imagenet_cls.errors import UserError
-from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
+from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
 
 
 class TrainBatch(NamedTuple):
@@ -121,7 +121,7 @@ class _Samples:
         The error is returned, not raised: torch would wrap it in another one.
         """
         worker = get_worker_info()
-        with nullcontext() if worker is not None else generators_left_alone():
+        with nullcontext() if worker is not None else preserve_rng_state():
             try:
                 return self.batch(keys)
             except UserError as error:

@@ -20,7 +20,7 @@ from imagenet_cls.config.fields import RATIO, Range
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.errors import Problem, shorten
 from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, number_problem
-from imagenet_cls.seeding import generators_left_alone, hash_key, seed_generators
+from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
 
 Policy = Callable[[Tensor], Tensor]
 
@@ -233,7 +233,7 @@ def _trial_problems(augment: AugmentConfig) -> list[Problem]:
     side = min(augment.size_px, _TRIAL_PX)
     image = torch.from_numpy(np.arange(3 * side * side, dtype=np.uint32).astype(np.uint8).reshape(3, side, side))
     try:
-        with generators_left_alone():
+        with preserve_rng_state():
             policy = build_policy(augment, side)
             for number in range(_TRIALS):
                 seed_generators(hash_key("policy trial", number))

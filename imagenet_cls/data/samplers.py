@@ -15,17 +15,18 @@ SampleKey = tuple[int, int, int]  # epoch, index, view
 class EpochSampler(DistributedSampler[SampleKey]):
     """This rank's samples of an epoch, from any step on.
 
-    The order of epoch e is its permutation with every image `repeats` times in a row, as views 0 to repeats - 1, cut to
-    `samples_per_epoch`: with repeats, an epoch has as many samples as without, of fewer images. Step s takes the global
-    batch `order(e)[s * G : (s + 1) * G]`; the incomplete last batch is dropped.
+    The order of epoch e is its permutation with every image `repeats` times in a row, as views 0 to repeats - 1,
+    truncated to `samples_per_epoch`: with repeats, an epoch has as many samples, but of fewer images. The global
+    batch of step s is `order(e)[s * G : (s + 1) * G]`; the incomplete last batch is dropped.
 
-    Micro-batch m of k on device d of N takes every (N k)-th sample of a global batch, from number d k + m on. So the
-    groups of images that go through the model together depend on N k alone: one device with eight micro-batches sees
-    the groups of eight devices. The m-th micro-batches of all devices together, which SyncBN normalises, depend on k
-    alone. The devices are the ranks, or those of one rank under DataParallel, which splits the batch into equal parts.
+    With N devices in all and k micro-batches for each, micro-batch m of device d has every (N k)-th sample
+    of the global batch, starting at number d k + m. So the images of one forward pass depend on the product N k only:
+    one device with eight micro-batches computes the same forward passes as eight devices with one. The images that
+    SyncBN normalizes together depend on k only. A rank has one device, or several with DataParallel, which splits the
+    batch.
 
     Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. Order, ranks
-    and the cut (to multiples of 256) are those of RASampler in DeiT's `samplers.py` and in torchvision's references,
+    and truncation (to multiples of 256) are those of RASampler in DeiT's `samplers.py` and in torchvision's references,
     which have no micro-batches. Unlike torch's DistributedSampler, nothing is padded, the seed is hashed and not added
     to the epoch, and an epoch can start at any step.
     """

@@ -13,7 +13,7 @@ from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.transforms import draw_boxes, size_px_at
-from imagenet_cls.seeding import generator, generators_left_alone, hash_key, seed_generators
+from imagenet_cls.seeding import generator, hash_key, preserve_rng_state, seed_generators
 
 # Different micro-batches to choose from. Few, to save GPU memory.
 POOL_BATCHES = 4
@@ -91,7 +91,7 @@ class SyntheticLoader:
             return TrainBatch(images, targets[: self.micro_batch_size])
         keys = [hash_key("synthetic sample", *key, place) for place in range(len(images))]
         boxes = torch.zeros(len(images), erasing.max_count, 4, dtype=torch.int32)
-        with generators_left_alone():
+        with preserve_rng_state():
             for place in range(self.micro_batch_size if splits > 1 else 0, len(images)):
                 seed_generators(keys[place])
                 boxes[place] = draw_boxes(erasing, size_px)

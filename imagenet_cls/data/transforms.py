@@ -1,4 +1,4 @@
-"""Transforms on uint8 tensors, in the workers: crop, flips, policy, colour jitter, grey; and resize for evaluation.
+"""Transforms on uint8 tensors, in the workers: crop, flips, policy, color jitter, grayscale; resize for evaluation.
 
 Cast and normalisation happen on the device (`device`), and so does erasing: only its boxes are drawn here.
 """
@@ -65,12 +65,13 @@ class View(NamedTuple):
 class TrainTransform:
     """From a decoded image, uint8 (3, H, W), to its views, each uint8 (3, S, S), contiguous. S: `size_px_at` the epoch.
 
-    Order: random crop, horizontal flip, vertical flip, policy, colour jitter, grey, as in torchvision and timm. (timm
-    omits colour jitter beside most policies.) The draws are those of torchvision's v2, in the same order, from torch's
-    default CPU generator; `interpolation: random` draws between crop and flips. What has probability 0 draws nothing.
-    Resizing is always antialiased, as Pillow's is.
+    Order: random crop, horizontal flip, vertical flip, policy, color jitter, grayscale, as in torchvision and timm.
+    (timm omits colour jitter beside most policies.) The draws are those of torchvision's v2, in the same order, from
+    torch's default CPU generator; `interpolation: random` draws between crop and flips. A transform with probability 0
+    draws nothing. Resizing is always antialiased, as Pillow's is.
 
-    With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first has nothing else.
+    With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first gets no other
+    transform.
     """
 
     def __init__(self, augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
@@ -129,7 +130,7 @@ class TrainTransform:
         return image.contiguous()
 
     def colour(self, image: torch.Tensor) -> torch.Tensor:
-        """Policy (which may also shear and translate), colour jitter and grey: uint8 (3, S, S) -> uint8 (3, S, S)."""
+        """Policy (which may also shear and translate), color jitter, grayscale: uint8 (3, S, S) -> the same."""
         policy = self.policies[image.shape[-1]]
         if policy is not None:
             image = policy(image)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.exit import signal_when_parent_dies
+from imagenet_cls.parallel.exit import set_parent_death_signal
 
 # Forked workers share the index's memory and start at once. Other start methods import torch again, for seconds, and
 # require picklable data sets. On macOS forked processes crash in system libraries.
@@ -40,7 +40,7 @@ def start_worker(worker_id: int) -> None:
     that outlives its parent would keep the parent's sockets and output open.
     """
     parent = multiprocessing.parent_process()
-    if signal_when_parent_dies(signal.SIGKILL) and parent is not None and os.getppid() != parent.pid:
+    if set_parent_death_signal(signal.SIGKILL) and parent is not None and os.getppid() != parent.pid:
         os._exit(1)  # the parent died before the kernel was asked
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -1,1 +1,1 @@
-"""Parts, loop, evaluation and checkpoints: where everything comes together."""
+"""Combines the other packages into a run: training, evaluation, saving and resuming."""

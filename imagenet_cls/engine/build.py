@@ -24,8 +24,8 @@ from imagenet_cls.engine.model import (
     build_distillation_teacher,
     build_training_model,
     choose_mean_std,
-    main_first,
     pretrained_mismatch,
+    run_on_main_first,
 )
 from imagenet_cls.engine.plan import Plan, plan_run
 from imagenet_cls.engine.sam import Sam
@@ -40,13 +40,13 @@ from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
-from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread
+from imagenet_cls.parallel.data_parallel import Devices, choose_devices, wrap_data_parallel
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import BatchNormStatistics, warm_up_buckets, wrap_model
 
 
 @dataclass
-class Parts:
+class TrainingParts:
     """Everything that the loop uses.
 
     model: not wrapped. wrapped: the module to call in training (DDP, DataParallel or the model itself). devices: of
@@ -73,7 +73,7 @@ class Parts:
     sam: Sam
     scaler: torch.amp.GradScaler
     updater: Updater
-    statistics: BatchNormStatistics
+    batch_norm_statistics: BatchNormStatistics
     train_loader: TrainLoader | SyntheticLoader
     evaluation: EvaluationParts
 
@@ -94,18 +94,18 @@ def rank_devices(config: Config, group: Group) -> Devices:
     return data_parallel_devices(config) if config.parallel.mode == "dp" else Devices((group.device,), group.device)
 
 
-def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
-    """All parts of a training run in their state at step 0. A collective: every rank calls it.
+def build(config: Config, group: Group, load_initial_weights: bool = True) -> TrainingParts:
+    """Build everything that a training run uses, in its state at step 0. A collective: every rank calls it.
 
-    start_weights: whether to load the weights that the config names; false for a run that resumes. Raises DataError,
-    ConfigError, CheckpointError, UsageError or ResourceError.
+    load_initial_weights: whether to load the weights that the config names; false for a run that resumes. Raises
+    DataError, ConfigError, CheckpointError, UsageError or ResourceError.
     """
     device, train = group.device, config.train
     for name in config.imports:  # stage 2 of the checks imported them in the launching process or on rank 0 only
         import_from_here(name)
     set_deterministic(train.deterministic, device)
     dtype = choose_precision(train.precision, device)
-    data = main_first(group, lambda: open_datasets(config.data))
+    data = run_on_main_first(group, lambda: open_datasets(config.data))
     assert data.train is not None and data.val is not None
     check_same_data({"training images": data.train.digest(), "validation images": data.val.digest()}, group)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
@@ -118,14 +118,14 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
     messages = [note for note in (devices.note, data.note, scaling) if note]
 
     model, model_messages = build_training_model(
-        config, num_classes, group, start_weights, batch_norm_images(config, plan)
+        config, num_classes, group, load_initial_weights, batch_norm_images(config, plan)
     )
     messages += model_messages
     mean, std = choose_mean_std(config, model)
-    if group.is_main and start_weights:
+    if group.is_main and load_initial_weights:
         messages += pretrained_mismatch(config, model, (mean, std), data.classes)
     teacher = build_distillation_teacher(config, num_classes, data.classes, group, (mean, std))
-    wrapped = spread(wrap_model(model, group, config.parallel.mode), devices)
+    wrapped = wrap_data_parallel(wrap_model(model, group, config.parallel.mode), devices)
     check_same_weights(model, group)
     ema = build_ema(model, config.ema, train.global_batch_size)
     if train.compile:
@@ -144,7 +144,7 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
         loss.backward()
 
     warm_up_buckets(wrapped, forward_backward)
-    return Parts(
+    return TrainingParts(
         config=config,
         group=group,
         devices=devices,
@@ -166,11 +166,11 @@ def build(config: Config, group: Group, start_weights: bool = True) -> Parts:
         sam=Sam(model, optimizer, train.sam_rho, train.sam_every_steps),
         scaler=scaler,
         updater=Updater(model, optimizer, train, scaler, head_names(model, num_classes)),
-        statistics=BatchNormStatistics(model, group),
+        batch_norm_statistics=BatchNormStatistics(model, group),
         train_loader=build_train_loader(config, data.train, plan, group, mean),
         evaluation=EvaluationParts(
             batches=partial(build_val_batches, config, data.val, group, len(devices.all)),
-            on_devices=partial(spread, devices=devices),
+            on_devices=partial(wrap_data_parallel, devices=devices),
             num_images=len(data.val),
             preprocess=preprocess,
             autocast_dtype=dtype,
@@ -187,17 +187,17 @@ def batch_norm_images(config: Config, plan: Plan) -> int:
 
 
 def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:
-    """Raise ConfigError for an EMA that no step of all epochs would update (`max_steps` may end a run earlier)."""
+    """Raise ConfigError if `ema.every_steps` exceeds the steps of all epochs (`max_steps` may end a run earlier)."""
     steps = plan.epochs * plan.steps_per_epoch
     if (ema.decay is not None or ema.half_life_images is not None) and ema.every_steps > steps:
         text = f"{ema.every_steps} is more than the {steps} steps of the run, so the EMA would never be updated"
         raise ConfigError([f"ema.every_steps: {text}; give at most that"])
 
 
-def choose_num_classes(asked: int | None, in_data: int) -> int:
+def choose_num_classes(configured: int | None, in_data: int) -> int:
     """Outputs of the head. Raises ConfigError where the data has more classes than `model.num_classes`."""
-    if asked is not None and asked < in_data:
+    if configured is not None and configured < in_data:
         raise ConfigError(
-            [f"model.num_classes: {asked}, but the data set has {in_data} classes; give at least {in_data}, or null"]
+            [f"model.num_classes: {configured}, but the dataset has {in_data} classes; give at least that, or null"]
         )
-    return asked if asked is not None else in_data
+    return configured if configured is not None else in_data

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from imagenet_cls.checkpoint.format import Progress
 from imagenet_cls.config.load import Loaded
-from imagenet_cls.engine.build import Parts, build
+from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.engine.summary import startup_table
 from imagenet_cls.models.adapt import set_training
@@ -24,8 +24,8 @@ def dry_run(loaded: Loaded, group: Group) -> None:
         parts.train_loader.close()
 
 
-def try_one_batch(parts: Parts) -> str:
-    """Forward and backward with one micro-batch. Returns a sentence about it."""
+def try_one_batch(parts: TrainingParts) -> str:
+    """Forward and backward with one micro-batch. Returns a message with the shapes and the loss."""
     batch = next(iter(parts.train_loader.epoch(0, 0)))
     set_training(parts.model, parts.config.model)
     images, targets = parts.prepare(batch, 0, 0, 0)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from imagenet_cls.data import Preprocess
 from imagenet_cls.engine.step import autocast
-from imagenet_cls.parallel.collectives import all_sum
+from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.process_group import Group
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -103,5 +103,5 @@ def evaluate(outputs: Iterable[Outputs], kinds: Sequence[str], group: Group) -> 
             "images": int(images),
             "seconds": seconds,
         }
-        for kind, (top1, top5, loss_sum, images) in zip(kinds, all_sum(sums, group).tolist(), strict=True)
+        for kind, (top1, top5, loss_sum, images) in zip(kinds, all_reduce_sum(sums, group).tolist(), strict=True)
     }

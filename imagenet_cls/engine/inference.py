@@ -27,7 +27,7 @@ from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.build import build_model, check_trusted
 from imagenet_cls.models.weights import load_weights, prefix_errors, state_dict_mismatch, without_split_bn
 from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main
-from imagenet_cls.parallel.data_parallel import spread
+from imagenet_cls.parallel.data_parallel import wrap_data_parallel
 from imagenet_cls.parallel.process_group import Group, run_on_main
 
 _BATCH = 32
@@ -92,7 +92,7 @@ def evaluate_weights(
     for model in weights.models.values():
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     outputs = model_outputs(
-        {kind: spread(model, devices) for kind, model in weights.models.items()},
+        {kind: wrap_data_parallel(model, devices) for kind, model in weights.models.items()},
         build_val_batches(config, data.val, group, len(devices.all)),
         Preprocess(weights.mean, weights.std, group.device, config.train.channels_last),
         group.device,

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from imagenet_cls.parallel.collectives import all_mean
+from imagenet_cls.parallel.collectives import all_reduce_mean
 from imagenet_cls.parallel.process_group import Group
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Meter:
             return []
         own = torch.stack(self.values)
         self.own_losses = own[:, 0]
-        values = all_mean(own.clone(), self.group).tolist()
+        values = all_reduce_mean(own.clone(), self.group).tolist()
         records = [
             {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": norm}
             | ({"skipped": True} if skipped else {})
@@ -70,7 +70,7 @@ class Meter:
         return records
 
     def _memory_mib(self) -> float:
-        """Peak memory so far: of the GPU's allocator, or this process's resident set."""
+        """Peak memory so far: of the CUDA allocator, or the resident set size of this process on CPUs."""
         if self.group.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.group.device) / 2**20
         import resource

@@ -27,18 +27,18 @@ T = TypeVar("T")
 
 
 def build_training_model(
-    config: Config, num_classes: int, group: Group, start_weights: bool, batch_norm_images: int
+    config: Config, num_classes: int, group: Group, load_initial_weights: bool, batch_norm_images: int
 ) -> tuple[nn.Module, list[str]]:
     """The model on this rank's device, not yet wrapped, and messages about its weights. A collective.
 
-    start_weights: whether to load the weights that the config names; false for a run that resumes. batch_norm_images:
-    see `check_model_outputs`.
+    load_initial_weights: whether to load the weights that the config names; false for a run that resumes.
+    batch_norm_images: see `check_model_outputs`.
     """
     # Only rank 0 reads weights from disk or network; the others get them by broadcast when DDP wraps the model.
-    reads = group.is_main and start_weights
+    reads = group.is_main and load_initial_weights
     model_config = config.model if reads else replace(config.model, pretrained=False, checkpoint=None)
-    model, messages = main_first(group, lambda: build_start_model(model_config, num_classes, config.seed))
-    if not start_weights:
+    model, messages = run_on_main_first(group, lambda: build_initial_model(model_config, num_classes, config.seed))
+    if not load_initial_weights:
         messages = []
     model = split_batch_norm(model, config.model, config.augment.splits)
     if frozen := freeze(model, config.model, num_classes):
@@ -55,8 +55,8 @@ def build_training_model(
     return model, messages
 
 
-def build_start_model(model: ModelConfig, num_classes: int, seed: int) -> tuple[nn.Module, list[str]]:
-    """The model on the CPU with its start weights (random, published or from a file), and messages about them."""
+def build_initial_model(model: ModelConfig, num_classes: int, seed: int) -> tuple[nn.Module, list[str]]:
+    """The model on the CPU with its initial weights (random, published or from a file), and messages about them."""
     seed_generators(hash_key("init", seed))
     built = build_model(model, num_classes)
     check_model_parameters(built, model.name)
@@ -119,7 +119,7 @@ def best_weights(snapshot: Snapshot, kind: str | None) -> dict[str, Tensor]:
 
 
 def pretrained_mismatch(config: Config, model: nn.Module, mean_std: MeanStd, classes: Sequence[str]) -> list[str]:
-    """A line for each way in which this run's images or classes differ from those of its start weights.
+    """A line for each way in which this run's images or classes differ from those of its initial weights.
 
     Known for published weights and for checkpoints of this project. mean_std, classes: of this run.
     """
@@ -134,10 +134,12 @@ def pretrained_mismatch(config: Config, model: nn.Module, mean_std: MeanStd, cla
     lines = []
     theirs, ours = _format_mean_std(trained), _format_mean_std(mean_std)
     if theirs != ours:
-        lines.append(f"the start weights were trained with {theirs}, and this run uses {ours}")
+        lines.append(f"the initial weights were trained with {theirs}, and this run uses {ours}")
     if difference := _first_difference(known, classes):
         index, old, new = difference
-        lines.append(f"the head of the start weights is kept, but its classes differ: {index} was {old!r}, is {new!r}")
+        lines.append(
+            f"the head of the initial weights is kept, but its classes differ: {index} was {old!r}, is {new!r}"
+        )
     return lines
 
 
@@ -154,7 +156,7 @@ def _first_difference(known: Sequence[str], classes: Sequence[str]) -> tuple[int
     return next(((index, old, new) for index, (old, new) in pairs if old != new), None)
 
 
-def main_first(group: Group, action: Callable[[], T]) -> T:
+def run_on_main_first(group: Group, action: Callable[[], T]) -> T:
     """Run `action` on rank 0, then on the others: an error of rank 0 (a missing file, no network) is raised once."""
     result: T | None = None
 

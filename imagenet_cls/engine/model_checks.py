@@ -1,4 +1,4 @@
-"""Checks of a built model: does it take the config's images, classes and batches?"""
+"""Checks whether the built model accepts the config's image sizes, classes and batches."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from imagenet_cls.data import sizes_px
 from imagenet_cls.errors import ConfigError, first_line, format_value
 from imagenet_cls.guards.memory import out_of_memory
 from imagenet_cls.models.adapt import set_training, size_remedy
-from imagenet_cls.seeding import generators_left_alone
+from imagenet_cls.seeding import preserve_rng_state
 
 _ERRORS = (AssertionError, RuntimeError, ValueError)
 
@@ -53,7 +53,7 @@ def _check_batch_norm(model: nn.Module, config: Config) -> None:
     """One forward pass in training mode, after which the buffers are restored."""
     before = [buffer.clone() for buffer in model.buffers()]
     try:
-        with generators_left_alone():
+        with preserve_rng_state():
             _forward(model, min(sizes_px(config.augment)))
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
@@ -72,7 +72,7 @@ def _forward(model: nn.Module, size_px: int) -> object:
 
 
 def _size_message(model: nn.Module, cfg: ModelConfig, key: str, size_px: int, error: Exception) -> str:
-    """Blames the size, or `model.kwargs` where they keep the model from taking even the size that it was made for."""
+    """The error for a size; for `model.kwargs` if with them the model fails on its native size, too."""
     remedy = size_remedy(model, size_px)
     native_px = ((getattr(model, "pretrained_cfg", None) or {}).get("input_size") or (3, 224, 224))[-1]
     if cfg.kwargs and not remedy and native_px != size_px:

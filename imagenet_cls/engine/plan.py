@@ -1,4 +1,4 @@
-"""The plan of a run: from the global batch to micro-batches, from epochs to steps."""
+"""Batch sizes and steps of a run: global batch -> micro-batches, epochs -> steps."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,10 @@ from imagenet_cls.errors import DataError, Problem
 
 @dataclass(frozen=True)
 class Plan:
-    """world_size x devices x accumulation x micro_batch = global_batch. Steps are optimizer updates.
+    """Batch sizes and numbers of steps: global_batch = world_size x devices x accumulation x micro_batch.
 
-    devices: of one rank; more than one with DataParallel only. micro_batch: images per device in one forward pass.
+    Steps are optimizer updates. devices: of one rank; more than one with DataParallel only. micro_batch: images per
+    device in one forward pass.
     """
 
     world_size: int
@@ -34,24 +35,24 @@ class Plan:
 
 
 def accumulation_for(global_batch: int, num_devices: int, micro_batch_size: int | None) -> int:
-    """The smallest k with `global % (devices x k) == 0` and `global / (devices x k) <= micro_batch_size`.
+    """Accumulation steps: the fewest that divide a device's images into parts of at most `micro_batch_size`.
 
     num_devices: of all ranks together.
     """
-    assert global_batch % num_devices == 0, "batch_problem comes first"
+    assert global_batch % num_devices == 0, "call batch_problem first"
     share = global_batch // num_devices
     limit = micro_batch_size or share
     return next(k for k in range(1, share + 1) if share % k == 0 and share // k <= limit)
 
 
 def micro_batch_for(train: TrainConfig, num_devices: int) -> int:
-    """Images of one device at once. num_devices: of all ranks together."""
+    """The micro-batch size: images of one device in one forward pass. num_devices: of all ranks together."""
     k = accumulation_for(train.global_batch_size, num_devices, train.micro_batch_size)
     return train.global_batch_size // (num_devices * k)
 
 
 def batch_problem(train: TrainConfig, num_devices: int, what: str = "ranks") -> Problem | None:
-    """A global batch that does not divide among the devices; names the nearest ones that do."""
+    """The problem of a global batch that is not divisible by the number of devices, with the nearest that are."""
     size = train.global_batch_size
     if size % num_devices == 0:
         return None

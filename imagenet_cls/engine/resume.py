@@ -11,7 +11,7 @@ from imagenet_cls.checkpoint.optimizer_state import load_optimizer
 from imagenet_cls.checkpoint.select import load_newest, load_newest_in
 from imagenet_cls.config.check import ineffective_keys
 from imagenet_cls.config.keys import keys_with
-from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.guards.agreement import settings_of, versions
@@ -24,7 +24,7 @@ from imagenet_cls.report.jsonl import missing_steps
 _SHOWN = 4
 
 
-def restore(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:
+def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:
     """Load weights, EMA, optimizer and loss scale from the checkpoint to resume from. A collective.
 
     Rank 0 reads and verifies the checkpoint and broadcasts its tensors. Returns the progress, of step 0 for a run that
@@ -77,7 +77,7 @@ def restore(parts: Parts, folder: RunFolder, options: RunOptions) -> tuple[Progr
             parts.ema.set(parts.model)
         if parts.scaler.is_enabled() and known["state"]["scaler"]:
             parts.scaler.load_state_dict(known["state"]["scaler"])
-    parts.statistics.remember()
+    parts.batch_norm_statistics.store_current()
     return Progress(**known["state"]["progress"]), known["messages"]
 
 
@@ -91,7 +91,7 @@ def _load_weights(snapshot: Snapshot | None, model: nn.Module, tensors: dict[str
     model.load_state_dict(tensors)
 
 
-def check_resumable(state: dict[str, Any], parts: Parts, allowed: Collection[str]) -> list[str]:
+def check_resumable(state: dict[str, Any], parts: TrainingParts, allowed: Collection[str]) -> list[str]:
     """Compare a checkpoint's `state.json` with this run; returns a line for each difference that is no error.
 
     allowed: dotted keys, or whole sections, of the recipe that may have changed. Raises CheckpointError for other
@@ -140,7 +140,7 @@ def check_resumable(state: dict[str, Any], parts: Parts, allowed: Collection[str
     return [*(f"changed since the checkpoint: {line}" for line in changed.values()), *changed_environment(state, parts)]
 
 
-def changed_environment(state: dict[str, Any], parts: Parts) -> list[str]:
+def changed_environment(state: dict[str, Any], parts: TrainingParts) -> list[str]:
     """Lines about what differs besides the config: steps per epoch, validation images, ranks, threads, versions."""
     assert parts.data.val is not None
     lines = []

@@ -12,11 +12,11 @@ from math import isfinite
 from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
-from imagenet_cls.checkpoint.optimizer_state import state_holder
+from imagenet_cls.checkpoint.optimizer_state import base_optimizer
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import Loaded, dump_yaml
 from imagenet_cls.data import TrainBatch, worker_death
-from imagenet_cls.engine.build import Parts, build, num_devices
+from imagenet_cls.engine.build import TrainingParts, build, num_devices
 from imagenet_cls.engine.dry_run import dry_run
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
 from imagenet_cls.engine.meter import Meter
@@ -34,13 +34,13 @@ from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.collectives import gather_to_main
 from imagenet_cls.parallel.process_group import Group, run_on_main
-from imagenet_cls.parallel.signals import StopRequest, StopRequested
+from imagenet_cls.parallel.signals import StopRequested, StopSignalHandler
 from imagenet_cls.report.log import open_log
 from imagenet_cls.report.reporter import Reporter
 
 
 def train_run(loaded: Loaded, options: RunOptions, group: Group) -> None:
-    """Carry out a whole run on this rank. Raises Stopped (after a save) or another UserError."""
+    """A training run, or a dry run, on this rank. Raises Stopped (after a save) or another UserError."""
     micro_batch = micro_batch_for(loaded.config.train, num_devices(loaded.config, group.world_size))
     explain_memory = partial(out_of_memory, config=loaded.config, micro_batch=micro_batch)
     with explain_resource_errors(explain_memory, worker_death):
@@ -51,26 +51,26 @@ def train_run(loaded: Loaded, options: RunOptions, group: Group) -> None:
 
 
 def run_in_folder(loaded: Loaded, options: RunOptions, group: Group) -> None:
-    """The run in its folder, which is locked from here to the end."""
+    """Train in the run folder, which this process locks until the run ends."""
     config, folder = loaded.config, RunFolder(options.work_dir)
     jobs = gather_to_main(list(options.jobs), group)
     options, resumes = open_run_folder(folder, config, options, group)
     log = open_log(options.work_dir, group.rank)
     log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
-    stop = StopRequest(group)
-    stop.listen()
+    stop = StopSignalHandler(group)
+    stop.install()
     parts = None
     try:
-        parts = build(config, group, start_weights=not resumes)
+        parts = build(config, group, load_initial_weights=not resumes)
         progress, messages = restore(parts, folder, options)
-        if options.overwrite:  # only now: a run that fails to start must not cost the old one
+        if options.overwrite:  # only now, so that a run that fails to start does not remove the existing one
             run_on_main(group, folder.clear)
         with (
             open_reporter(parts, options, progress) as reporter,
             open_saver(parts, progress, folder, reporter) as saver,
         ):
             if group.is_main:
-                folder.begin(jobs, dump_yaml(config), versions())
+                folder.write_metadata(jobs, dump_yaml(config), versions())
                 messages += filter(None, [disk_space_warning(parts, folder.checkpoints)])
             reporter.table(startup_table(parts, options.work_dir, progress))
             reporter.config(dump_yaml(config))
@@ -78,7 +78,7 @@ def run_in_folder(loaded: Loaded, options: RunOptions, group: Group) -> None:
                 reporter.message(message)
             for message in messages:
                 reporter.event(progress.step, message)
-            Run(parts, progress, reporter, saver, stop).to_the_end(folder)
+            Run(parts, progress, reporter, saver, stop).train_to_last_step(folder)
             run_on_main(group, saver.wait)
             if config.log.plots:
                 reporter.plot()
@@ -93,7 +93,7 @@ def run_in_folder(loaded: Loaded, options: RunOptions, group: Group) -> None:
         folder.close()
 
 
-def open_reporter(parts: Parts, options: RunOptions, progress: Progress) -> Reporter:
+def open_reporter(parts: TrainingParts, options: RunOptions, progress: Progress) -> Reporter:
     return Reporter(
         options.work_dir,
         progress.step,
@@ -109,7 +109,14 @@ def open_reporter(parts: Parts, options: RunOptions, progress: Progress) -> Repo
 class Run:
     """What the loop needs besides the computation: batches, reports, evaluations, stop requests and saves."""
 
-    def __init__(self, parts: Parts, progress: Progress, reporter: Reporter, saver: CheckpointSaver, stop: StopRequest):
+    def __init__(
+        self,
+        parts: TrainingParts,
+        progress: Progress,
+        reporter: Reporter,
+        saver: CheckpointSaver,
+        stop: StopSignalHandler,
+    ):
         self.parts, self.progress = parts, progress
         self.reporter, self.saver, self.stop = reporter, saver, stop
         self.meter = Meter(parts.group, parts.plan.global_batch)
@@ -118,17 +125,17 @@ class Run:
             parts.config.train.max_nonfinite_steps,
             parts.plan.total_steps,
             fp16=parts.scaler.is_enabled(),
-            samples_of=self._samples_of,
+            samples_of=self._image_names,
         )
         self.replicas = ReplicaCheck(
             parts.group,
             parts.config.parallel.check_every_steps,
             progress.step,
-            lambda: replicated_tensors(parts.model, parts.ema.module, state_holder(parts.optimizer).state),
+            lambda: replicated_tensors(parts.model, parts.ema.module, base_optimizer(parts.optimizer).state),
         )
 
-    def to_the_end(self, folder: RunFolder) -> None:
-        """Train to the last step. Raises Stopped, after a save, where the run is asked to stop."""
+    def train_to_last_step(self, folder: RunFolder) -> None:
+        """Train to the last step. Raises Stopped, after a save, if a signal stops the run."""
         try:
             self.after_epoch()  # a stopped run may have ended before the evaluation of its last step
             train(self)
@@ -144,7 +151,7 @@ class Run:
             ) from None
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        """This rank's micro-batches of an epoch from `first_step` on. The run's first one is drawn into plots/."""
+        """This rank's micro-batches of an epoch from `first_step` on. The first one of a run is plotted."""
         parts = self.parts
         set_training(parts.model, parts.config.model)
         self.meter.restart_clock()
@@ -156,14 +163,14 @@ class Run:
             yield batch
 
     def after_step(self, epoch: int, lr: float, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
-        """Called by the loop after every step, on every rank; the order is part of what a resumed run repeats."""
+        """Called by the loop after every step, on every rank; a resumed run needs the same order of calls."""
         step = self.progress.step
         self.meter.add(step, epoch, lr, loss, grad_norm, skipped)
         if step % self.parts.config.log.every_steps == 0:
             self.log_steps()  # waits for the device; raises after too many non-finite steps in a row
-        self.replicas.check_if_due(step)  # raises where replicas have diverged
+        self.replicas.check_if_due(step)  # raises if replicas have diverged
         self.stop.check()  # raises StopRequested, on all ranks at the same step
-        self.saver.check()  # raises where a save in the background has failed
+        self.saver.check()  # raises if a save in the background has failed
         if self.save_scheduled() and not self.evaluation_due():  # an evaluation is followed by a save
             self.log_steps()
             if self.save_due():
@@ -187,7 +194,7 @@ class Run:
         self.nonfinite.check(records, self.meter.own_losses)
 
     def save(self) -> None:
-        """Save in the background. Diverged or non-finite weights must not replace a good checkpoint: raises instead."""
+        """Save in the background. Raises without saving if replicas have diverged or weights are not finite."""
         self.replicas.check(self.progress.step)
         check_finite_weights(self.parts.model, self.progress.step, self.parts.group)
         self.saver.save()
@@ -205,7 +212,7 @@ class Run:
         return self.at_end or by_steps or by_epochs
 
     def save_due(self) -> bool:
-        """`save_scheduled`, but before the end not where the last step was non-finite: older checkpoints are kept."""
+        """`save_scheduled`, except after a non-finite step before the end, so that older checkpoints are kept."""
         return self.at_end or (self.save_scheduled() and self.nonfinite.last_step_finite)
 
     def evaluation_due(self) -> bool:
@@ -237,19 +244,21 @@ class Run:
             position = {"step": progress.step, "epoch": epoch}
             self.reporter.eval_result({"kind": "eval", **position, "weights": kind, **result})
             progress.latest[kind] = {name: value for name, value in result.items() if name != "seconds"}
-            # Weights that give NaN have a top-1, too: of the class that NaN sorts to.
+            # NaN logits have a top-1 too (topk sorts NaN first), so the loss must be finite.
             if isfinite(result["loss"]) and result["top1_pct"] > progress.best.get(kind, {}).get("top1_pct", -1.0):
                 progress.best[kind] = {"top1_pct": result["top1_pct"], "step": progress.step}
                 improved = True
         progress.evaluated_step = progress.step
-        if progress.step % (plan.steps_per_epoch * parts.config.eval.every_epochs) == 0:  # not where max_steps ends it
+        if (
+            progress.step % (plan.steps_per_epoch * parts.config.eval.every_epochs) == 0
+        ):  # false if max_steps ends a run
             progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
         return improved
 
     def _evaluation_batches(self) -> Iterator[Batch]:
         """This rank's validation batches, with a progress bar and a check for stop requests before each."""
         evaluation, world_size = self.parts.evaluation, self.parts.group.world_size
-        # Shards differ by one image at most, so some ranks may have one batch more, before which nobody checks.
+        # Shards differ by at most one image. Before a batch that only some ranks have, no rank may call the collective.
         batch_size = self.parts.config.eval.batch_size * self.parts.plan.devices
         batches_on_all_ranks = -(-(evaluation.num_images // world_size) // batch_size)
         done = 0
@@ -261,7 +270,7 @@ class Run:
             done = min(done + len(batch[1]) * world_size, evaluation.num_images)
             self.reporter.eval_progress(done, evaluation.num_images)
 
-    def _samples_of(self, step: int) -> list[str]:
+    def _image_names(self, step: int) -> list[str]:
         """Names of the images that this rank reads in a step (counted from 1), each once."""
         source, sampler = self.parts.data.train, copy.copy(self.parts.train_loader.sampler)
         assert source is not None

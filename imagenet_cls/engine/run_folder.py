@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from imagenet_cls.checkpoint.format import list_checkpoints, remove_leftovers, step_of
+from imagenet_cls.checkpoint.format import finish_interrupted_writes, list_checkpoints, step_of
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.files import write_file
@@ -22,11 +22,11 @@ from imagenet_cls.parallel.collectives import gather_to_main
 from imagenet_cls.parallel.process_group import Group, run_on_main
 
 # A folder that has one of these holds a run, and they are all that --overwrite removes. Not the logs: they are appended
-# to, and exist before a run has begun. Checkpoints come first: without them the rest can't be resumed.
+# to, and exist before a run has begun. Checkpoints come first: a run without them can't be resumed.
 _WRITTEN = ("checkpoints", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "plots")
 
-# Folders are renamed to this before they are removed; `open` removes what a kill left.
-_GONE = ".tmp-gone-"
+# Folders get this prefix before they are removed; `open` removes those that a killed process left.
+_REMOVED_PREFIX = ".tmp-gone-"
 
 # Environment variables that are recorded: none of them ever holds a secret.
 _SAFE_NAMES = (
@@ -64,7 +64,7 @@ def starts_from(config: Config, options: RunOptions) -> dict[str, str | Path | N
 
 
 class RunFolder:
-    """The paths of one run, and its lock."""
+    """The paths of one run folder, and its lock."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -120,12 +120,12 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            for left in self.path.glob(f"{_GONE}*"):
+            for left in self.path.glob(f"{_REMOVED_PREFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
             if self.checkpoints.is_dir():
-                remove_leftovers(self.checkpoints)
+                finish_interrupted_writes(self.checkpoints)
         except OSError as error:
-            raise self._cannot("write to", error) from error
+            raise self._resource_error("write to", error) from error
 
     def clear(self) -> None:
         """Remove the run in the folder, and nothing that a run has not written. Raises ResourceError."""
@@ -137,12 +137,12 @@ class RunFolder:
                 for entry in sorted(path.iterdir(), reverse=True) if linked else [path]:
                     _remove(entry)
         except OSError as error:
-            raise self._cannot("remove the run in", error) from error
+            raise self._resource_error("remove the run in", error) from error
 
-    def begin(self, jobs: Collection[str], config_yaml: str, versions: Mapping[str, str]) -> None:
-        """Write `.job` (see `begun_by`), `config.yaml` and `env.json` (versions, machine, some environment variables).
+    def write_metadata(self, jobs: Collection[str], config_yaml: str, versions: Mapping[str, str]) -> None:
+        """Write `.job` (see `was_started_by`), `config.yaml` and `env.json`. Raises ResourceError.
 
-        Raises ResourceError.
+        `env.json` has the versions, the machine and some environment variables.
         """
         env = {
             "versions": dict(versions) | {"python": platform.python_version()},
@@ -156,9 +156,9 @@ class RunFolder:
             write_file(self.path / "config.yaml", config_yaml)
             write_file(self.path / "env.json", json.dumps(env, indent=1) + "\n")
         except OSError as error:
-            raise self._cannot("write to", error) from error
+            raise self._resource_error("write to", error) from error
 
-    def begun_by(self, jobs: Collection[str]) -> bool:
+    def was_started_by(self, jobs: Collection[str]) -> bool:
         """Whether the run in the folder belongs to one of these jobs: then this is a restart of the same command."""
         try:
             return not set(jobs).isdisjoint((self.path / ".job").read_text().splitlines())
@@ -168,9 +168,9 @@ class RunFolder:
     def check_present(self) -> None:
         """Raise ResourceError where the path is no longer the folder that `open` locked: removed, moved or unmounted.
 
-        It must not be created again in its place.
+        The folder must not be created again at that path.
         """
-        assert self._lock is not None, "open comes first"
+        assert self._lock is not None, "call open first"
         try:
             same = os.path.samestat(os.fstat(self._lock.fileno()), (self.path / ".lock").stat())
         except OSError:
@@ -187,7 +187,7 @@ class RunFolder:
             self._lock = None
 
     def _take_lock(self) -> None:
-        """A lock of the kernel, which ends with its process. The file's text names the holder."""
+        """Take an advisory lock (fcntl), which the kernel releases when the process ends. The file names its holder."""
         lock = (self.path / ".lock").open("a+")
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,19 +203,19 @@ class RunFolder:
         lock.flush()
         self._lock = lock
 
-    def _cannot(self, what: str, error: OSError) -> ResourceError:
+    def _resource_error(self, verb: str, error: OSError) -> ResourceError:
         return ResourceError(
-            f"can't {what} {self.path}: {error.strerror or error}\nFree space, or give another folder with --work-dir."
+            f"can't {verb} {self.path}: {error.strerror or error}\nFree space, or give another folder with --work-dir."
         )
 
 
 def _remove(path: Path) -> None:
-    """Rename a folder before removing it: a kill halfway must leave nothing that looks like a run."""
+    """Rename a folder before removing it, so that a killed process leaves nothing that looks like a run."""
     if path.is_dir() and not path.is_symlink():
-        gone = path.with_name(f"{_GONE}{path.name}")
-        shutil.rmtree(gone, ignore_errors=True)
-        path.rename(gone)
-        shutil.rmtree(gone)
+        renamed = path.with_name(f"{_REMOVED_PREFIX}{path.name}")
+        shutil.rmtree(renamed, ignore_errors=True)
+        path.rename(renamed)
+        shutil.rmtree(renamed)
     else:
         path.unlink(missing_ok=True)
 
@@ -223,14 +223,14 @@ def _remove(path: Path) -> None:
 def open_run_folder(folder: RunFolder, config: Config, options: RunOptions, group: Group) -> tuple[RunOptions, bool]:
     """Lock the folder, on rank 0. Returns each rank's options, and whether the run resumes from a checkpoint.
 
-    A command that torchrun or SLURM started again resumes its own run, as with --resume, if the attempt before had
-    begun it. Any machine may have rank 0 after a restart, so the restarts of all ranks count. Raises as `RunFolder`.
+    A command that torchrun or SLURM restarted resumes the run that it started before, as with --resume. After a restart
+    any machine may have rank 0, so it considers the restarts of all ranks. Raises as `RunFolder`.
     """
     restarted_by = gather_to_main(list(options.restarted_by), group)
 
     def open_on_main() -> tuple[bool, bool]:
-        """Whether the command was started again, and whether the folder has a checkpoint."""
-        restarted = folder.begun_by(restarted_by)
+        """Whether the command was restarted, and whether the folder has a checkpoint."""
+        restarted = folder.was_started_by(restarted_by)
         overwrite = options.overwrite and not restarted
         if overwrite:
             folder.check_removable(starts_from(config, options))

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Sam:
-    """The perturbed weights at which SAM takes its second gradient. Without `rho` no step is due."""
+    """The perturbed weights at which SAM takes its second gradient. Without `rho` it is disabled."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, rho: float | None = None, every_steps: int = 1
@@ -30,10 +30,10 @@ class Sam:
     def perturbed_weights(self) -> Iterator[None]:
         """Inside, the weights are w + rho * g / |g| (equation 2, p = 2), where g is the gradient in `.grad`.
 
-        `.grad` is cleared on entry. On exit the weights and buffers have the bits that they had before, so running
+        `.grad` is cleared on entry. On exit weights and buffers are restored exactly, so running
         statistics come from the first pass only. Under DistributedDataParallel g is the mean over all ranks, where the
         paper lets each accelerator use its own. A gradient that is zero or not finite leaves the weights unchanged.
-        Nothing waits for the device.
+        No host synchronization.
         """
         assert self.rho is not None
         perturbed = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]

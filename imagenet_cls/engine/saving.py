@@ -11,14 +11,14 @@ from imagenet_cls.checkpoint.format import Progress, Snapshot, list_checkpoints,
 from imagenet_cls.checkpoint.optimizer_state import copy_to_host, optimizer_to_tensors
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import config_to_dict
-from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.guards.agreement import versions
 from imagenet_cls.optim.build import state_copies
 from imagenet_cls.report.reporter import Reporter
 
 
-def take_snapshot(parts: Parts, progress: Progress, description: dict[str, Any]) -> Snapshot:
+def take_snapshot(parts: TrainingParts, progress: Progress, description: dict[str, Any]) -> Snapshot:
     """A copy of the run's state in host memory. description: of `describe_run`."""
     optimizer, numbers = optimizer_to_tensors(parts.model, parts.optimizer)
     return Snapshot(
@@ -35,7 +35,7 @@ def take_snapshot(parts: Parts, progress: Progress, description: dict[str, Any])
     )
 
 
-def describe_run(parts: Parts) -> dict[str, Any]:
+def describe_run(parts: TrainingParts) -> dict[str, Any]:
     """The part of `state.json` that is the same at every step: enough to predict with nothing but the checkpoint."""
     assert parts.data.train is not None and parts.data.val is not None
     return {
@@ -53,7 +53,7 @@ def describe_run(parts: Parts) -> dict[str, Any]:
     }
 
 
-def disk_space_warning(parts: Parts, checkpoints: Path) -> str | None:
+def disk_space_warning(parts: TrainingParts, checkpoints: Path) -> str | None:
     """A warning where the disk can't hold three checkpoints: the last two, and the one being written."""
     trained = sum(parameter.nbytes for parameter in parts.model.parameters() if parameter.requires_grad)
     weights = size_bytes(parts.model.state_dict()) * (1 if parts.ema.module is None else 2)
@@ -68,7 +68,7 @@ def disk_space_warning(parts: Parts, checkpoints: Path) -> str | None:
     )
 
 
-def open_saver(parts: Parts, progress: Progress, folder: RunFolder, reporter: Reporter) -> CheckpointSaver:
+def open_saver(parts: TrainingParts, progress: Progress, folder: RunFolder, reporter: Reporter) -> CheckpointSaver:
     description = describe_run(parts) if parts.group.is_main else {}
 
     def before_write() -> None:

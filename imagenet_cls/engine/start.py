@@ -1,4 +1,4 @@
-"""Before a run: the ranks meet, and check that they run the same thing."""
+"""Before a run: rendezvous of the ranks, and a check that all have the same code and config."""
 
 import logging
 
@@ -13,7 +13,7 @@ from imagenet_cls.parallel.process_group import Group, choose_device, init_group
 
 
 def join_group(loaded: Loaded, rank_info: RankInfo) -> Group:
-    """Wait for the other ranks. Raises UsageError or ResourceError where they do not meet."""
+    """Rendezvous with the other ranks. Raises UsageError or ResourceError if it fails."""
     logging.captureWarnings(True)  # warnings of libraries go to the log files
     parallel = loaded.config.parallel
     device = choose_device(loaded.config.device, rank_info, None if parallel.mode == "dp" else parallel.device_ids)

@@ -16,7 +16,7 @@ import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
-from imagenet_cls.checkpoint.optimizer_state import state_holder
+from imagenet_cls.checkpoint.optimizer_state import base_optimizer
 from imagenet_cls.config.schema import TrainConfig
 from imagenet_cls.errors import ConfigError, UsageError
 
@@ -69,7 +69,7 @@ class Updater:
         self.clip = clipping(model, train, head_names)
         self.scaler = scaler
         # Fused kernels read `found_inf` from their optimizer's attribute; a wrapper (Lookahead) does not pass it on.
-        self.skips_on_device = bool(optimizer.defaults.get("fused")) and state_holder(optimizer) is optimizer
+        self.skips_on_device = bool(optimizer.defaults.get("fused")) and base_optimizer(optimizer) is optimizer
         self.has_stepped = False
 
     def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,11 @@ import torch
 
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.models.adapt import frozen_batch_norm
 
 
-def startup_table(parts: Parts, work_dir: Path | None, progress: Progress) -> list[tuple[str, str]]:
+def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progress) -> list[tuple[str, str]]:
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
     plan, group, config = parts.plan, parts.group, parts.config
     assert parts.data.train is not None
@@ -41,7 +41,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
-def _batch_norm_batch(parts: Parts) -> str:
+def _batch_norm_batch(parts: TrainingParts) -> str:
     """The images over which BatchNorm computes its statistics."""
     config, world_size = parts.config, parts.group.world_size
     images = parts.plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
@@ -71,7 +71,7 @@ def recipe_rows(config: Config) -> list[tuple[str, str]]:
     return [(label, text) for label, text in rows.items() if text]
 
 
-def final_message(parts: Parts, progress: Progress, work_dir: Path) -> str:
+def final_message(parts: TrainingParts, progress: Progress, work_dir: Path) -> str:
     """One line for the raw weights and one for the EMA: the last and the best top-1."""
     lines = ["done"]
     for kind, best in progress.best.items():

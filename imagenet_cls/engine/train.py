@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from imagenet_cls.data import TrainBatch
-from imagenet_cls.engine.build import Parts
+from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.parallel.wrap import gradient_sync
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def train(run: "Run") -> None:
     """Train from `run.progress.step` to the last step. A collective: every rank calls it.
 
-    Raises StopRequested when the run is asked to stop, NonFiniteError, DataError or ResourceError.
+    Raises StopRequested after a stop signal, NonFiniteError, DataError or ResourceError.
     """
     parts, plan, progress = run.parts, run.parts.plan, run.progress
     while progress.step < plan.total_steps:
@@ -38,17 +38,17 @@ def train(run: "Run") -> None:
                     forward_backward(parts, micro_batches, epoch, step)
             lr = parts.schedule(step, progress.evaluations)
             grad_norm, skipped = parts.updater.update(lr, parts.schedule.momentum(step))
-            parts.statistics.sync(skipped)
+            parts.batch_norm_statistics.sync(skipped)
             parts.ema.update(parts.model, step)
             progress.step = step + 1
             run.after_step(epoch, lr, loss, grad_norm, skipped)
         run.after_epoch()
 
 
-def forward_backward(parts: Parts, micro_batches: Iterable[TrainBatch], epoch: int, step: int) -> Tensor:
-    """Add the gradient of the mean loss over a step's micro-batches to `.grad`.
+def forward_backward(parts: TrainingParts, micro_batches: Iterable[TrainBatch], epoch: int, step: int) -> Tensor:
+    """Accumulate the gradient of the mean loss over a step's micro-batches in `.grad`.
 
-    Returns that loss: of this rank's images, a detached scalar on the device.
+    Returns the mean loss of this rank's images, a detached scalar on the device.
     """
     accumulation, rank = parts.plan.accumulation, parts.group.rank
     losses = []

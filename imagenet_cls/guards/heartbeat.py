@@ -6,7 +6,8 @@ about once a second and records when it last received one from each.
 
 When a collective has failed, `wait_for_lost_rank` names the ranks that are silent. By itself the thread aborts this
 process only if a rank was silent for longer than any collective may take. A slow rank still sends, and time in which
-this process was itself stopped does not count. Ranks never heard from are not judged: a firewall may drop datagrams.
+this process itself was stopped is not counted. A rank from which no datagram ever came is ignored: a firewall may drop
+them.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ _ALIVE, _FAILED, _LEFT = range(3)
 # Each round sends to at most this many ranks; with more, each gets a datagram less often.
 _ROUND_SEC = 1.0
 _DATAGRAMS_PER_ROUND = 200
-# Fewer lost datagrams than this are not silence.
+# A rank is silent after this many missed datagrams.
 _LOST_DATAGRAMS = 3
 # Collectives time out first: silence must exceed the timeout by this, at most a quarter of it.
 _GRACE_SEC = 3.0
@@ -43,7 +44,7 @@ _GRACE_SEC = 3.0
 
 @dataclass(frozen=True)
 class Member:
-    """A rank as the others know it. address: its machine's. port: of its heartbeat (UDP)."""
+    """Address and identity of a rank. address: its machine's. port: of its heartbeat (UDP)."""
 
     rank: int
     host: str
@@ -66,7 +67,7 @@ def start_heartbeat(group: Group, timeout_sec: float) -> Group:
 class Heartbeat:
     """The heartbeat of one rank; `close` it before the process ends.
 
-    Times are seconds of listening (`_now`), a clock that stands while this process is stopped.
+    Times are in seconds of a clock (`_now`) that does not advance while this process is stopped.
     """
 
     def __init__(self, rank: int, address: str, timeout_sec: float):
@@ -99,7 +100,7 @@ class Heartbeat:
         threading.Thread(target=self._run_thread, args=(rounds, abort), name="heartbeat", daemon=True).start()
 
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None:
-        """After a failed collective: the error that names the lost ranks; None if all are heard.
+        """After a failed collective: the error that names the lost ranks; None if all still send.
 
         Waits up to `patience_sec` for silence to show, in which a launcher may end this process. From here on this
         heartbeat aborts nothing.
@@ -111,7 +112,7 @@ class Heartbeat:
         return self.lost_rank_error()
 
     def lost_rank_error(self) -> ResourceError | None:
-        """The error that names the ranks that were lost first; they took the others with them. None without any.
+        """The error that names the ranks that were lost first, on which the others then failed. None without any.
 
         `reported_by_main` is set if another rank of this machine reports the same.
         """
@@ -152,7 +153,7 @@ class Heartbeat:
         return {rank: now - at for rank, at in dict(self._heard).items() if rank not in ended}
 
     def _now(self) -> float:
-        # A longer round is no listening: the process was stopped, or its threads could not run.
+        # A longer round is not counted: the process was stopped, or its threads could not run.
         return self._listened_sec + min(time.monotonic() - self._round_began, 2 * self._round_sec)
 
     def _run_thread(self, rounds: int, abort: Callable[[ResourceError], None]) -> None:

@@ -135,7 +135,7 @@ def _forward_error(model: nn.Module, size_px: int) -> Exception | None:
 
 def size_remedy(model: nn.Module, size_px: int) -> str:
     """Which of `model.kwargs` lets the model take images of `size_px`, as a clause of a message; "" if none does."""
-    resizes = f"{size_px}, which resizes the position embeddings of the start weights"
+    resizes = f"{size_px}, which resizes the position embeddings of the initial weights"
     remedies = {
         "dynamic_img_size": "true, which takes every size in whole patches",
         "strict_img_size": "false, which takes every size",

@@ -1,1 +1,1 @@
-"""Who am I, how do ranks start, meet, agree and end. Knows nothing of configs, models or data."""
+"""Launchers, rendezvous, process groups, collectives, DDP and exit codes. Independent of configs, models and data."""

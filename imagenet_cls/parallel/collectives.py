@@ -9,16 +9,16 @@ from torch import Tensor
 from imagenet_cls.parallel.process_group import Group
 
 
-def all_sum(tensor: Tensor, group: Group) -> Tensor:
+def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
     """Sum over all ranks, in place, on the main process group; the same bits on every rank."""
     if group.world_size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def all_mean(tensor: Tensor, group: Group) -> Tensor:
+def all_reduce_mean(tensor: Tensor, group: Group) -> Tensor:
     """Mean over all ranks, in place; floating-point tensors only."""
-    return all_sum(tensor, group).div_(group.world_size) if group.world_size > 1 else tensor
+    return all_reduce_sum(tensor, group).div_(group.world_size) if group.world_size > 1 else tensor
 
 
 def gather_to_main(rows: list, group: Group) -> list:
@@ -30,13 +30,13 @@ def gather_to_main(rows: list, group: Group) -> list:
     return [row for part in parts or [] for row in part]
 
 
-def find_differences(facts: dict[str, str], group: Group) -> dict[str, list[int]]:
-    """Names of facts that differ from rank 0's, with the ranks where they do; the same result on every rank."""
+def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int]]:
+    """Names of values that differ from rank 0's, with the ranks where they do; the same result on every rank."""
     if group.control is None:
         return {}
-    reference: list[dict[str, str]] = [facts]
+    reference: list[dict[str, str]] = [values]
     dist.broadcast_object_list(reference, src=0, group=group.control)
-    mine = sorted(name for name in {*facts, *reference[0]} if facts.get(name) != reference[0].get(name))
+    mine = sorted(name for name in {*values, *reference[0]} if values.get(name) != reference[0].get(name))
     all_names: list[list[str]] = [[] for _ in range(group.world_size)]
     dist.all_gather_object(all_names, mine, group=group.control)
     names = sorted({name for listed in all_names for name in listed})

@@ -59,15 +59,15 @@ def choose_devices(device: str, ids: Sequence[int] | None, output_id: int | None
     return Devices(tuple(torch.device("cuda", index) for index in chosen), torch.device("cuda", output), note)
 
 
-def spread(model: nn.Module, devices: Devices) -> nn.Module:
+def wrap_data_parallel(model: nn.Module, devices: Devices) -> nn.Module:
     """`model`, whose tensors are on the first device, replicated on all devices; the model itself if there is one.
 
     For forward and backward, in training and in evaluation. Checkpoints use the model itself.
     """
-    return model if len(devices.all) < 2 else Replicas(model, devices)
+    return model if len(devices.all) < 2 else AutocastDataParallel(model, devices)
 
 
-class Replicas(nn.DataParallel):
+class AutocastDataParallel(nn.DataParallel):
     """torch's DataParallel with the caller's autocast in every replica.
 
     Takes a batch (B, ...) on any device and returns logits (B, classes) on the output device.

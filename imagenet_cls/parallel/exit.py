@@ -33,13 +33,13 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _REQUEUE_TIMEOUT_SEC = 30
 
 
-def die_with_launcher() -> None:
-    """In a rank started by our launching process: request SIGTERM when that process ends, even by SIGKILL (Linux).
+def terminate_with_launcher() -> None:
+    """In a rank started by our launching process: receive SIGTERM when that process ends, even by SIGKILL (Linux).
 
     Called first in a rank, from its main thread. A rank in training then saves and exits.
     """
     launcher = os.environ.get(LAUNCHED_VARIABLE)
-    if launcher is None or not signal_when_parent_dies(signal.SIGTERM):
+    if launcher is None or not set_parent_death_signal(signal.SIGTERM):
         return
     try:
         os.kill(int(launcher), 0)
@@ -47,8 +47,8 @@ def die_with_launcher() -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def signal_when_parent_dies(number: signal.Signals) -> bool:
-    """Ask the kernel to send `number` when the thread that started this process ends. False if unsupported."""
+def set_parent_death_signal(number: signal.Signals) -> bool:
+    """Set the signal that the kernel sends to this process when its parent ends. False if unsupported."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     return prctl is not None and prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0
 

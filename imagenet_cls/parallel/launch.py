@@ -33,7 +33,7 @@ from imagenet_cls.parallel.exit import (
     report_failure,
 )
 
-# Several machines meet at this port unless the user names another: torch's default.
+# The rendezvous of several machines uses this port unless the user names another: torch's default.
 DEFAULT_PORT = 29500
 # Time for ranks to save after a stop signal, and for the other ranks to exit after one has failed.
 _STOP_TIMEOUT_SEC = 300
@@ -47,8 +47,8 @@ class Launch:
     """The ranks to start.
 
     gpus: ranks on this machine. timeout_sec: longest wait for other machines. nodes: machines; `1:4` for an elastic job
-    (pytorch). node_rank: this machine's number. rendezvous_file: the ranks meet in a file (parallel.init_method), so no
-    address is needed. master_port: None for a free port on one machine, `DEFAULT_PORT` on several.
+    (pytorch). node_rank: this machine's number. rendezvous_file: the rendezvous uses a file (parallel.init_method), so
+    no address is needed. master_port: None for a free port on one machine, `DEFAULT_PORT` on several.
     """
 
     launcher: str
@@ -84,7 +84,7 @@ def check_port(launch: Launch) -> None:
             probe.bind(("", launch.master_port))
         except OSError as error:
             raise ResourceError(
-                f"the ranks can't meet on port {launch.master_port} of this machine: {error.strerror}\n"
+                f"rendezvous failed on port {launch.master_port} of this machine: {error.strerror}\n"
                 "Name another (MASTER_PORT, --master-port, parallel.init_method), or, on one machine, none."
             ) from error
 
@@ -253,7 +253,7 @@ def _serve_store(launch: Launch) -> object:
 def _run_torchrun(launch: Launch, script: str, argv: Sequence[str], folder: str) -> None:
     """Start the ranks by torchrun's agent, called as a function: as a program it turns every exit code into 1.
 
-    Raises ChildFailedError or SignalException, or ResourceError if the agents don't meet.
+    Raises ChildFailedError or SignalException, or ResourceError if the rendezvous of the agents fails.
     """
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
@@ -279,9 +279,9 @@ def _run_torchrun(launch: Launch, script: str, argv: Sequence[str], folder: str)
 def _torchrun_rendezvous(launch: Launch) -> list[str]:
     """torchrun's options for the rendezvous of its agents, one on each machine.
 
-    With restarts, agents meet by c10d and each round of ranks at a new port: otherwise torch 2.15 keeps the store of
-    the previous round, and with it addresses of dead ranks. Any machine may then get rank 0, so the run folder must be
-    on a shared disk.
+    With restarts, agents use the c10d rendezvous and each round of ranks at a new port: otherwise torch 2.15 keeps the
+    store of the previous round, and with it addresses of ranks that have exited. Any machine may then get rank 0, so
+    the run folder must be on a shared disk.
     """
     restarts = ":" in launch.nodes or launch.max_restarts > 0
     if restarts:

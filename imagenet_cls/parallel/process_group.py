@@ -1,7 +1,7 @@
 """The ranks of a run as one group: device, backend, rendezvous, and process groups.
 
-The main process group (nccl or gloo) reduces gradients. A gloo group on the CPU carries control: stop requests, rank
-0's results, checkpoint state.
+The main process group (nccl or gloo) reduces gradients. A gloo group on the CPU carries control messages: stop
+requests, rank 0's results, checkpoint state.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from imagenet_cls.parallel.rendezvous import (
 
 T = TypeVar("T")
 
-# nccl's watchdog aborts a process whose collective is late and names no rank. The control group and the heartbeat,
-# which name it, come first.
+# nccl's watchdog aborts a process whose collective times out and names no rank. So its timeout is longer than those of
+# the control group and the heartbeat, which name the rank.
 _NCCL_EXTRA = timedelta(seconds=10)
 # A rendezvous has several steps, each with the timeout. After two timeouts and this it has failed.
 _RENDEZVOUS_EXTRA_SEC = 10.0
@@ -43,7 +43,7 @@ _RENDEZVOUS_EXTRA_SEC = 10.0
 class Group:
     """One rank's view of all ranks.
 
-    control: the gloo group; None for a single rank. rendezvous_file: the file in which the ranks met, if they did.
+    control: the gloo group; None for a single rank. rendezvous_file: the file of a file:// rendezvous, else None.
     address: this machine's, as other ranks reach it. heartbeat: see `guards.heartbeat.start_heartbeat`.
     """
 
@@ -155,7 +155,7 @@ def init_group(
         return Group(rank_info, device)
     complete_master_address(os.environ, rank_info)
     if rank_info.launched and init_method.startswith("tcp:"):
-        init_method = "env://"  # the launching processes meet at that address; the ranks have another port
+        init_method = "env://"  # the launching processes use that address; the ranks have another port
     rendezvous = find_rendezvous(os.environ, init_method, rank_info)
     try:
         wait_until_reachable(rendezvous, timeout_sec, rank_info.is_main)
@@ -169,7 +169,8 @@ def init_group(
     timeout = timedelta(seconds=timeout_sec)
     if rendezvous.file is not None:
         check_rendezvous_file(rendezvous.file, timeout_sec if rank_info.is_main else None)
-    # torch waits forever for a server that accepts and does not answer, and for a file with other contents.
+    # torch has no timeout for a server that accepts connections and does not answer, and for a file with other
+    # contents.
     no_answer = rendezvous_error(TimeoutError("the program there does not answer"), rendezvous, rank_info, timeout_sec)
     watchdog = Timer(2 * timeout_sec + _RENDEZVOUS_EXTRA_SEC, abort_rank, (rank_info.launched, no_answer))
     watchdog.daemon = True
@@ -193,7 +194,7 @@ def init_group(
     return Group(rank_info, device, control, rendezvous.file, address_towards(master))
 
 
-def leave_group(group: Group) -> None:
+def destroy_group(group: Group) -> None:
     """Wait for all ranks at the end of a run or at a stop, then destroy the process groups.
 
     Rank 0 may still be saving, and a launcher ends all ranks once one has exited with a code other than 0.
@@ -207,7 +208,7 @@ def leave_group(group: Group) -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone or late."""
+    """Whether a collective failed because another rank has exited or is late."""
     if isinstance(error, dist.DistError):
         return True
     pattern = r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|timed out waiting|socket"

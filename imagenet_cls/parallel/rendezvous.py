@@ -67,14 +67,14 @@ def check_rendezvous_file(path: Path, max_age_sec: float | None) -> None:
     if path.is_dir() or not path.parent.is_dir():
         wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise UsageError(
-            f"the ranks can't meet in {path}: {wrong}.\nName a new file in an existing folder (parallel.init_method)."
+            f"rendezvous failed in {path}: {wrong}.\nName a new file in an existing folder (parallel.init_method)."
         )
     if max_age_sec is None or not path.exists():
         return
     found = path.stat()
     if found.st_size and time.time() - found.st_mtime >= max_age_sec:
         raise ResourceError(
-            f"the ranks can't meet in {path}: a run that was killed has left it.\n"
+            f"rendezvous failed in {path}: a killed run has left this file.\n"
             "Remove that file (parallel.init_method), and start again."
         )
 

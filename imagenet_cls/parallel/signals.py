@@ -1,7 +1,7 @@
 """Stop requests: a signal on any rank stops all ranks at the same step.
 
 The handler only sets a flag. After each step the flags of all ranks are reduced over the control group, asynchronously:
-step s + 1 waits for the result of step s, which has usually arrived by then.
+step s + 1 waits for the result of step s, which is usually complete by then.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.parallel.exit import LAUNCHED_VARIABLE, SECOND_INTERRUPT_SEC, STOP_SIGNALS, signal_when_parent_dies
+from imagenet_cls.parallel.exit import LAUNCHED_VARIABLE, SECOND_INTERRUPT_SEC, STOP_SIGNALS, set_parent_death_signal
 from imagenet_cls.parallel.process_group import Group
 
 
@@ -26,8 +26,8 @@ class StopRequested(Exception):
         self.signal_number = signal_number
 
 
-class StopRequest:
-    """Handles `STOP_SIGNALS` from `listen` to `close`, both called in the main thread.
+class StopSignalHandler:
+    """Handles `STOP_SIGNALS` from `install` to `close`, both called in the main thread.
 
     If ranks got different signals, SIGTERM has priority, then SIGUSR2. A signal that was ignored before (SIGINT in a
     script's background job) stays ignored. A second Ctrl-C ends the process as soon as Python handles it.
@@ -43,7 +43,7 @@ class StopRequest:
         is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self._second = (signal.SIGINT, signal.SIGTERM) if is_torchrun else (signal.SIGINT,)
 
-    def listen(self) -> None:
+    def install(self) -> None:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
@@ -55,12 +55,12 @@ class StopRequest:
             if number == signal.SIGINT:
                 self._interrupted_at = now
                 if LAUNCHED_VARIABLE in os.environ:  # a third Ctrl-C ends the launching process, and so this one
-                    signal_when_parent_dies(signal.SIGKILL)
+                    set_parent_death_signal(signal.SIGKILL)
         elif number in self._second and now - self._interrupted_at > SECOND_INTERRUPT_SEC:
             os._exit(128 + signal.SIGINT)
 
     def check(self) -> None:
-        """Raise StopRequested on all ranks at the same step, if any of them was asked to stop.
+        """Raise StopRequested on all ranks at the same step, if any of them has received a stop signal.
 
         All ranks must call it equally often: after each optimizer step, and before batches of an evaluation.
         """
@@ -81,7 +81,7 @@ class StopRequest:
     def close(self) -> None:
         """Wait for a pending all-reduce and restore the previous signal handlers."""
         if self._pending is not None:
-            with contextlib.suppress(RuntimeError):  # a rank is gone; the exception that is propagating names it
+            with contextlib.suppress(RuntimeError):  # a rank has exited; the exception that is propagating names it
                 self._pending[0].wait()
             self._pending = None
         for number, handler in self._previous.items():

@@ -1,7 +1,7 @@
 """DistributedDataParallel around the model, its gradient buckets, and BatchNorm's running statistics on all ranks.
 
 The wrapped model is for forward and backward only. Evaluation, EMA and checkpoints use the model itself, so no name
-carries a `module.` prefix.
+has a `module.` prefix.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_cls.parallel.collectives import all_mean
+from imagenet_cls.parallel.collectives import all_reduce_mean
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import is_synchronized
 
@@ -80,9 +80,9 @@ class BatchNormStatistics:
     """BatchNorm's running means and variances, kept equal on all ranks.
 
     `sync` runs after each optimizer step: one flat all-reduce (212 KB for ResNet-50) that averages over the ranks. If
-    the step was skipped because its gradient was not finite, it restores the values from before that step. SyncBN
-    layers are equal already and are not averaged: the mean of three equal numbers may differ in its last bit. Layers in
-    evaluation mode when this is constructed are frozen and ignored.
+    the step was skipped because its gradient was not finite, it restores the values from before that step. The
+    statistics of SyncBN layers are equal already and are not averaged: the mean of three equal numbers may differ in
+    its last bit. Layers in evaluation mode when this is constructed are frozen and ignored.
     """
 
     def __init__(self, model: nn.Module, group: Group):
@@ -92,18 +92,18 @@ class BatchNormStatistics:
         self.sizes = [buffer.numel() for buffer in buffers]
         self.are_equal = all(is_synchronized(norm) for norm in norms)
         self.group = group
-        self.remember()
+        self.store_current()
 
-    def remember(self) -> None:
-        """Store the present values as those of the last good step: at the start, and after loading state."""
+    def store_current(self) -> None:
+        """Store the current values, to which `sync` returns after a skipped step. Call it after loading state."""
         self.last = self._flat() if self.buffers else None
 
     @torch.no_grad()
     def sync(self, skipped: Tensor) -> None:
-        """skipped: bool scalar on the device, equal on all ranks: restore the last good values instead."""
+        """skipped: bool scalar on the device, equal on all ranks; restores the values from before the step."""
         if self.last is None:
             return
-        flat = self._flat() if self.are_equal else all_mean(self._flat(), self.group)
+        flat = self._flat() if self.are_equal else all_reduce_mean(self._flat(), self.group)
         torch.where(skipped, self.last, flat, out=self.last)
         torch.split_with_sizes_copy(self.last, self.sizes, out=self.buffers)
 

@@ -1,4 +1,4 @@
-"""Log files: `logs/rank<r>.log` in the run folder takes all logging and warnings of this process, off the screen."""
+"""Log files: `logs/rank<r>.log` in the run folder receives all logging and warnings of this process."""
 
 import contextlib
 import logging
@@ -21,10 +21,10 @@ class RankLog(logging.FileHandler):
 
 
 def open_log(folder: Path, rank: int) -> logging.Logger:
-    """Send all logging and warnings of this process to `folder/logs/rank<rank>.log`, and nowhere else.
+    """Send all logging and warnings of this process to `folder/logs/rank<rank>.log`, and not to the terminal.
 
     Appends to the file. A second call moves the log to the new file. Messages of libraries are kept from INFO on. With
-    TORCH_LOGS set, torch's own loggers stay on the screen. Returns the project's logger. Raises ResourceError.
+    TORCH_LOGS set, torch's own loggers also print to the terminal. Returns the project's logger. Raises ResourceError.
     """
     close_log()
     path = folder / "logs" / f"rank{rank}.log"
@@ -42,11 +42,11 @@ def open_log(folder: Path, rank: int) -> logging.Logger:
 
 
 def close_log() -> None:
-    """Close the file that `open_log` opened, if any, and let warnings go to the screen again."""
+    """Close the file that `open_log` opened, if any, and print warnings to stderr again."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, RankLog)]:
         root.removeHandler(handler)
-        with contextlib.suppress(OSError):  # the file is closed, its last lines may be lost
+        with contextlib.suppress(OSError):  # the file is closed, but its last lines may be missing
             handler.close()
         root.setLevel(logging.WARNING)
         logging.captureWarnings(False)
@@ -54,7 +54,7 @@ def close_log() -> None:
 
 
 def _log_thread_error(ended: threading.ExceptHookArgs) -> None:
-    """Log an exception that ended a thread, such as TensorBoard's on a full disk; its owner notices by itself."""
+    """Log an exception that ended a thread, such as TensorBoard's on a full disk; the caller detects it separately."""
     if ended.exc_type is not SystemExit and ended.exc_value is not None:
         name = ended.thread.name if ended.thread is not None else "a thread"
         logging.getLogger("imagenet_cls").error("%s ended early", name, exc_info=ended.exc_value)

@@ -24,7 +24,7 @@ def test_two_ranks_that_are_well() -> None:
         ("1", "1", "2", "right"),
     ]
     assert all(float(row["GB/s"]) > 0 and row["interface"] == "lo" for row in seen)
-    assert " ".join(last).endswith("all is well")
+    assert " ".join(last).endswith("all checks passed")
 
 
 @pytest.mark.nightly
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_come() -> None:
         ({"gpu": "GPU-2", "nccl": "2.27.3"}, "different versions of nccl: 2.30.7 on rank 0; 2.27.3 on rank 1"),
         (
             {"gpu": "GPU-2", "sum_is_right": False},
-            "an all-reduce gave a wrong sum on rank 1: the network or a device damages data",
+            "an all-reduce gave a wrong sum on rank 1: the network or a device corrupts data",
         ),
         ({"gpu": "", "device": "cpu", "sum_is_right": None, "bandwidth_gb_per_sec": None}, None),
     ],

@@ -21,7 +21,7 @@ from imagenet_cls.config.schema import Config, TrainConfig
 from imagenet_cls.engine.check import rank_problems
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.data_parallel import Devices, choose_devices, spread, with_callers_autocast
+from imagenet_cls.parallel.data_parallel import Devices, choose_devices, with_callers_autocast, wrap_data_parallel
 from imagenet_cls.seeding import seed_generators
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_fewer_than_two_gpus_are_used_and_said(
     assert devices.all == (expected,) and devices.output == expected
     assert words in devices.note and "\n" not in devices.note
     model = nn.Linear(2, 2)
-    assert spread(model, devices) is model
+    assert wrap_data_parallel(model, devices) is model
 
 
 # ---------------------------------------------------------------------------------------- the arithmetic
@@ -199,7 +199,7 @@ def test_replicas_give_the_gradients_of_the_whole_batch(dtype: torch.dtype | Non
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)).to(GPU)
     images, targets = torch.randn(6, 3, 8, 8, device=GPU), torch.arange(6, device=GPU) % 5
     gradients = []
-    for forward in (model, spread(model, TWICE)):
+    for forward in (model, wrap_data_parallel(model, TWICE)):
         model.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype is not None):
             logits = forward(images)
@@ -215,7 +215,7 @@ def test_replicas_give_the_gradients_of_the_whole_batch(dtype: torch.dtype | Non
 def test_running_statistics_are_the_first_replicas() -> None:
     layer = nn.BatchNorm1d(3, momentum=1.0).to(GPU)
     images = torch.randn(8, 3, device=GPU)
-    spread(layer, TWICE)(images)
+    wrap_data_parallel(layer, TWICE)(images)
     torch.testing.assert_close(layer.running_mean, images[:4].mean(0))
     assert layer.num_batches_tracked.item() == 1  # type: ignore[union-attr]
 
@@ -223,7 +223,7 @@ def test_running_statistics_are_the_first_replicas() -> None:
 @pytest.mark.gpu
 def test_evaluation_through_replicas_takes_any_batch_and_keeps_the_mode() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).to(GPU).eval()
-    wrapper = spread(model, TWICE)
+    wrapper = wrap_data_parallel(model, TWICE)
     assert not wrapper.training and not model.training
     for size in (1, 2, 5):
         images = torch.randn(size, 4, device=GPU)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import timm
 import torch
-from forked_ranks import RankServer, join_group, leave_group
+from forked_ranks import RankServer, destroy_group, join_group
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
@@ -80,7 +80,7 @@ def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumula
     if cfg is FROZEN:  # to the bit, on three ranks too
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
         assert not statistics.buffers
-    leave_group(group)
+    destroy_group(group)
 
 
 def frozen(rank: int, world_size: int, folder: Path) -> None:

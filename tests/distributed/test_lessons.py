@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import RankServer, join_group, leave_group
+from forked_ranks import RankServer, destroy_group, join_group
 from helpers import DEMO
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ def whole_run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     loaded = load_for_training(arguments)
     group = engine_run.join_group(loaded, RankInfo(rank, rank, world_size, world_size))
     train_here(arguments, loaded, group)
-    leave_group(group)
+    destroy_group(group)
     found["drawn"] = MADE[-1].drawn[-2:]
     found["left"] = sorted(path.name for path in (folder / f"run{rank}").iterdir())
     for path in (folder / f"run{rank}").glob("checkpoints/step-*/model.safetensors"):
@@ -147,7 +147,7 @@ def all_lessons(rank: int, world_size: int, folder: Path) -> None:
     group = join_group(rank, world_size, folder / "store")
     found = {"gradients": gradients(rank), "names": names(rank), "drift": drift(group)}
     found["waiting"] = waiting(rank, folder)
-    leave_group(group)
+    destroy_group(group)
     found["run"] = whole_run(rank, world_size, folder)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 

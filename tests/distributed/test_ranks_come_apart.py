@@ -18,7 +18,7 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from forked_ranks import RankServer, leave_group
+from forked_ranks import RankServer, destroy_group
 from helpers import DEMO, REPOSITORY, TRAIN, environment, free_port, is_alive, noisy, ranks_of, run
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -149,7 +149,7 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
             ends[name] = [error.exit_code, str(error)]
             assert error.reported_by_main == (rank > 0), "only rank 0 speaks"
         close_log()
-        leave_group(group)
+        destroy_group(group)
         group.heartbeat.close()
     (folder / f"ends{rank}.json").write_text(json.dumps(ends))
 

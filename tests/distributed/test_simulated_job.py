@@ -18,7 +18,7 @@ from imagenet_cls.checkpoint.format import Progress
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
-from imagenet_cls.engine.build import Parts, build
+from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.check import rank_problems
 from imagenet_cls.engine.loaders import build_train_loader, build_val_batches
 from imagenet_cls.engine.plan import plan_run
@@ -58,12 +58,12 @@ def config_for(batch: int, limit: int | None, sync_bn: bool = False) -> Config:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Parts:
+def alone() -> TrainingParts:
     """All parts, of a run of one rank."""
     return build(config_for(64, None), Group(RankInfo(), torch.device("cpu")))
 
 
-def on_rank(alone: Parts, config: Config, rank: int, world_size: int) -> Parts:
+def on_rank(alone: TrainingParts, config: Config, rank: int, world_size: int) -> TrainingParts:
     """The parts that are another on each rank, made as `build` makes them."""
     rank_info = RankInfo(rank, rank % GPUS_A_MACHINE, world_size, GPUS_A_MACHINE, "slurm")
     group = Group(rank_info, torch.device("cpu"))
@@ -88,7 +88,7 @@ def count(accumulation: int) -> str:
 
 @each_job
 def test_first_middle_and_last_rank_have_the_right_parts(
-    alone: Parts, world_size: int, batch: int, limit: int | None, micro: int, accumulation: int, steps: int
+    alone: TrainingParts, world_size: int, batch: int, limit: int | None, micro: int, accumulation: int, steps: int
 ) -> None:
     config = config_for(batch, limit)
     assert rank_problems(config, world_size) == []
@@ -118,7 +118,7 @@ def test_first_middle_and_last_rank_have_the_right_parts(
     assert rates[0][2] == pytest.approx(3.2) and rates[0][0] < rates[0][1] < 3.2 > rates[0][3] > rates[0][4]
 
 
-def test_with_sync_bn_the_banner_counts_the_images_of_all_ranks(alone: Parts) -> None:
+def test_with_sync_bn_the_banner_counts_the_images_of_all_ranks(alone: TrainingParts) -> None:
     rows = dict(startup_table(on_rank(alone, config_for(32768, 4, True), 4095, 4096), Path("run"), Progress()))
     assert rows["BatchNorm batch"] == "16384 images over all ranks (SyncBatchNorm)"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm.layers
 import torch
-from forked_ranks import RankServer, join_group, leave_group
+from forked_ranks import RankServer, destroy_group, join_group
 from helpers import arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ def compare_all(rank: int, world_size: int, folder: Path) -> None:
             compare(make, shape, first, group, torch.channels_last)
     fused_layers(group)
     low_precision(group)
-    leave_group(group)
+    destroy_group(group)
 
 
 def test_two_ranks_equal_one_process_on_the_joined_batch(rank_server: RankServer, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
     (ours, found), (torchs, expected) = results
     assert (ours, torchs) == (SyncBatchNorm, nn.SyncBatchNorm)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    leave_group(group)
+    destroy_group(group)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import RankServer, join_group, leave_group
+from forked_ranks import RankServer, destroy_group, join_group
 from helpers import noisy
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
         with pytest.raises(UserError) as caught:
             build_teacher(config, num_classes, group, reader, MEAN_STD, [16], seed=0)
         assert caught.value.reported_by_main == (rank != 0)
-    leave_group(group)
+    destroy_group(group)
 
 
 def test_only_rank_0_reads_and_all_have_the_same(rank_server: RankServer, tmp_path: Path) -> None:

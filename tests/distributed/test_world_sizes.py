@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import RankServer, join_group, leave_group
+from forked_ranks import RankServer, destroy_group, join_group
 from helpers import arguments, losses, train_here
 from torch import nn
 
@@ -148,7 +148,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
             if size > 1:
                 starting_weights(group)
                 synchronised_statistics_stay(group)
-                leave_group(group)
+                destroy_group(group)
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +261,7 @@ def mix_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
         for micro_batch in MICRO_BATCHES:
             mixture = prepare(batch, epoch=0, step=step, micro_batch=micro_batch)
             torch.save(mixture, folder / f"{step}-{micro_batch}-{rank}.pt")
-    leave_group(group)
+    destroy_group(group)
 
 
 def test_every_micro_batch_of_every_rank_is_mixed_by_a_key_of_its_own(rank_server: RankServer, tmp_path: Path) -> None:

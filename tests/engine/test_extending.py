@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from imagenet_cls.commands.program import main
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.engine.model import build_start_model
+from imagenet_cls.engine.model import build_initial_model
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
@@ -97,7 +97,7 @@ def test_own_optimizer(beside_the_page: Path) -> None:
 
     config = load_config(run / "config.yaml").config
     assert config.optimizer.weight_decay == 0.05
-    before = build_start_model(config.model, 10, config.seed)[0].state_dict()  # the same draws again
+    before = build_initial_model(config.model, 10, config.seed)[0].state_dict()  # the same draws again
     after = load_file(newest(run) / "model.safetensors")
     moved = after["5.weight"] - before["5.weight"] * (1 - 1e-3 * config.optimizer.weight_decay)
     assert moved.abs().max().item() == pytest.approx(1e-3, rel=2e-4)

@@ -59,7 +59,7 @@ def test_invalid_config_exits_2_with_a_line_for_each_problem(digits: Path, tmp_p
 # What a rank ends with, each by a cause that no launching process could have seen: by code, the config's changes, and
 # what is said.
 CAUSES: dict[int, tuple[dict[str, Any], str]] = {
-    2: ({"model__num_classes": 5}, "the data set has 10 classes"),
+    2: ({"model__num_classes": 5}, "the dataset has 10 classes"),
     3: ({"data__name": "folder", "data__root": "nowhere"}, "nowhere: no such folder"),
     5: ({"work_dir": "/proc/LAUNCHER"}, "can't write to /proc/"),
     6: ({"optimizer__lr": 1e9, "train__max_nonfinite_steps": 1}, "NaN or infinite in 1 steps in a row"),

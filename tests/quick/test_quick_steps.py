@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.data.device import TrainPreprocess
 from imagenet_cls.engine import run
-from imagenet_cls.engine.build import Parts, build
+from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.seeding import hash_key, seed_generators
 
 # Tolerance and floor: a difference may be `tolerance * (size of the number + floor)`. LAMB and Adam divide a gradient
@@ -37,7 +37,7 @@ Weights = dict[str, Tensor]
 class Trace:
     """Records what one of our runs is given and computes in each step."""
 
-    parts: Parts
+    parts: TrainingParts
     start: Weights
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Trace:
         self.targets: list[list[Tensor]] = []
         self.weights: list[Weights] = []  # after each step
 
-    def build(self, *args: Any, **kwargs: Any) -> Parts:
+    def build(self, *args: Any, **kwargs: Any) -> TrainingParts:
         """Replaces `engine.run.build`: the same parts, with recording added."""
         self.parts = parts = build(*args, **kwargs)
         self.start = {name: value.clone() for name, value in parts.model.state_dict().items()}

@@ -78,14 +78,14 @@ def test_an_address_in_the_config_goes_first(init_method: str, address: tuple[st
     assert (ranks.master_addr, ranks.master_port) == address and not ranks.rendezvous_file
 
 
-def test_a_file_is_refused_that_ranks_of_one_machine_or_restarted_ones_can_not_meet_in(tmp_path: Path) -> None:
+def test_a_file_is_refused_that_ranks_of_one_machine_or_restarted_ones_can_not_use(tmp_path: Path) -> None:
     file = tmp_path / "meeting"
     file.write_bytes(b"addresses")
     there, new = (ParallelConfig(init_method=f"file://{path}") for path in (file, tmp_path / "new"))
-    with pytest.raises(ResourceError, match="has left it"):
+    with pytest.raises(ResourceError, match="has left this file"):
         build_launch(train_parser().parse_args([]), there, "spawn")
     build_launch(train_parser().parse_args(["--nodes", "2"]), there, "spawn")  # another machine's
-    with pytest.raises(UsageError, match="restarted can't meet in a file"):
+    with pytest.raises(UsageError, match="restarted can't use a file"):
         build_launch(train_parser().parse_args(["--max-restarts", "1"]), new, "pytorch")
 
 

@@ -10,7 +10,7 @@ from helpers import arguments
 
 from imagenet_cls.checkpoint.format import Progress, Snapshot, read_checkpoint, write_checkpoint
 from imagenet_cls.config.load import config_to_dict, flatten, load_config
-from imagenet_cls.engine.build import Parts, build
+from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.resume import check_resumable
 from imagenet_cls.engine.saving import describe_run
 from imagenet_cls.errors import CheckpointError
@@ -19,11 +19,11 @@ from imagenet_cls.parallel.process_group import Group
 
 
 @cache
-def cached_parts(overrides: tuple[str, ...]) -> Parts:
+def cached_parts(overrides: tuple[str, ...]) -> TrainingParts:
     return build(load_config(None, overrides).config, Group(RankInfo(), torch.device("cpu")))
 
 
-def parts_for(digits: Path, **changes: object) -> Parts:
+def parts_for(digits: Path, **changes: object) -> TrainingParts:
     return cached_parts(tuple(word for word in arguments(digits, Path("unused"), **changes) if "=" in word))
 
 

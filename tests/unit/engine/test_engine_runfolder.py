@@ -98,16 +98,16 @@ def test_begin_records_only_listed_variables(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("MY_API_TOKEN", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     folder = RunFolder(tmp_path)
-    assert not folder.begun_by(["slurm 7"])
-    folder.begin(["slurm 7", "torchrun x"], "seed: 1\n", {"torch": "9.9"})
-    assert folder.begun_by(["torchrun x"]) and not folder.begun_by(["slurm 8"])
+    assert not folder.was_started_by(["slurm 7"])
+    folder.write_metadata(["slurm 7", "torchrun x"], "seed: 1\n", {"torch": "9.9"})
+    assert folder.was_started_by(["torchrun x"]) and not folder.was_started_by(["slurm 8"])
     env = json.loads((tmp_path / "env.json").read_text())
     assert "hunter2" not in (tmp_path / "env.json").read_text() and env["variables"]["NCCL_DEBUG"] == "INFO"
     assert env["versions"]["torch"] == "9.9" and (tmp_path / "config.yaml").read_text() == "seed: 1\n"
     (tmp_path / "config.yaml").unlink()
     (tmp_path / "config.yaml").mkdir()
     with pytest.raises(ResourceError):
-        folder.begin([], "seed: 1\n", {})
+        folder.write_metadata([], "seed: 1\n", {})
 
 
 def test_check_present_folder_moved_is_an_error(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.signals import StopRequest, StopRequested
+from imagenet_cls.parallel.signals import StopRequested, StopSignalHandler
 
 SINGLE = Group(RankInfo(), torch.device("cpu"))
 
@@ -17,8 +17,8 @@ SINGLE = Group(RankInfo(), torch.device("cpu"))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 def test_stop_request_after_a_signal_raises_and_close_restores_handlers(number: signal.Signals) -> None:
     before = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
-    stop = StopRequest(SINGLE)
-    stop.listen()
+    stop = StopSignalHandler(SINGLE)
+    stop.install()
     try:
         stop.check()
         os.kill(os.getpid(), number)
@@ -49,7 +49,7 @@ def test_second_ctrl_c_ends_the_process_and_other_signals_do_not(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1") if torchrun else monkeypatch.delenv("TORCHELASTIC_RUN_ID", False)
     pid = os.fork()
     if not pid:
-        StopRequest(SINGLE).listen()
+        StopSignalHandler(SINGLE).install()
         for number in numbers:
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.collectives import all_mean, all_sum, broadcast_tensors, gather_to_main
+from imagenet_cls.parallel.collectives import all_reduce_mean, all_reduce_sum, broadcast_tensors, gather_to_main
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import (
     Group,
@@ -24,7 +24,7 @@ SINGLE = Group(RankInfo(), CPU)
 
 def test_collectives_with_a_single_rank_return_their_input() -> None:
     tensor = torch.tensor([1.0, 2.0])
-    assert all_sum(tensor, SINGLE) is tensor and all_mean(tensor, SINGLE).tolist() == [1.0, 2.0]
+    assert all_reduce_sum(tensor, SINGLE) is tensor and all_reduce_mean(tensor, SINGLE).tolist() == [1.0, 2.0]
     rows = [{"a": 1}]
     assert gather_to_main(rows, SINGLE) == rows
     tensors = {"a": tensor}
@@ -103,7 +103,7 @@ def test_batch_norm_statistics_after_loading_remember_the_loaded_values() -> Non
     norm = nn.BatchNorm1d(2)
     statistics = BatchNormStatistics(norm, SINGLE)
     norm.running_mean.fill_(5.0)  # type: ignore[union-attr]
-    statistics.remember()
+    statistics.store_current()
     norm.running_mean.fill_(float("nan"))  # type: ignore[union-attr]
     statistics.sync(torch.tensor(True))
     assert norm.running_mean.tolist() == [5.0, 5.0]  # type: ignore[union-attr]

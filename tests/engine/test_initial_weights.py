@@ -1,4 +1,4 @@
-"""The start weights of a run: needed once, and never removed by the run."""
+"""The initial weights of a run: needed once, and never removed by the run."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.engine.inference import load_any_weights
-from imagenet_cls.engine.model import build_start_model, choose_mean_std, pretrained_mismatch
+from imagenet_cls.engine.model import build_initial_model, choose_mean_std, pretrained_mismatch
 from imagenet_cls.errors import UsageError
 
 
@@ -29,7 +29,7 @@ def first(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("key", ["model.checkpoint", "--resume-from"])
-def test_resume_without_the_start_weights_gives_the_same_bits(
+def test_resume_without_the_initial_weights_gives_the_same_bits(
     first: Path, digits: Path, tmp_path: Path, key: str
 ) -> None:
     start = Path(shutil.copytree(first, tmp_path / "start"))
@@ -53,7 +53,7 @@ def test_resume_without_the_start_weights_gives_the_same_bits(
         ("--resume-from", "checkpoints/step-0000003/model.safetensors"),
     ],
 )
-def test_overwrite_of_the_start_weights_is_an_error(first: Path, digits: Path, key: str, inside: str) -> None:
+def test_overwrite_of_the_initial_weights_is_an_error(first: Path, digits: Path, key: str, inside: str) -> None:
     before = files(first)
     named = [key, str(first / inside)] if key.startswith("--") else [f"{key}={first / inside}"]
     if key.startswith("distill"):
@@ -81,7 +81,7 @@ def test_average_in_a_file_is_used_and_reported(tmp_path: Path) -> None:
     config = ModelConfig(name="test_resnet", num_classes=10, checkpoint=str(path))
     told = f"{path} (its average state_dict_ema, not state_dict): loaded {len(average)} tensors"
 
-    started, messages = build_start_model(config, 10, 0)
+    started, messages = build_initial_model(config, 10, 0)
     assert messages == [f"starts from the weights of {told}"]
     by_key = load_any_weights(Config(model=config), None, 10)
     by_path = load_any_weights(Config(model=config), path, 10)
@@ -90,16 +90,16 @@ def test_average_in_a_file_is_used_and_reported(tmp_path: Path) -> None:
         assert all(torch.equal(model.state_dict()[name], value) for name, value in average.items())
 
 
-def test_mismatch_with_the_start_weights_is_reported(
+def test_mismatch_with_the_initial_weights_is_reported(
     first: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*words: str, root: Path = digits) -> list[str]:
         train_command([*arguments(root, tmp_path / "run", **{"model.checkpoint": first}), *words, "--dry-run"])
-        return [line for line in capsys.readouterr().out.splitlines() if "the start weights" in line]
+        return [line for line in capsys.readouterr().out.splitlines() if "the initial weights" in line]
 
     assert said() == []
     assert said("data.mean=[0.5,0.5,0.5]") == [
-        "the start weights were trained with data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225], "
+        "the initial weights were trained with data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225], "
         "and this run uses data.mean=[0.5,0.5,0.5] data.std=[0.229,0.224,0.225]"
     ]
     renamed = Path(shutil.copytree(digits, tmp_path / "renamed"))
