@@ -13,7 +13,7 @@ import os
 import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from imagenet_cls.commands import program
@@ -47,7 +47,7 @@ def prepare_command(argv: Sequence[str]) -> None:
         "prepare_imagenet.py",
         "Unpack ImageNet-1k into OUT/{train,val}/CLASS/*.JPEG. SOURCE is a folder with the ILSVRC2012 "
         "archives (img_train.tar, img_val.tar, devkit_t12.tar.gz), or with Kaggle's unpacked ILSVRC/Data/CLS-LOC and "
-        "LOC_val_solution.csv, or one whose val folder is flat. The same command continues an interrupted one.",
+        "LOC_val_solution.csv, or a flat folder of validation images. The same command continues an interrupted one.",
     )
     parser.add_argument("source", type=Path, metavar="SOURCE")
     parser.add_argument("out", type=Path, metavar="OUT")
@@ -76,6 +76,8 @@ def find_source(folder: Path, labels: Path | None = None) -> Source:
     ]
     first = lambda paths: next((path for path in paths if path.exists()), None)  # noqa: E731
     source = Source(first(train), first(val), labels or first(nearby))
+    if source.train is None and source.val is None and _images(folder):
+        source = replace(source, val=folder)  # a flat folder of validation images
     if source.train is None and source.val is None:
         raise DataError(
             f"{folder}: holds neither {TRAIN_TAR} and {VAL_TAR} nor ILSVRC/Data/CLS-LOC nor train and val folders\n"

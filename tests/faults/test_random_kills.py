@@ -31,7 +31,7 @@ Undisturbed = Callable[[int], Path]
     [
         (1, 2),
         *(pytest.param(ranks, kills, marks=pytest.mark.nightly) for ranks, kills in KILLS.items()),
-        *(pytest.param(ranks, 50, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for ranks in KILLS),
+        *(pytest.param(ranks, 12, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for ranks in KILLS),
     ],
 )
 def test_run_killed_several_times_resumes_to_the_same_bits(

@@ -148,6 +148,13 @@ def test_prepare_flat_val_folder_with_the_devkit(tmp_path: Path) -> None:
     assert_complete(tmp_path / "out")
 
 
+def test_prepare_folder_of_validation_images_alone(tmp_path: Path) -> None:
+    source = write_kaggle(tmp_path / "in")
+    flat = source / "ILSVRC" / "Data" / "CLS-LOC" / "val"
+    assert prepare(flat, tmp_path / "out", "--labels", source / "LOC_val_solution.csv", "--no-count-check") == 0
+    assert sorted(path.name for path in (tmp_path / "out" / "val").iterdir()) == sorted(WNIDS)
+
+
 @pytest.mark.parametrize("row", [f"a,{'x' * 200_000}", "a", "a,"])
 def test_prepare_malformed_solution_file_exits_with_3(tmp_path: Path, row: str) -> None:
     solution = write_kaggle(tmp_path / "in") / "LOC_val_solution.csv"
