@@ -148,11 +148,14 @@ def test_prepare_flat_val_folder_with_the_devkit(tmp_path: Path) -> None:
     assert_complete(tmp_path / "out")
 
 
-def test_prepare_folder_of_validation_images_alone(tmp_path: Path) -> None:
-    source = write_kaggle(tmp_path / "in")
-    flat = source / "ILSVRC" / "Data" / "CLS-LOC" / "val"
-    assert prepare(flat, tmp_path / "out", "--labels", source / "LOC_val_solution.csv", "--no-count-check") == 0
-    assert sorted(path.name for path in (tmp_path / "out" / "val").iterdir()) == sorted(WNIDS)
+def test_prepare_flat_folder_of_validation_images_into_existing_train(tmp_path: Path) -> None:
+    source, labels = write_kaggle(tmp_path / "in"), tmp_path / "in" / "LOC_val_solution.csv"
+    flat = (source / "ILSVRC" / "Data" / "CLS-LOC" / "val").rename(tmp_path / "flat")
+    train = source / "ILSVRC" / "Data" / "CLS-LOC" / "train"
+    (tmp_path / "out").mkdir()
+    train.rename(tmp_path / "out" / "train")
+    assert prepare(flat, tmp_path / "out", "--labels", labels) == 0
+    assert_complete(tmp_path / "out")
 
 
 @pytest.mark.parametrize("row", [f"a,{'x' * 200_000}", "a", "a,"])
