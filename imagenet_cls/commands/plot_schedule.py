@@ -1,6 +1,6 @@
-"""`tools/plot_schedule.py`: plot learning rate, momentum and training resolution of a run without training it.
+"""`tools/plot_schedule.py`: plot learning rate, momentum and training resolution of a run without training.
 
-Needs no data: images are counted if they are on this disk, else their number is given or assumed.
+Needs no data: without --images, the training images are counted if they exist, else ImageNet's number is assumed.
 """
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from imagenet_cls.engine.plan import Plan
 
 IMAGENET_IMAGES = 1_281_167
-_MOST_STEPS = 1_000_000  # of a longer run, evenly spaced steps
+_MOST_STEPS = 1_000_000  # most points of a curve; of a longer run only every n-th step is computed
 _USAGE = "CONFIG [key=value ...] [--out FILE.png] [--images N]"
 
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def plot_schedule_command(argv: Sequence[str]) -> None:
-    """Plot and print the schedule. Raises UserError for a config that train.py would not take, or too few images."""
+    """Plot and print the schedule. Raises UserError for an invalid config or too few images."""
     description = "Plot learning rate, momentum and training resolution of a run, without training it."
     parser = program.build_parser("plot_schedule.py", description, _USAGE)
     program.add_config_arguments(parser)
@@ -99,7 +99,7 @@ def count_training_images(data: DataConfig, given: int | None) -> tuple[int, str
 
 
 def schedule_curves(config: Config, num_images: int) -> Curves:
-    """The curves of a run on so many training images. Raises DataError if they do not fill one batch."""
+    """The curves of a run on `num_images` training images. Raises DataError if they do not fill one batch."""
     from imagenet_cls.data import samples_per_epoch, size_px_at
     from imagenet_cls.engine.plan import plan_run
     from imagenet_cls.optim.build import initial_momentum

@@ -60,7 +60,7 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 def load_for_training(arguments: argparse.Namespace) -> Loaded:
-    """Stage 1 of checking. Imports no torch."""
+    """Load the config and check its keys and values (stage 1 of the checks). Does not import torch."""
     overrides, configs = program.split_overrides(arguments, ["one config"])
     if arguments.syncbn:
         overrides.append("parallel.sync_bn=true")
@@ -80,8 +80,9 @@ def check_allowed_key(key: str) -> None:
 def run_options(arguments: argparse.Namespace, loaded: Loaded) -> "RunOptions":
     """The options of a run from the command line and the environment.
 
-    torchrun restarts the same command after a failure (its process identifies it: its run ids are seldom unique), and
-    SLURM a job that it requeued; torchrun may run inside a SLURM job.
+    torchrun restarts its ranks with the same command after a failure, and SLURM restarts a requeued job. Both may
+    apply, because torchrun may run inside a SLURM job. torchrun is identified by its process, because its run id is
+    often the same for several jobs.
     """
     from imagenet_cls.engine.run_folder import RunOptions
 
@@ -103,7 +104,7 @@ def run_options(arguments: argparse.Namespace, loaded: Loaded) -> "RunOptions":
 
 
 def process_name(pid: int) -> str:
-    """A name with the time of its start, if /proc has it: containers reuse process ids."""
+    """Process id, host and start time (from /proc, in clock ticks since boot), since containers reuse process ids."""
     try:
         since = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -115,7 +116,7 @@ def check_work_dir(arguments: argparse.Namespace, loaded: Loaded) -> None:
     from imagenet_cls.engine.run_folder import RunFolder, starts_from
 
     options = run_options(arguments, loaded)
-    if not options.dry_run and not options.restarted_by:  # after a restart, the folder decides
+    if not options.dry_run and not options.restarted_by:  # after a restart, `open_run_folder` makes these checks
         folder = RunFolder(options.work_dir)
         folder.check_free(options.resume, options.overwrite)
         if options.overwrite:

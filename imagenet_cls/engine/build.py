@@ -1,4 +1,4 @@
-"""Config -> parts: builds everything that a run computes with."""
+"""Build the components of a run (model, optimizer, schedule, loaders and others) from its config."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +85,7 @@ def data_parallel_devices(config: Config) -> Devices:
 
 
 def num_devices(config: Config, world_size: int) -> int:
-    """The devices of all ranks together."""
+    """The number of devices of all ranks together."""
     return world_size * (len(data_parallel_devices(config).all) if config.parallel.mode == "dp" else 1)
 
 
@@ -181,7 +181,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
 
 
 def batch_norm_images(config: Config, plan: Plan) -> int:
-    """Images over which a BatchNorm layer computes its statistics in training."""
+    """The number of images over which a BatchNorm layer computes its statistics in training."""
     images = plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
     return images * (plan.world_size if config.parallel.sync_bn else 1)
 
@@ -195,7 +195,7 @@ def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:
 
 
 def choose_num_classes(configured: int | None, in_data: int) -> int:
-    """Outputs of the head. Raises ConfigError where the data has more classes than `model.num_classes`."""
+    """The number of outputs of the head. Raises ConfigError if the data has more classes than `model.num_classes`."""
     if configured is not None and configured < in_data:
         raise ConfigError(
             [f"model.num_classes: {configured}, but the dataset has {in_data} classes; give at least that, or null"]

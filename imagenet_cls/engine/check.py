@@ -1,6 +1,6 @@
 """Stage 2 of the checks: names, signatures and the arithmetic of batches, before any data is read.
 
-Stage 1 (keys, types, ranges) is `config.check`, which needs no torch.
+Stage 1 (files, keys, types, ranges) is `config.load`, which needs no torch.
 """
 
 from imagenet_cls.config.schema import Config
@@ -17,9 +17,9 @@ from imagenet_cls.optim.schedule import scaled_lr, schedule_problems
 
 
 def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
-    """All problems of a config at once.
+    """All problems of a config at once, or only the first module in `imports` that cannot be imported.
 
-    world_size: None where it is not known yet. training: false for an evaluation, which runs on any number of ranks.
+    world_size: None where it is not known yet. training: false for an evaluation, whose batch is not checked.
     """
     for name in config.imports:
         try:
@@ -38,7 +38,7 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
 
 
 def momentum_problems(config: Config) -> list[Problem]:
-    """A schedule of the momentum needs an optimizer with momentum."""
+    """The problem of a `one_cycle` schedule that sets the momentum of an optimizer without momentum."""
     names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
     if config.schedule.name != "one_cycle" or not names or optimizer_problems(config.optimizer):
         return []

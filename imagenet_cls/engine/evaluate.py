@@ -1,6 +1,6 @@
 """Evaluation: every image counts exactly once, on any number of ranks.
 
-Shards are not padded, models run without their DDP wrapper, and sums of counts are reduced once.
+Shards are not padded, models run without their DDP wrapper, and all counts are summed over the ranks in one all-reduce.
 """
 
 import time

@@ -27,7 +27,7 @@ _MAX_WORKERS = 16
 def build_train_loader(
     config: Config, source: ImageSource, plan: Plan, group: Group, mean: Sequence[float]
 ) -> TrainLoader | SyntheticLoader:
-    """mean: fill colour (0 to 1) of policies that move pixels out of the image."""
+    """The training loader of this rank. mean: fill color (0 to 1) of policies that move pixels out of the image."""
     data = config.data
     sampler = EpochSampler(
         len(source),

@@ -137,7 +137,7 @@ class Run:
     def train_to_last_step(self, folder: RunFolder) -> None:
         """Train to the last step. Raises Stopped, after a save, if a signal stops the run."""
         try:
-            self.after_epoch()  # a stopped run may have ended before the evaluation of its last step
+            self.after_epoch()  # the run may have stopped between the last step of an epoch and its evaluation
             train(self)
         except StopRequested as request:
             self.log_steps()
@@ -163,7 +163,7 @@ class Run:
             yield batch
 
     def after_step(self, epoch: int, lr: float, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
-        """Called by the loop after every step, on every rank; a resumed run needs the same order of calls."""
+        """Record a step; log, check replicas, stop and save where that is due, in this order. A collective."""
         step = self.progress.step
         self.meter.add(step, epoch, lr, loss, grad_norm, skipped)
         if step % self.parts.config.log.every_steps == 0:
@@ -212,11 +212,11 @@ class Run:
         return self.at_end or by_steps or by_epochs
 
     def save_due(self) -> bool:
-        """`save_scheduled`, except after a non-finite step before the end, so that older checkpoints are kept."""
+        """`save_scheduled`, but false after a non-finite step before the end, so that older checkpoints are kept."""
         return self.at_end or (self.save_scheduled() and self.nonfinite.last_step_finite)
 
     def evaluation_due(self) -> bool:
-        """At the end of every `eval.every_epochs`-th epoch and of the run, unless this step was evaluated already."""
+        """Whether to evaluate: after every `eval.every_epochs` epochs and after the last step, unless already done."""
         epochs, rest = divmod(self.progress.step, self.parts.plan.steps_per_epoch)
         at_epoch = rest == 0 and epochs > 0 and epochs % self.parts.config.eval.every_epochs == 0
         return (self.at_end or at_epoch) and self.progress.evaluated_step < self.progress.step
@@ -249,16 +249,15 @@ class Run:
                 progress.best[kind] = {"top1_pct": result["top1_pct"], "step": progress.step}
                 improved = True
         progress.evaluated_step = progress.step
-        if (
-            progress.step % (plan.steps_per_epoch * parts.config.eval.every_epochs) == 0
-        ):  # false if max_steps ends a run
+        # False for an additional evaluation at the end of the run (`max_steps`, or epochs not divided by every_epochs).
+        if progress.step % (plan.steps_per_epoch * parts.config.eval.every_epochs) == 0:
             progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
         return improved
 
     def _evaluation_batches(self) -> Iterator[Batch]:
         """This rank's validation batches, with a progress bar and a check for stop requests before each."""
         evaluation, world_size = self.parts.evaluation, self.parts.group.world_size
-        # Shards differ by at most one image. Before a batch that only some ranks have, no rank may call the collective.
+        # Shards differ by at most one image. `stop.check` is a collective: not called before a batch that a rank lacks.
         batch_size = self.parts.config.eval.batch_size * self.parts.plan.devices
         batches_on_all_ranks = -(-(evaluation.num_images // world_size) // batch_size)
         done = 0

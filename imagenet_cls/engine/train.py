@@ -31,7 +31,7 @@ def train(run: "Run") -> None:
         for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
             micro_batches: Iterable[TrainBatch] = islice(batches, plan.accumulation)
             if parts.sam.due(step):
-                micro_batches = list(micro_batches)  # for two passes
+                micro_batches = list(micro_batches)  # SAM iterates over them twice
             loss = forward_backward(parts, micro_batches, epoch, step)
             if parts.sam.due(step):
                 with parts.sam.perturbed_weights():
@@ -53,7 +53,7 @@ def forward_backward(parts: TrainingParts, micro_batches: Iterable[TrainBatch], 
     accumulation, rank = parts.plan.accumulation, parts.group.rank
     losses = []
     for micro, batch in enumerate(micro_batches):
-        images, targets = parts.prepare(batch, epoch, step, micro)  # to the device: normalize, mix, erase
+        images, targets = parts.prepare(batch, epoch, step, micro)  # to the device: normalize, erase, mix
         seed_generators(hash_key("batch", parts.config.seed, step, micro, rank), *parts.devices.all)  # for dropout
         with gradient_sync(parts.wrapped, micro == accumulation - 1):  # all-reduce with the last micro-batch only
             with autocast(parts.group.device, parts.evaluation.autocast_dtype):

@@ -1,8 +1,8 @@
-"""Detects diverged replicas: ranks whose weights, buffers, EMA or optimizer state differ in any bit.
+"""Detects diverged replicas: ranks whose parameters, BatchNorm buffers, EMA or optimizer state differ in any bit.
 
-They apply the same gradients to different weights, and no loss shows it. So a hash of every tensor is compared at the
-start, every `parallel.check_every_steps` steps and before each checkpoint. Which rank is right is not known, so nothing
-is repaired.
+They apply the same gradients to different weights, and no loss shows it. So hashes of these tensors are compared every
+`parallel.check_every_steps` steps and before each checkpoint, and those of all parameters and buffers at the start.
+Which rank is right is not known, so nothing is repaired.
 """
 
 import hashlib

@@ -1,16 +1,16 @@
-"""`metrics.jsonl`, the record of a run: one JSON object on each line, appended and never changed.
+"""`metrics.jsonl`: one JSON object on each line, appended. A resumed run first drops the records that it writes again.
 
-`step` counts optimizer updates, from 1; `epoch` counts from 0:
+`step` counts optimizer steps from 1, skipped ones included; `epoch` counts from 0:
 
     {"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}  for every step; the last of each logging interval has
                                                                    "images_per_sec", "data_wait_pct", "memory_mib" too
     {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "images", "seconds"}
     {"kind": "event", "step", "message"}
 
-A train record of an update that was skipped, for a loss or gradient that is not finite, has "skipped": true.
+The train record of a step whose update was skipped, because the gradient norm was not finite, has "skipped": true.
 
 JSON has no NaN and infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", which `float()` of
-Python and `Number()` of JavaScript take. `read_metrics` turns them back into numbers.
+Python and `Number()` of JavaScript accept. `read_metrics` converts them back to numbers.
 """
 
 import json
@@ -34,9 +34,9 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class MetricsFile:
     """Appends records to one file. Lines reach the file at `flush`, and the disk at `sync`.
 
-    path: created if missing, with its folder; after a killed run, `truncate_after` comes first, which drops an
-    unfinished last line. All methods but `write` raise ResourceError where the file system fails; then the records are
-    kept for the next flush, so that a run that outlives a full disk has each record once. Thread-safe.
+    path: created if missing, with its folder. To append to the file of a killed run, call `truncate_after` first: it
+    drops an incomplete last line. All methods but `write` raise ResourceError where the file system fails. Records that
+    could not be written are kept for the next flush, so each is written once. Thread-safe.
     """
 
     def __init__(self, path: Path):
@@ -54,13 +54,13 @@ class MetricsFile:
             self._waiting += line.encode() + b"\n"
 
     def flush(self) -> None:
-        """Write all records to the file: they survive the death of this process."""
+        """Write all records to the file: they survive if this process is killed."""
         with self._lock, explain_write_errors(self.path, WRITE_REMEDY):
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def sync(self) -> None:
-        """Write all records to the disk: they survive a power cut."""
+        """Flush and call fsync: the records survive a power failure."""
         self.flush()
         with explain_write_errors(self.path, WRITE_REMEDY):
             os.fsync(self._file.fileno())
