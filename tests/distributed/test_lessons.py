@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_cls.commands.train import load_for_training, train_here, train_parser
-from imagenet_cls.engine import run as engine_run
+from imagenet_cls.engine import start
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import BatchNormStatistics, wrap_model
@@ -121,7 +121,7 @@ def whole_run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     words = [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(folder / f"run{rank}")]
     arguments = train_parser().parse_intermixed_args(words)
     loaded = load_for_training(arguments)
-    group = engine_run.join_group(loaded, RankInfo(rank, rank, world_size, world_size))
+    group = start.join_group(loaded, RankInfo(rank, rank, world_size, world_size))
     train_here(arguments, loaded, group)
     destroy_group(group)
     found["drawn"] = MADE[-1].drawn[-2:]
