@@ -188,7 +188,7 @@ def ranks_of(work_dir: Path) -> dict[int, int]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_sec: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], what: str, timeout_sec: float = 400) -> None:
     end = time.monotonic() + timeout_sec
     while not condition():
         assert time.monotonic() < end, f"waited {timeout_sec} s for {what}"
