@@ -78,7 +78,8 @@ path of the list: `on_bad_image: exclude` without `manifest` is `exclude: ${data
 
 ## Errors
 
-All problems are reported at once, one line each, with exit code 2, before torch is imported:
+All problems are reported at once, one line each, with exit code 2, before torch is imported. A file that is not valid
+YAML, or holds tags, duplicate keys or merge keys, is reported before its keys and values are checked:
 
     configs/mine.yaml:12: optimizer.lr: 'many' is not a number
     command line 'optimzer.lr=1': unknown key 'optimzer'; did you mean 'optimizer'?

@@ -4,9 +4,9 @@ All floating-point entries of the state dict are averaged, BatchNorm's running s
 (BatchNorm's `num_batches_tracked`) are copied. The decay of an update is a pure function of the step, so that a resumed
 run needs the averaged weights and the step only.
 
-`ema.half_life_images` has the same meaning for every batch size and update interval: after so many images a weight
-counts half in the average. For a published decay d of updates every n images it is n * log(0.5) / log(d): DeiT's
-0.99996 at each step of 1024 images is 17.7 million.
+`ema.half_life_images` is the number of images after which a weight counts half in the average, whatever the batch size
+and the update interval. For a published decay d of updates every n images it is n * log(0.5) / log(d): DeiT's 0.99996
+at each step of 1024 images is 17.7 million.
 
 torchvision's reference script multiplies 1 - decay by batch (of all ranks) * `--model-ema-steps` / epochs: its 0.99998
 with 1024 images, every 32 steps and 600 epochs is a decay of 0.998908, a half-life of 20.8 million images. It updates

@@ -66,8 +66,10 @@ def polynomial(t: float, span: Span, power: float = 1.0, min_lr: float = 0.0) ->
 
 
 def step_decay(t: float, span: Span, every_epochs: float = 30, gamma: float = 0.1) -> float:
-    """Times gamma after every so many epochs (He et al., "Deep Residual Learning", 2016, and pytorch/examples: 30,
-    0.1). There is no decay at the end of the span."""
+    """Multiplied by gamma every `every_epochs` epochs, but not at the end of the span.
+
+    He et al., "Deep Residual Learning", 2016, and pytorch/examples: 30 and 0.1.
+    """
     every = every_epochs * span.per_epoch
     return span.base_lr * gamma ** max(0, min(t // every, math.ceil(span.length / every) - 1))
 
@@ -253,7 +255,7 @@ class Schedule:
         return min(max(now - self.start, 0), self.span.length)
 
     def _counts(self, step: int, now: float) -> bool:
-        """Whether `plateau` uses an evaluation after so many steps: only those between epochs, after the warm-up (as
+        """Whether `plateau` uses the evaluation after a step: only those between epochs, after the warm-up (as
         timm does) and before the cooldown. A run may also have evaluated within an epoch."""
         when = self._now(step)
         return step % self.steps_per_epoch == 0 and self.warmup < when <= min(now, self.start + self.span.length)
@@ -425,7 +427,7 @@ def _rates_above(schedule: ScheduleConfig, lr: float) -> list[Problem]:
 _MAX_FACTOR = 1e4
 # Steps per epoch of trials before the real number is known: the fewest, and as many as matter.
 _TRIAL_STEPS = (1, 10_000)
-# Of a longer run, so many evenly spaced steps are tried, and the last one.
+# A longer run is tried at this number of evenly spaced steps, and at the last one.
 _MAX_TRIED = 5000
 
 

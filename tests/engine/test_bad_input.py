@@ -274,7 +274,7 @@ def test_second_run_on_a_folder_is_an_error(check_error: Callable, digits: Path,
 
 
 def turning_nan(after: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Cross-entropy that is NaN after so many training steps."""
+    """Cross-entropy that is NaN after a number of training steps."""
     calls = 0
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:

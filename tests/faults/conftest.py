@@ -11,7 +11,7 @@ from same_run import link_images, words_for
 
 @pytest.fixture(scope="session")
 def few_images(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The folder of the images for a run of so many ranks."""
+    """The folder of the images for a run with this number of ranks."""
     return cache(lambda ranks: link_images(digits, tmp_path_factory.mktemp("few") / f"for{ranks}", ranks))
 
 

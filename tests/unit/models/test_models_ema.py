@@ -1,4 +1,4 @@
-"""The average: timm's arithmetic, updated every so many steps; the step and the weights are its whole state."""
+"""The average: timm's arithmetic, updated every `every_steps` steps; the step and the weights are its whole state."""
 
 import pytest
 import torch
