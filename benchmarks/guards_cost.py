@@ -101,13 +101,15 @@ def on_one_rank(calls: int) -> Iterator[Row]:
     yield Row("BatchNorm's running statistics", calls, measured(lambda: statistics.sync(skipped), calls), 1)
     meter, nonfinite = Meter(group, 256), NonFiniteGuard(group, 10, 1000)
     every = LogConfig().every_steps
-    loss = torch.tensor(1.0)
-    yield Row("meter: add a step", calls, measured(lambda: meter.add(1, 0, 0.1, loss, norm, skipped), calls), 1)
+    loss_and_top1 = torch.tensor([1.0, 0.5])
+    yield Row(
+        "meter: add a step", calls, measured(lambda: meter.add(1, 0, 0.1, loss_and_top1, norm, skipped), calls), 1
+    )
 
     def look() -> None:
         meter.rows, meter.values = [(1, 0, 0.1)] * every, values
         records = meter.flush()
-        nonfinite.note(records)
+        nonfinite.count_and_describe(records)
         nonfinite.check(records, meter.own_losses)
 
     values = meter.values[:every]
@@ -133,10 +135,11 @@ def heartbeats(calls: int) -> Row:
     address = ("127.0.0.1", theirs.getsockname()[1])
     ours._run = b"8 bytes."
     ours._others = {1: Member(1, "host", "127.0.0.1", address[1], 1)}
+    ours._addresses = [address]
     theirs.connect(("127.0.0.1", ours.me.port))
 
     def send_and_receive() -> None:
-        ours._send(0, [address])
+        ours._send(0)
         theirs.send(theirs.recv(64)[:8] + (1).to_bytes(4, "big") + b"\0")
         ours._note(ours._socket.recv(64))
 

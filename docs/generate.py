@@ -3,7 +3,6 @@
 `--check` writes nothing, and ends with exit code 1 if a page is out of date.
 """
 
-import ast
 import inspect
 import re
 import sys
@@ -37,9 +36,13 @@ A config is merged from these layers; later ones override earlier ones:
 3. the file itself,
 4. the overrides on the command line, `key.sub=value`.
 
-Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing.
+Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing. A mapping with
+`_delete_: true` replaces the one of the layers below it.
 `_base_: [_base_/models/resnet50.yaml, _base_/datasets/imagenet_224.yaml]` holds paths relative to the file. A file that
 is reached twice counts once, at its first place. A circle is an error. An empty file is an empty layer.
+
+Where there is no file of the name, a config on the command line, or in `_base_`, is one of this package:
+`configs/resnet/resnet50_rsb_a3.yaml`, or `resnet50_rsb_a3` for short.
 
 ## Command line
 
@@ -82,7 +85,7 @@ All problems are reported at once, one line each, with exit code 2, before torch
 YAML, or holds tags, duplicate keys or merge keys, is reported before its keys and values are checked:
 
     configs/mine.yaml:12: optimizer.lr: 'many' is not a number
-    command line 'optimzer.lr=1': unknown key 'optimzer'; did you mean 'optimizer'?
+    command line 'optimzer.lr=1': optimzer: unknown key; did you mean 'optimizer'?
 
 Names of models and optimizers, and their `kwargs`, are checked against the libraries after that, before data is read.
 """
@@ -90,55 +93,58 @@ Names of models and optimizers, and their `kwargs`, are checked against the libr
 
 def comments() -> dict[tuple[str, str], str]:
     """The comment block directly above each key in `schema.py`, by class and key; "" for a key without one."""
-    source = inspect.getsource(schema)
-    lines = source.splitlines()
-    found = {}
-    for node in ast.parse(source).body:
-        for statement in node.body if isinstance(node, ast.ClassDef) else []:
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                block: list[str] = []
-                number = statement.lineno - 2  # the line above, counted from 0
-                while lines[number].strip().startswith("#"):
-                    block.insert(0, lines[number].strip().removeprefix("#").strip())
-                    number -= 1
-                found[(node.name, statement.target.id)] = " ".join(block)  # type: ignore[attr-defined]
+    found, section = {}, ""
+    block: list[str] = []
+    for line in inspect.getsource(schema).splitlines():
+        if line.startswith("    # "):
+            block.append(line.strip().removeprefix("# "))
+            continue
+        if match := re.match(r"class (\w+)", line):
+            section = match[1]
+        elif match := re.match(r"    (\w+): ", line):
+            found[section, match[1]] = " ".join(block)
+        block = []
     return found
 
 
-def _type_text(path: keys.KeyPath, hint: object) -> str:
-    bare, optional = keys.split_optional(hint)
-    text = keys.describe_type(bare) if keys.is_text(bare) and bare is not str else inspect.formatannotation(bare)
-    text = "dict" if keys.is_kwargs(bare) else text
-    allowed = keys.info(path).allowed
+def _type_text(key: str) -> str:
+    bare, optional = keys.split_optional(keys.value_types()[key])
+    text = "dict" if bare == schema.Kwargs else inspect.formatannotation(bare)
+    text = keys.describe_type(bare) if keys.choices(bare) else text
+    allowed = keys.info(key).allowed
     text = text if allowed is None else f"{text}, {allowed}"
     return f"{text}, or null" if optional else text
 
 
-def _default_text(path: keys.KeyPath) -> str:
-    default = keys.default_of(path)
-    return "none: must be set" if default == "???" else f"`{reader.dump_inline(default)}`"
+def _default_text(key: str) -> str:
+    default = keys.default_of(key)
+    return "none: must be set" if default == schema.REQUIRED else f"`{reader.dump_inline(default)}`"
 
 
-def _section_lines(path: keys.KeyPath, section: type) -> list[str]:
-    texts = comments()
-    lines = [f"## `{'.'.join(path)}`" if path else "## At the top level", ""]
-    if path:
-        lines += [(section.__doc__ or "").strip(), ""]
-    for leaf, hint in keys.leaves().items():
-        if leaf[:-1] == path:
-            needs = keys.info(leaf).needs
-            lines.append(f"- **`{'.'.join(leaf)}`** ({_type_text(leaf, hint)}; default {_default_text(leaf)}).")
-            lines.append(f"  {texts[(section.__name__, leaf[-1])]}")
-            lines += [f"  Needs {needs.text}."] if needs is not None else []
-    for component, values in schema.COMPONENT_DEFAULTS.get(".".join(path), {}).items():
-        lines += ["", f"Defaults of `{component}`: `{reader.dump_inline(values)[1:-1]}`"]
+def _limits_text(key: str) -> str:
+    info = keys.info(key)
+    texts = [f"At most `{info.at_most}`."] if info.at_most else []
+    texts += [f"Not with `{other}`." for other in info.excludes]
+    return " ".join([*texts, f"Needs {info.needs.text}."] if info.needs is not None else texts)
+
+
+def _section_lines(section: str) -> list[str]:
+    of, texts = keys.sections()[section], comments()
+    lines = [f"## `{section}`", "", (of.__doc__ or "").strip(), ""] if section else ["## At the top level", ""]
+    for key in keys.value_types():
+        parent, _, name = key.rpartition(".")
+        if parent == section:
+            lines.append(f"- **`{key}`** ({_type_text(key)}; default {_default_text(key)}).")
+            lines += [f"  {text}" for text in (texts[of.__name__, name], _limits_text(key)) if text]
+    if section == "optimizer":
+        for name, kwargs in schema.DEFAULT_KWARGS.items():
+            lines += ["", f"Defaults of `{name}`: `kwargs: {reader.dump_inline(kwargs)}`"]
     return [*lines, ""]
 
 
 def config_page() -> str:
     """docs/config.md."""
-    parts = [section for section in keys.sections().items() if section[0]] + [((), schema.Config)]
-    lines = [line for path, section in parts for line in _section_lines(path, section)]
+    lines = [line for section in sorted(keys.sections(), key=lambda name: not name) for line in _section_lines(section)]
     return CONFIG_INTRODUCTION + "\n" + "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -168,13 +174,12 @@ Each config below has the settings of a published recipe, and starts with its pa
     bash scripts/dist_train.sh configs/resnet/resnet50_tv_v2.yaml 8
     python tools/plot_schedule.py configs/resnet/resnet50_tv_v2.yaml
 
-**Claimed** is the source's top-1 accuracy on ImageNet-1k's validation set, in per cent, with one centre crop (FFCV's:
-with its mirror image). **Ours** is the accuracy of a run with this repository. **Not run** means that there was none:
-the config is a translation, and the accuracy is the source's.
+**Claimed** is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (FFCV's:
+with its mirror image). **Ours** is the accuracy of a run with this repository. **Not run** means that there was none.
 
 The batch is that of an optimizer step. If the source states how many images each GPU had, `train.micro_batch_size` has
-that number in most configs, so that BatchNorm sees groups of the same size. A GPU that
-accumulates several micro-batches sees the same groups as that many GPUs.
+that number in most configs, so that BatchNorm normalizes groups of the same size. The groups stay the same if one GPU
+accumulates several micro-batches.
 
 The parts of a recipe were compared with independent implementations:
 

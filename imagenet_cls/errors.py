@@ -3,23 +3,25 @@
 A message has at most three lines: what is wrong, where, what to do.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
 class UserError(Exception):
     """Base of all errors that a user can cause; they are shown without a traceback.
 
-    reported_by_main: another rank reports the same error, so this one stays silent.
+    printed_elsewhere: another rank reports the same error, so this one stays silent.
     """
 
     exit_code = 2
-    reported_by_main = False
+    printed_elsewhere = False
 
 
 class UsageError(UserError):
-    """A command that can't be run: an unknown option, a run folder that holds a run, a config that does not exist."""
+    """A command that can't be run: an unknown option, a run folder that holds a run, no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,15 @@ class ResourceError(UserError):
     exit_code = 5
 
 
+def explain_permission_error(error: BaseException) -> BaseException:
+    """A ResourceError for a PermissionError that names a path; any other error as it is."""
+    if not isinstance(error, PermissionError) or error.filename is None:
+        return error
+    explained = ResourceError(f"{error.filename}: {error.strerror}\nGive this user access to it, or use another path.")
+    explained.__cause__ = error
+    return explained
+
+
 class NonFiniteError(UserError):
     """Loss or gradients were NaN or infinite for too many steps in a row."""
 
@@ -70,19 +81,36 @@ class NonFiniteError(UserError):
 
 
 class Stopped(UserError):
-    """The run was stopped by a signal, after a save. exit_code: 130 for Ctrl-C, 140 for SIGUSR2, 143 for SIGTERM."""
+    """The run was stopped by a signal, after a save. Exit code 128 + the number of the signal."""
 
-    def __init__(self, message: str, exit_code: int):
+    def __init__(self, message: str, signal_number: int):
         super().__init__(message)
-        self.exit_code = exit_code
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number
 
     def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return type(self), (str(self), self.exit_code)
+        return type(self), (str(self), self.signal_number)
+
+
+def command_line(name: str) -> str:
+    """How a user calls a command, for messages: `imagenet-cls train`, or `python tools/train.py` in a clone."""
+    tool = Path("tools", f"{name.replace('-', '_')}.py")
+    has_tool = (Path(__file__).resolve().parents[1] / tool).is_file()
+    return f"python {tool}" if has_tool and Path(sys.argv[0]).stem != "imagenet-cls" else f"imagenet-cls {name}"
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text; its type's name where the text is empty."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def printable(text: str) -> str:
+    """The text in one line, with control characters as escapes (`\\x1b`), for a terminal.
+
+    Text of a checkpoint may hold escape sequences. Undecodable bytes of a path are kept.
+    """
+    keeps = (c.isprintable() or "\udc80" <= c <= "\udcff" for c in text)
+    return "".join(c if kept else ascii(c)[1:-1] for c, kept in zip(text, keeps, strict=True))
 
 
 def shorten(text: str, length: int) -> str:

@@ -1,11 +1,20 @@
-"""Files that are written whole or not at all, and what to do where the file system refuses."""
+"""Files that are written whole or not at all, folders that are removed whole, locks, and errors of the file system."""
 
 import contextlib
+import errno
+import fcntl
 import os
+import shutil
+import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from imagenet_cls.errors import ResourceError
+from imagenet_cls.errors import ResourceError, UsageError
+
+TEMPORARY = ".tmp-"
+REMOVED = f"{TEMPORARY}gone-"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -13,7 +22,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
     Raises OSError; then the old file is as it was. Two processes must not write the same path at once.
     """
-    temporary = path.with_name(f".tmp-{path.name}")  # one name, so that the next write replaces what a kill left
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")  # one name, so that the next write replaces what a kill left
     data = content.encode() if isinstance(content, str) else content
     try:
         with temporary.open("wb") as file:
@@ -25,10 +34,59 @@ def write_file(path: Path, content: bytes | str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    fsync(path.parent)
 
 
-def sync(path: Path) -> None:
+def check_regular(file: Path | int) -> None:
+    """Raise OSError unless a path, or an open descriptor, is a regular file. A device or FIFO may have no end."""
+    if not stat.S_ISREG(os.stat(file).st_mode):  # noqa: PTH116 (for a descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+
+
+def link(path: Path, target: str) -> None:
+    """Make or replace a symbolic link, in one step; without an error where the file system has none."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        temporary.replace(path)
+
+
+def take_lock(folder: Path, remedy: str) -> IO[str]:
+    """Lock a folder by its file `.lock`, which names the holder, until it is closed or this process ends (fcntl).
+
+    Raises UsageError if another process has the lock, OSError where the file can't be written.
+    """
+    lock = (folder / ".lock").open("a+")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise UsageError(f"{folder} is in use by {holder}.\n{remedy}") from None
+    if not os.path.samestat(os.fstat(lock.fileno()), (folder / ".lock").stat()):
+        raise FileNotFoundError("the lock has just been removed by another process")
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or a file or link if there is one. The target of a link stays. Raises OSError.
+
+    A folder is renamed first, so that a killed process leaves no part of it under its name.
+    """
+    if path.is_dir() and not path.is_symlink():
+        renamed = path.with_name(f"{REMOVED}{path.name}")
+        path.rename(renamed)
+        shutil.rmtree(renamed)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def fsync(path: Path) -> None:
     """Write a file, or the names in a folder, from the system's cache to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

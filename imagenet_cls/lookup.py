@@ -41,7 +41,7 @@ def is_factory_name(name: str) -> bool:
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
 
 
-def import_from_here(name: str) -> ModuleType:
+def import_from_cwd(name: str) -> ModuleType:
     """Import a user's module, also from the working directory. Raises LookupError if there is none of that name."""
     here = str(Path.cwd())
     if here not in sys.path:
@@ -61,7 +61,7 @@ def import_factory(name: str) -> Callable[..., Any]:
     the user's module are passed on, with their traceback.
     """
     module_name, _, attribute = name.partition(":")
-    target: Any = import_from_here(module_name)
+    target: Any = import_from_cwd(module_name)
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise LookupError(f"module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(target))}")
@@ -69,6 +69,19 @@ def import_factory(name: str) -> Callable[..., Any]:
     if not callable(target):
         raise LookupError(f"{name!r} is not a function or class")
     return target
+
+
+def find_factory(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The built-in factory of this name, or the one that `my_module:my_factory` names. Raises LookupError.
+
+    kind: of component, for the message.
+    """
+    if is_factory_name(name):
+        return import_factory(name)
+    if name not in built_in:
+        allowed = f"(built in: {', '.join(built_in)}; or my_module:my_factory)"
+        raise LookupError(f"unknown {kind} {name!r}{did_you_mean(name, built_in)} {allowed}")
+    return built_in[name]
 
 
 def keyword_names(factory: Callable[..., Any]) -> tuple[list[str], bool]:
@@ -109,7 +122,7 @@ def kwargs_problems(
 
 
 def number_problem(value: Any, allowed: Any, whole: bool = False) -> str | None:
-    """Why `value` is no number of the range `allowed` (`config.fields.Range`); None if it is. whole: integers only."""
+    """Why `value` is no number of the range `allowed` (`config.schema.Range`); None if it is. whole: integers only."""
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if is_number and value in allowed:
         return None

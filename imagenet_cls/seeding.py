@@ -1,9 +1,8 @@
 """Keys for random draws.
 
-Every draw has a key that is made where it is used: `(seed, epoch, index, view)` for a sample, `(seed, step,
-micro_batch, rank)` for a batch. Keys are hashed, never added, so that neighbouring keys give independent draws and no
-two uses have the same key. No generator state is saved or restored, so a run is a pure function of its config and its
-data.
+Before each random draw the generators are seeded with a hash of a key, such as `(seed, epoch, index, view)` for a
+sample or `(seed, step, micro_batch, rank)` for a micro-batch. The purpose is part of the key, so no two uses share a
+seed. No generator state is saved: a run is reproducible from its config, data and number of ranks.
 """
 
 import random
@@ -25,7 +24,7 @@ def hash_key(purpose: str, *parts: int | str) -> int:
 
 
 def seed_generators(key: int, *devices: torch.device) -> None:
-    """Seed the default CPU generators of torch, `random` and numpy, and that of each CUDA device in `devices`.
+    """Seed the default CPU generators of torch, `random` and numpy, and that of each GPU in `devices`.
 
     timm's transforms draw from `random` and numpy. Several GPUs of one process draw differently: the first by `key`,
     the others by keys hashed from it. Takes about 7 us; `torch.manual_seed` takes 106 us, because it formats a stack
@@ -38,6 +37,8 @@ def seed_generators(key: int, *devices: torch.device) -> None:
         if device.type == "cuda":
             device_key = hash_key("device", key, position) if position else key
             torch.cuda.default_generators[device.index or 0].manual_seed(device_key)
+        elif device.type == "mps":
+            torch.mps.manual_seed(key)
 
 
 def generator(purpose: str, *parts: int | str) -> torch.Generator:

@@ -13,20 +13,11 @@ if [ $# -lt 2 ] || [[ ! "$2" =~ ^[1-9][0-9]*$ ]]; then
 fi
 config="$1" gpus="$2"
 shift 2
-for word in "$@"; do
-    if [[ "$word" =~ ^--g(p(us?)?)?(=|$) ]]; then
-        echo "usage: bash scripts/dist_train.sh CONFIG GPUS [arguments of tools/train.py]" >&2
-        echo "error: the number of processes is given twice, as $gpus and with $word; leave $word out" >&2
-        exit 2
-    fi
-done
 if [ -z "${PYTHON:-}" ]; then
     if [ -x "$root/.venv/bin/python" ]; then PYTHON="$root/.venv/bin/python"; else PYTHON=python3; fi
 fi
-nodes=()
-if [ -n "${NNODES:-}" ]; then nodes+=(--nodes "$NNODES"); fi
-if [ -n "${NODE_RANK:-}" ]; then nodes+=(--node-rank "$NODE_RANK"); fi
-if [ -n "${MASTER_ADDR:-}" ]; then nodes+=(--master-addr "$MASTER_ADDR"); fi
-if [ -n "${MASTER_PORT:-}" ]; then nodes+=(--master-port "$MASTER_PORT"); fi
-if [ -n "${MAX_RESTARTS:-}" ]; then nodes+=(--max-restarts "$MAX_RESTARTS"); fi
-exec "$PYTHON" "$root/tools/train.py" "$config" --launcher pytorch --gpus "$gpus" ${nodes[@]+"${nodes[@]}"} "$@"
+MASTER_PORT="${MASTER_PORT:-${PORT:-}}"  # PORT: as mmdetection calls it
+exec "$PYTHON" "$root/tools/train.py" "$config" --launcher pytorch --gpus "$gpus" \
+    ${NNODES:+--nodes "$NNODES"} ${NODE_RANK:+--node-rank "$NODE_RANK"} \
+    ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"} ${MASTER_PORT:+--master-port "$MASTER_PORT"} \
+    ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} "$@"

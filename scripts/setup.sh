@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Creates or repairs .venv in the repository root and installs the package there, editable; does nothing if it is done.
 #   bash scripts/setup.sh [test|dev]
-# PYTHON: the interpreter for it (3.11 or newer). Once it has succeeded, it needs no network. Exit codes: 2 no usable
-# Python, 5 packages could not be installed.
+# PYTHON: the interpreter for it (3.11 or newer). UV_TORCH_BACKEND=cpu: PyTorch without CUDA, by uv; with pip, set
+# PIP_EXTRA_INDEX_URL to PyTorch's index of CPU packages. Once it has succeeded, it needs no network. Exit codes: 2 no
+# usable Python, or no uv for UV_TORCH_BACKEND; 5 packages could not be installed.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -10,7 +11,8 @@ venv="$root/.venv"
 venv_python="$venv/bin/python"
 stamp="$venv/.installed"  # a line for each installed set of extras, with the digest of its requirements
 log="$venv/setup.log"
-needed_gb=8
+size="about 6 GB" needed_gb=8
+if [ "${UV_TORCH_BACKEND:-}" = cpu ]; then size="less than 2 GB" needed_gb=4; fi
 
 fail() {  # fail CODE LINE...
     local code="$1"
@@ -79,14 +81,17 @@ make_venv() {
     fi
 }
 
-install_package() {  # uv ignores pip.conf, so pip is tried if uv fails
+install_package() {  # uv ignores pip's files and variables, so pip is tried if uv fails; pip ignores UV_TORCH_BACKEND
     cd "$root"
-    if has_uv && uv pip install --python "$venv_python" -e ".$extras"; then
-        return
+    if [ -z "${PIP_EXTRA_INDEX_URL:-}" ] && has_uv; then
+        uv pip install --python "$venv_python" -e ".$extras" && return
+        [ -z "${UV_TORCH_BACKEND:-}" ] || return 1
     fi
     "$venv_python" -m pip --version || "$venv_python" -m ensurepip || return
     "$venv_python" -m pip install --disable-pip-version-check -e ".$extras"
 }
+
+reason() { (grep -m 1 -E 'ERROR: |[eE]rror: ' "$log" || tail -n 1 "$log") | sed 's/^ *//' | cut -c 1-300; }
 
 works() { (cd / && "$venv_python" -c 'import imagenet_cls, matplotlib, omegaconf, rich, sklearn, timm, torch, torchvision'); }
 
@@ -96,12 +101,17 @@ fi
 if [ -f "$stamp" ]; then
     echo "Updating $venv: seconds to minutes."
 else
-    echo "Setting up $venv: PyTorch and other packages, about 6 GB, once. This takes one to ten minutes."
+    echo "Setting up $venv: PyTorch and other packages, $size, once. This takes one to ten minutes."
 fi
 free_gb="$(df -Pk "$root" | awk 'NR == 2 { print int($4 / 1048576) }')"
 if [ "${free_gb:-$needed_gb}" -lt "$needed_gb" ] && [ ! -x "$venv_python" ]; then
     echo "Only $free_gb GB are free; $needed_gb GB are needed, including the download." >&2
 fi
+if [ -n "${UV_TORCH_BACKEND:-}" ] && [ -z "${PIP_EXTRA_INDEX_URL:-}" ] && ! has_uv; then
+    fail 2 "error: UV_TORCH_BACKEND=$UV_TORCH_BACKEND needs uv, and there is none" \
+        "Install uv; or unset it, and set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU packages."
+fi
+echo "1/3  Creating the environment"
 if [ ! -e "$venv" ]; then
     make_venv
 elif ! "$venv_python" -c '' >/dev/null 2>&1; then
@@ -110,11 +120,16 @@ elif ! "$venv_python" -c '' >/dev/null 2>&1; then
 elif ! is_usable "$venv_python"; then
     fail 2 "error: $venv has a Python older than 3.11" "Remove this folder, or rename it, and run this again."
 fi
-if ! { install_package && works; } >"$log" 2>&1; then
-    reason="$(grep -m 1 -E 'ERROR: |[eE]rror: ' "$log" || tail -n 1 "$log")"
-    fail 5 "error: the packages could not be installed: $(echo "$reason" | sed 's/^ *//' | cut -c 1-300)" \
+echo "2/3  Downloading and installing the packages; the output is in $log"
+if ! install_package >"$log" 2>&1; then
+    fail 5 "error: the packages could not be installed: $(reason)" \
         "Check the network and the free disk space ($free_gb GB), then run this again; it continues where it stopped." \
         "If that does not help, remove $venv first. The whole output is in $log"
+fi
+echo "3/3  Importing the packages"
+if ! works >>"$log" 2>&1; then
+    fail 5 "error: the installed packages can't be imported: $(reason)" \
+        "Remove $venv, and run this again. torch and torchvision must be from the same index: both for CPUs, or neither."
 fi
 key="$(recipe)"
 { grep "^$key" "$stamp" 2>/dev/null || true; echo "$key$extras"; } >"$stamp.new"

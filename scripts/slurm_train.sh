@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains as a SLURM job, one task for each GPU, and waits for its end; with BATCH=1 as a batch job, without waiting.
-#   GPUS=16 bash scripts/slurm_train.sh PARTITION JOB CONFIG [arguments of tools/train.py]
+#   GPUS=16 bash scripts/slurm_train.sh PARTITION JOB CONFIG [WORK_DIR] [arguments of tools/train.py]
 #   BATCH=1 SBATCH_ARGS=--time=24:00:00 GPUS=16 bash scripts/slurm_train.sh PARTITION JOB CONFIG [arguments]
 # A batch job gets SIGUSR2 120 s before its time limit: it saves, is requeued and resumes, until training is complete.
 # Its output is appended to slurm-NUMBER.out in the folder where it was submitted.
@@ -11,12 +11,13 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 if [ $# -lt 3 ]; then
-    echo "usage: bash scripts/slurm_train.sh PARTITION JOB CONFIG [arguments of tools/train.py]" >&2
+    echo "usage: bash scripts/slurm_train.sh PARTITION JOB CONFIG [WORK_DIR] [arguments of tools/train.py]" >&2
     echo "error: give a partition, a name for the job and a config file, such as: main r50 configs/resnet50.yaml" >&2
     exit 2
 fi
-partition="$1" job="$2"
-shift 2
+partition="$1" job="$2" config="$3"
+shift 3
+if [ $# -gt 0 ] && [[ "$1" != -* && "$1" != *=* ]]; then set -- --work-dir "$@"; fi
 gpus="${GPUS:-8}" gpus_per_node="${GPUS_PER_NODE:-8}"
 if [[ ! "$gpus" =~ ^[1-9][0-9]*$ ]] || [[ ! "$gpus_per_node" =~ ^[1-9][0-9]*$ ]]; then
     echo "error: GPUS=$gpus, GPUS_PER_NODE=$gpus_per_node: both are numbers, such as GPUS=16 GPUS_PER_NODE=8" >&2
@@ -35,7 +36,7 @@ options=(--partition="$partition" --job-name="$job" --ntasks="$gpus" --ntasks-pe
 options+=(--cpus-per-task="${CPUS_PER_TASK:-5}")
 if [ -n "$gres" ]; then options+=(--gres="$gres"); fi
 # A rank that fails ends the others.
-train=(--kill-on-bad-exit=1 "$PYTHON" -u "$root/tools/train.py" --launcher slurm "$@")
+train=(--kill-on-bad-exit=1 "$PYTHON" -u "$root/tools/train.py" --launcher slurm "$config" "$@")
 # SRUN_ARGS and SBATCH_ARGS hold several arguments, so they are not quoted.
 # shellcheck disable=SC2086
 if [ "${BATCH:-0}" = 0 ]; then exec srun "${options[@]}" ${SRUN_ARGS:-} "${train[@]}"; fi

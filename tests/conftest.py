@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,9 @@ from forked_ranks import RankServer  # noqa: E402
 # number changes the bits of sums. torch takes MKL's number, too. Set before the import of torch.
 os.environ["MKL_NUM_THREADS"] = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A background job of a script ignores Ctrl-C, and so would the runs that tests start.
+# A background job of a script ignores Ctrl-C, one of nohup SIGHUP, and so would the runs that tests start.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -57,33 +61,56 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector):
-    """The same for a module that skips itself, such as with `pytest.importorskip`."""
-    report = yield
-    if in_ci() and report.skipped:
-        report.outcome = "failed"
-        report.longrepr = (
-            f"{collector.nodeid} was skipped, which counts as a failure where CI is set: {report.longrepr}"
-        )
-    return report
-
-
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the handwritten digits, written once per process."""
-    from imagenet_cls.data.digits import write_digits
+    from imagenet_cls.data.builtin import write_digits
 
     root = tmp_path_factory.mktemp("data") / "digits"
     write_digits(root, "train")
     return root
 
 
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process: `call(train_command, *arguments)` returns exit code, stdout and stderr.
+
+    Asserts that an error has at most three lines and no traceback.
+    """
+    from imagenet_cls.commands.cli import main
+
+    def call_command(command: Callable, *arguments: Any) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = main(command, [str(argument) for argument in arguments])
+        except SystemExit as usage_error:  # of argparse
+            code = int(usage_error.code or 0)
+        out, err = capsys.readouterr()
+        assert code == 0 or (0 < len(err.splitlines()) <= 3 and "Traceback" not in err), (code, err)
+        return code, out, err
+
+    return call_command
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a file system of one megabyte; a checkpoint of `helpers:noisy` takes about a tenth."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        command = ["mount", "-t", "tmpfs", "-o", "size=1000000", "tmpfs", folder]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs a small file system (root, mount): {getattr(error, 'stderr', '') or error}")
+    yield folder
+    for _ in range(2):  # a test may have mounted it twice
+        subprocess.run(["umount", "-l", folder], capture_output=True)
+
+
 @pytest.fixture(scope="session")
-def rank_server() -> Iterator[RankServer]:
+def rank_server() -> RankServer:
     """Runs functions or `train.py` on ranks without a launcher: see `forked_ranks.py`."""
-    with RankServer() as server:
-        yield server
+    return RankServer()
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TRAIN, TEST, PREDICT = (str(REPOSITORY / "tools" / name) for name in ("train.py", "test.py", "predict.py"))
+TRAIN = str(REPOSITORY / "tools" / "train.py")
 DIST_TRAIN = str(REPOSITORY / "scripts" / "dist_train.sh")
 DEMO = str(REPOSITORY / "configs" / "demo.yaml")
 
@@ -38,8 +38,8 @@ def plain(num_classes: int, width: int = 16) -> Any:
     )
 
 
-def remembering(num_classes: int) -> Any:
-    """`plain` with a buffer that each forward pass changes: the sum of the image means."""
+def with_image_sum(num_classes: int) -> Any:
+    """`plain` with a buffer that each forward pass in training changes: the sum of the image means."""
     import torch
     from torch import nn
 
@@ -87,6 +87,27 @@ def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after
     )
 
 
+# By training step: what `eventful` calls with the network, in its forward pass.
+EVENTS: dict[int, Callable[[Any], object]] = {}
+
+
+def eventful(num_classes: int) -> Any:
+    """`noisy`, with an event before the forward pass of each training step that `EVENTS` has."""
+    from torch import nn
+
+    class Events(nn.Module):
+        step = 0  # of this process
+
+        def forward(self, images: Any) -> Any:
+            self.step += self.training
+            if self.training and self.step in EVENTS:
+                EVENTS[self.step](network)
+            return images
+
+    network = nn.Sequential(Events(), *noisy(num_classes))
+    return network
+
+
 def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) -> list[str]:
     """Arguments of train.py: the demo at 16 px, 10 steps per epoch. A double underscore in a name is a dot."""
     settings: dict[str, Any] = {
@@ -116,7 +137,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def train_here(words: list[str]) -> None:
-    """One rank, in this process. Raises what the run raises."""
+    """Run train.py on one rank, in this process. Raises what the run raises."""
     from imagenet_cls.commands.train import train_command
 
     assert train_command(words) == 0
@@ -153,12 +174,19 @@ def losses(work_dir: Path) -> list[float]:
 
 
 def evaluations(work_dir: Path) -> list[dict[str, Any]]:
+    """The records of all evaluations, in order: one for each kind of weights."""
     records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if record["kind"] == "eval"]
 
 
 def newest(work_dir: Path) -> Path:
+    """The folder of the checkpoint with the highest step."""
     return max((work_dir / "checkpoints").glob("step-*"))
+
+
+def saved_bytes(work_dir: Path) -> dict[str, bytes]:
+    """Weights, EMA and optimizer state of the newest checkpoint: equal after the same steps, evaluated or not."""
+    return {path.name: path.read_bytes() for path in newest(work_dir).glob("*.safetensors")}
 
 
 def state_digest(work_dir: Path) -> str:
@@ -178,7 +206,7 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def ranks_of(work_dir: Path) -> dict[int, int]:
+def pids_by_rank(work_dir: Path) -> dict[int, int]:
     """Process ids of the latest start, by rank, from the logs."""
     found = {}
     for log in (work_dir / "logs").glob("rank*.log"):

@@ -1,4 +1,4 @@
-"""A data set for tests, `recording_dataset:open_set`, that records which training images any process reads."""
+"""A dataset for tests, `recording_dataset:open_set`, that records which training images any process reads."""
 
 import os
 from collections import Counter

@@ -4,17 +4,19 @@ Needs Debian's `slurm-wlm`, and no privileges beyond those of `slurmd`. Authenti
 machine can use it while a test runs.
 """
 
+import getpass
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-DAEMONS = ("slurmctld", "slurmd")
+from helpers import wait_for
+
+SEARCHED = f"{os.environ['PATH']}:/usr/sbin"
 # A requeued job waits for `cred_expire` (default: two minutes), then for the scheduler.
 # The node names are addresses, so that the first one of a step leads to rank 0.
 CONFIG = """
@@ -48,9 +50,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def is_installed() -> bool:
-    return all(shutil.which(name) or Path("/usr/sbin", name).exists() for name in DAEMONS) and bool(
-        shutil.which("srun")
-    )
+    return all(shutil.which(name, path=SEARCHED) for name in ("slurmctld", "slurmd", "srun"))
 
 
 @contextmanager
@@ -60,23 +60,26 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         for probe in (a, b, c):
             probe.bind(("", 0))
         ports = [probe.getsockname()[1] for probe in (a, b, c)]
-    host = socket.gethostname().split(".")[0]
-    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    host, user = socket.gethostname().split(".")[0], getpass.getuser()
     (folder / "state").mkdir(parents=True)
     (folder / "gpu").touch()  # SLURM only counts files
     text = CONFIG.format(host=host, user=user, folder=folder, ports=ports, cpus=os.cpu_count())
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text(f"NodeName=127.0.0.[1-2] Name=gpu File={folder}/gpu\n")
-    env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+    env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCHED}
+
+    def two_nodes_are_idle() -> bool:
+        words = ["sinfo", "--noheader", "--format=%D %t"]
+        return (
+            "2 idle" in subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout
+        )
+
     daemons = []
     try:
         for words in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "127.0.0.1"], ["slurmd", "-D", "-N", "127.0.0.2"]):
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             daemons.append(subprocess.Popen(words, env=os.environ | env, start_new_session=True, **quiet))
-        end = time.monotonic() + 120
-        while "idle" not in (listing := states(env)) or "2 idle" not in listing:
-            assert time.monotonic() < end, f"the cluster did not come up: {listing}; see {folder}/*.log"
-            time.sleep(0.2)
+        wait_for(two_nodes_are_idle, f"the cluster, see {folder}/*.log", 120)
         yield env
     finally:
         subprocess.run(["scancel", "--user", user], env=os.environ | env, timeout=60)
@@ -86,8 +89,3 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
                 daemon.wait(10)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-
-
-def states(env: dict[str, str]) -> str:
-    words = ["sinfo", "--noheader", "--format=%D %t"]
-    return subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout

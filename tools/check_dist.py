@@ -5,7 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.commands.check_dist import main
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.check_dist import check_command
 
 if __name__ == "__main__":
-    main()
+    cli.main(check_command)

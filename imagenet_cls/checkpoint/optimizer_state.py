@@ -56,17 +56,15 @@ def load_optimizer(
     tensors: dict[str, Tensor],
     numbers: dict[str, Any],
     changed: Collection[str] = (),
-    needed: Collection[str] = (),
 ) -> None:
     """Load what `optimizer_to_tensors` returned into an optimizer of the same kind over the same parameters.
 
-    changed: the optimizer's arguments that differ from the checkpoint's config; they keep their new values. needed:
-    names of the state that the optimizer with these arguments needs for each parameter.
+    changed: the optimizer's arguments that differ from the checkpoint's config; they keep their new values.
 
     Each tensor gets its parameter's strides: fused kernels walk weight and state in memory order, so a contiguous
     momentum with a channels-last weight silently corrupts the run (error 2e-2 on weights of 0.1 in the first step).
 
-    Raises CheckpointError where the parameter groups differ, or needed state is missing.
+    Raises CheckpointError if the parameter groups differ.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -77,12 +75,6 @@ def load_optimizer(
             f"the optimizer has groups of {[len(g) for g in here]} parameters, the checkpoint "
             f"of {[len(g) for g in there]}.\n"
             "Resume with the config that the run was started with (its config.yaml)."
-        )
-    stored = {name.rpartition(_SEPARATOR)[2] for name in tensors}.union(*numbers["parameters"].values())
-    if missing := sorted(set(needed) - stored):
-        raise CheckpointError(
-            f"with the changed optimizer.kwargs, the optimizer needs {', '.join(missing)}: not in the checkpoint.\n"
-            "Restore them, or start a new run from its weights: model.checkpoint=CHECKPOINT"
         )
     for index, group in enumerate(optimizer.param_groups):
         for key, value in numbers["groups"][index]["values"].items():

@@ -2,15 +2,17 @@
 
 import logging
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Self
 
-from imagenet_cls.checkpoint.format import Progress, Snapshot, list_checkpoints, prune, step_of, write_checkpoint
-from imagenet_cls.checkpoint.select import best_on_disk
+from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
+from imagenet_cls.checkpoint.format import Progress, Snapshot, prune, write_checkpoint
+from imagenet_cls.checkpoint.select import saved_best_steps
 from imagenet_cls.config.schema import CheckpointConfig
 from imagenet_cls.errors import UserError, first_line
+from imagenet_cls.files import link
 
 
 class CheckpointSaver:
@@ -30,7 +32,8 @@ class CheckpointSaver:
         report: Callable[[str], None],
     ):
         """checkpoints: the folder. progress: of the run, updated by the training loop. before_write: called in the
-        thread before each write. report: receives a line for a failed save where `config.on_error` is `continue`.
+        thread before each write. report: receives a line for a failed save where `config.on_error` is `continue`,
+        and for a checkpoint that was removed.
         """
         self.checkpoints = checkpoints
         self.config = config
@@ -39,9 +42,10 @@ class CheckpointSaver:
         self.take_snapshot = take_snapshot
         self.before_write = before_write
         self.report = report
-        self._thread: Thread | None = None
-        self._error: BaseException | None = None
-        self._saved_best = best_on_disk(checkpoints, progress) if is_main else set()
+        self._executor = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._save_in_progress: futures.Future[None] | None = None
+        self._written: Path | None = None  # the newest checkpoint
+        self._saved_best = saved_best_steps(checkpoints, progress) if is_main else set()
         # The run resumed from the newest intact checkpoint, so later ones are damaged.
         present = list_checkpoints(checkpoints) if is_main else []
         self._damaged = {step for step in map(step_of, present) if step > progress.step}
@@ -51,24 +55,22 @@ class CheckpointSaver:
         if not self.is_main:
             return
         self._wait_or_report()  # before the copy, so that memory holds one copy only
-        snapshot = self.take_snapshot()
-        best = {entry["step"] for entry in self.progress.best.values()}
-        self._thread = Thread(target=self._run, args=(snapshot, best), name="checkpoint", daemon=True)
-        self._thread.start()
+        if self._written is not None and not self._written.exists():
+            self.report(f"{self._written} was removed by another process; training continues")
+        best = {entry["step"]: entry["top1_pct"] for entry in self.progress.best.values()}
+        self._save_in_progress = self._executor.submit(self._write, self.take_snapshot(), best)
 
     def check(self) -> None:
         """Raise or report the error of a save that has ended. Cheap enough for every step."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._save_in_progress is not None and self._save_in_progress.done():
             self._wait_or_report()
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error, whatever `config.on_error` is."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._save_in_progress is not None:
+            futures.wait([self._save_in_progress])  # a Ctrl-C here leaves it to the next call
+            save, self._save_in_progress = self._save_in_progress, None
+            save.result()
 
     def __enter__(self) -> Self:
         return self
@@ -80,6 +82,7 @@ class CheckpointSaver:
             self.wait()
         except Exception:  # the exception that ends the run is the one to show
             logging.getLogger("imagenet_cls").exception("a save failed")
+        self._executor.shutdown()
 
     def _wait_or_report(self) -> None:
         try:
@@ -89,16 +92,17 @@ class CheckpointSaver:
                 raise
             self.report(f"{first_line(error)}; training continues (checkpoint.on_error)")
 
-    def _run(self, snapshot: Snapshot, best: set[int]) -> None:
-        """In the thread. best: steps of the best checkpoints of each kind of weights, when the copy was made."""
-        try:
-            self.before_write()
-            write_checkpoint(self.checkpoints, snapshot)
-            step = snapshot.state["step"]
-            self._damaged.discard(step)
-            # Where the best one could not be saved, the best before it is kept until a better one is saved.
-            if best <= set(map(step_of, list_checkpoints(self.checkpoints))):
-                self._saved_best = best
-            prune(self.checkpoints, step, self.config.keep_last, best | self._saved_best, self._damaged)
-        except BaseException as error:
-            self._error = error
+    def _write(self, snapshot: Snapshot, best: dict[int, float]) -> None:
+        """In the thread. best: top-1 of the best checkpoint of each kind of weights by step, when the copy was made."""
+        self.before_write()
+        self._written = write_checkpoint(self.checkpoints, snapshot)
+        step = snapshot.state["step"]
+        self._damaged.discard(step)
+        # Where the best one could not be saved, the best before it is kept until a better one is saved.
+        present = {step_of(path): path.name for path in list_checkpoints(self.checkpoints)}
+        if best.keys() <= present.keys():
+            self._saved_best = set(best)
+            for top in sorted(best, key=lambda step: best[step])[-1:]:
+                link(self.checkpoints / "best", present[top])
+        link(self.checkpoints / "last", present[step])
+        prune(self.checkpoints, step, self.config.keep_last, {*best, *self._saved_best}, self._damaged)

@@ -1,26 +1,27 @@
 """Which checkpoint of a run to use: the newest intact one to resume from, the best one to predict with."""
 
 import json
+import os
+from collections.abc import Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 
+from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.checkpoint.format import (
     Progress,
     Snapshot,
-    checkpoint_content,
-    list_checkpoints,
+    invalid_content_errors,
     read_checkpoint,
-    step_of,
     verified_files,
 )
 from imagenet_cls.errors import CheckpointError, first_line
 
 
-def load_newest(folder: Path) -> tuple[Snapshot | None, list[str]]:
+def newest_intact(folder: Path) -> tuple[Snapshot | None, list[str]]:
     """The newest checkpoint that verifies, and a message for each newer one that is damaged.
 
-    (None, []) where there is no checkpoint. Raises CheckpointError where all are damaged: starting from step 0 without
+    (None, []) where there is no checkpoint. Raises CheckpointError if all are damaged: starting from step 0 without
     an error would lose the run.
     """
     damage: list[str] = []
@@ -37,13 +38,14 @@ def load_newest(folder: Path) -> tuple[Snapshot | None, list[str]]:
     return None, []
 
 
-def load_newest_in(path: Path) -> tuple[Snapshot, list[str]]:
+def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
     """A checkpoint, or the newest intact one of a run folder; and messages about damaged ones. Raises CheckpointError
     where there is none."""
+    path = _link_target(path)
     candidates = _candidates(path)
     if candidates == [path]:
         return read_checkpoint(path), []
-    snapshot, damage = load_newest(candidates[0].parent)
+    snapshot, damage = newest_intact(candidates[0].parent)
     assert snapshot is not None
     return snapshot, damage
 
@@ -51,44 +53,56 @@ def load_newest_in(path: Path) -> tuple[Snapshot, list[str]]:
 def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     """A checkpoint, or the one with the best top-1 of a run folder, verified.
 
-    Also returns the kind of its weights that was best (`raw` or `ema`; None where `path` is a checkpoint, or none was
-    evaluated), and a message for each better one that is damaged. Raises CheckpointError where none is intact.
+    Also returns which of its weights were best (`raw` or `ema`; None where `path` is a checkpoint, or none was
+    evaluated), and a message for each better one that is damaged. Raises CheckpointError if none is intact.
     """
+    path = _link_target(path)
     candidates = _candidates(path)
     if candidates == [path]:
         return read_checkpoint(path), None, []
-    newest, damage = load_newest_in(path)
-    with checkpoint_content(newest.path):
+    newest, damage = load_newest(path)
+    with invalid_content_errors(newest.path):
         best = newest.state["progress"]["best"]
-        kind = max(best, key=lambda name: best[name]["top1_pct"], default=None)
-        wanted = [path for path in candidates if kind is not None and step_of(path) == best[kind]["step"]]
+        name = max(best, key=lambda name: best[name]["top1_pct"], default=None)
+        wanted = [path for path in candidates if name is not None and step_of(path) == best[name]["step"]]
     if not wanted or wanted[0] == newest.path:
-        return newest, kind if wanted else None, damage
+        return newest, name if wanted else None, damage
     try:
-        return read_checkpoint(wanted[0]), kind, damage
+        return read_checkpoint(wanted[0]), name, damage
     except CheckpointError as error:
         return newest, None, [*damage, f"{first_line(error)}; using {newest.path} instead"]
 
 
-def best_on_disk(checkpoints: Path, progress: Progress) -> set[int]:
-    """Steps of the best checkpoints on disk, up to `progress.step`: for each kind of weights the best one, or, where it
-    could not be saved, the best of those that were."""
-    here = {step_of(path): path for path in list_checkpoints(checkpoints) if step_of(path) <= progress.step}
-    found = {entry["step"] for entry in progress.best.values()} & here.keys()
-    for kind in [kind for kind, entry in progress.best.items() if entry["step"] not in here]:
-        scores = {}
-        for step, path in here.items():
-            with suppress(CheckpointError), checkpoint_content(path):
-                state = json.loads(verified_files(path, "state.json")["state.json"])["progress"]
-                if state["evaluated_step"] == step and isfinite(state["latest"][kind]["loss"]):
-                    scores[step] = state["latest"][kind]["top1_pct"]
-        found |= {max(scores, key=lambda step: scores[step])} if scores else set()
-    return found
+def saved_best_steps(checkpoints: Path, progress: Progress) -> set[int]:
+    """Steps of the best checkpoints on disk, up to `progress.step`: the best one for the raw and for the EMA weights,
+    or, where that could not be saved, the best of those that were."""
+    saved = {step_of(path): path for path in list_checkpoints(checkpoints) if step_of(path) <= progress.step}
+    steps = set()
+    for name, best in progress.best.items():
+        scores = {best["step"]: best["top1_pct"]} if best["step"] in saved else _saved_scores(saved, name)
+        steps |= {max(scores, key=lambda step: scores[step])} if scores else set()
+    return steps
+
+
+def _saved_scores(saved: Mapping[int, Path], name: str) -> dict[int, float]:
+    """The top-1 of the saved weights called `name`, by the steps of those that were evaluated with a finite loss."""
+    scores = {}
+    for step, path in saved.items():
+        with suppress(CheckpointError), invalid_content_errors(path):
+            progress = json.loads(verified_files(path, "state.json")["state.json"])["progress"]
+            if progress["evaluated_step"] == step and isfinite(progress["latest"][name]["loss"]):
+                scores[step] = progress["latest"][name]["top1_pct"]
+    return scores
+
+
+def _link_target(path: Path) -> Path:
+    """The folder that a link points to, so that a save of the run does not change it while it is read."""
+    return path.parent / path.readlink() if path.is_symlink() else path
 
 
 def _candidates(path: Path) -> list[Path]:
     """[path] for a checkpoint, or those of a run folder, newest first. Raises CheckpointError."""
-    if (path / "manifest.json").is_file():
+    if os.path.isfile(path / "manifest.json"):  # noqa: PTH113 (pathlib raises without permission)
         return [path]
     candidates = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not candidates:

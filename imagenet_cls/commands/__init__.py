@@ -1,4 +1,4 @@
-"""The commands: arguments, printing and exit codes. `tools/` and the console scripts call their `main`.
+"""The commands: arguments, printing and exit codes. `tools/` and the console script (`main`) run them by `cli.main`.
 
 Importing this package checks first that the libraries of setup.cfg are installed.
 """
@@ -6,6 +6,7 @@ Importing this package checks first that the libraries of setup.cfg are installe
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 # Read when torch is imported: its warnings about sockets are a dozen lines each.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -16,10 +17,13 @@ LIBRARIES = (
     "PIL", "yaml",
 )  # fmt: skip
 
+if sys.platform == "win32":
+    print("imagenet-cls does not run on Windows.\nUse WSL (Windows Subsystem for Linux).", file=sys.stderr)
+    sys.exit(5)
+
 if missing := [name for name in LIBRARIES if name not in sys.modules and find_spec(name) is None]:
-    print(
-        f"{', '.join(missing)}: not installed for {sys.executable}.\n"
-        "Run `bash scripts/setup.sh`, which makes .venv, and then `source .venv/bin/activate`.",
-        file=sys.stderr,
-    )
+    clone = Path(__file__).resolve().parents[2] / "scripts" / "setup.sh"
+    remedy = "Run `bash scripts/setup.sh`, which makes .venv, and then `source .venv/bin/activate`."
+    remedy = remedy if clone.is_file() else "Install imagenet-cls with pip again, without --no-deps."
+    print(f"{', '.join(missing)}: not installed for {sys.executable}.\n{remedy}", file=sys.stderr)
     sys.exit(2)

@@ -6,20 +6,19 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.commands import program
-from imagenet_cls.commands.distributed import RankCommand, add_rank_options, run_command
-from imagenet_cls.config.load import Loaded, load_config
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.distributed import RankCommand, add_rank_options, join_group, run_command
+from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.guards.heartbeat import start_heartbeat
-from imagenet_cls.parallel.collectives import gather_to_main
+from imagenet_cls.parallel.collectives import mark_printed_by_main
 from imagenet_cls.parallel.environment import RankInfo, name_ranks
-from imagenet_cls.parallel.process_group import Group, check_backend, choose_device, init_group, run_on_main
+from imagenet_cls.parallel.process_group import Group, check_backend
 
 # The gradients of a ResNet-18 in float32.
 _ELEMENTS = 12_000_000
@@ -27,28 +26,23 @@ _REPEATS = 3
 _MAX_TIMEOUT_SEC = 60.0  # shorter than a run's
 
 
-def main() -> None:
-    """`tools/check_dist.py`."""
-    program.main(check_command)
-
-
 def check_command(argv: Sequence[str]) -> int:
     """Check the ranks of any launcher, or of --gpus N. Returns the exit code."""
     command = RankCommand(
-        "check_dist.py", check_parser, load_for_check, check_nothing, check_ranks, check_nothing, join_over_gloo
+        "check-dist", check_parser, load_for_check, check_nothing, check_nothing, check_ranks, join_over_gloo
     )
     return run_command(command, argv)
 
 
 def check_parser() -> argparse.ArgumentParser:
     description = "Join the ranks, compare versions, run an all-reduce. Exit code 0 if all checks pass, else 5."
-    parser = program.build_parser("check_dist.py", description, "[key=value ...] [options]")
+    parser = cli.build_parser("check-dist", description, "[key=value ...] [options]")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="device=cpu, parallel.backend=gloo, ...")
     add_rank_options(parser)
     return parser
 
 
-def load_for_check(arguments: argparse.Namespace) -> Loaded:
+def load_for_check(arguments: argparse.Namespace) -> LoadedConfig:
     return load_config(None, arguments.overrides)
 
 
@@ -56,26 +50,23 @@ def check_nothing(*_: object) -> None:
     """No checks in the launching process: this command trains nothing."""
 
 
-def join_over_gloo(loaded: Loaded, rank_info: RankInfo) -> Group:
+def join_over_gloo(loaded: LoadedConfig, rank_info: RankInfo) -> Group:
     """Rendezvous over gloo, whose errors are clear; `check_ranks` uses the configured backend later."""
-    parallel = loaded.config.parallel
-    timeout_sec = min(parallel.timeout_sec, _MAX_TIMEOUT_SEC)
-    device = choose_device(loaded.config.device, rank_info)
-    group = init_group(rank_info, device, "auto", "gloo", parallel.init_method, timeout_sec)
-    return start_heartbeat(group, timeout_sec)
+    timeout_sec = min(loaded.config.parallel.timeout_sec, _MAX_TIMEOUT_SEC)
+    parallel = replace(loaded.config.parallel, mode="auto", backend="gloo", timeout_sec=timeout_sec)
+    return join_group(replace(loaded, config=replace(loaded.config, parallel=parallel)), rank_info)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Identity, versions and measurements of one rank. gpu: the device's UUID, "" on a CPU.
+    """A row of the table. gpu: the device's UUID, "-" on a CPU.
 
-    sum_is_right: whether every element of the all-reduce was right. bandwidth_gb_per_sec: bus bandwidth, 2 (n - 1) / n
-    x bytes / time, as in NCCL's tests. Both None if nothing was reduced.
+    sum: whether every element of the all-reduce was right. gb_per_sec: bus bandwidth, 2 (n - 1) / n x bytes / time, as
+    in NCCL's tests.
     """
 
     rank: int
     local_rank: int
-    world_size: int
     host: str
     device: str
     gpu: str
@@ -83,14 +74,14 @@ class RankReport:
     torch: str
     python: str
     nccl: str
-    sum_is_right: bool | None = None
-    bandwidth_gb_per_sec: float | None = None
+    sum: str = "-"
+    gb_per_sec: str = "-"
 
 
-def check_ranks(arguments: argparse.Namespace, loaded: Loaded, group: Group) -> None:
+def check_ranks(arguments: argparse.Namespace, loaded: LoadedConfig, group: Group) -> None:
     """Compare all ranks, all-reduce, and print a table on rank 0. A collective.
 
-    group: joined over gloo. The configured backend is initialised only if the ranks have no problem: nccl's message for
+    group: joined over gloo. The configured backend is initialized only if the ranks have no problem: nccl's message for
     two ranks on one GPU is obscure. Raises UsageError for a missing backend, ResourceError, on every rank, with the
     problems.
     """
@@ -103,36 +94,35 @@ def check_ranks(arguments: argparse.Namespace, loaded: Loaded, group: Group) -> 
         print("one rank: no all-reduce to check; all checks passed")
         return
     over = dist.new_group(backend=backend) if backend != "gloo" else None
-    right, bandwidth = measure_all_reduce(group, over)
-    raise_problems(group, replace(report, sum_is_right=right, bandwidth_gb_per_sec=bandwidth), show_always=True)
+    is_right, bandwidth = measure_all_reduce(group, over)
+    report = replace(report, sum="right" if is_right else "WRONG", gb_per_sec=f"{bandwidth:.2f}")
+    raise_problems(group, report, show_always=True)
     if group.is_main:
         print(f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: all checks passed")
 
 
 def raise_problems(group: Group, own: RankReport, show_always: bool = False) -> None:
-    """Gather the reports on rank 0, print them, and raise their problems on every rank."""
-    reports = gather_to_main([own], group)
-
-    def raise_on_main() -> None:
-        problems = rank_problems(reports)
-        if problems or show_always or group.world_size == 1:
-            print(table(reports))
-        if problems:
-            more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
-            raise ResourceError("\n".join(problems[:2]) + more + "\nFix this before starting a run.")
-
-    run_on_main(group, raise_on_main)
+    """Gather the reports on every rank, print them on rank 0, and raise ResourceError with their problems."""
+    reports = [own] * group.world_size
+    if group.cpu_group is not None:
+        dist.all_gather_object(reports, own, group=group.cpu_group)
+    problems = rank_problems(reports)
+    if group.is_main and (problems or show_always or group.world_size == 1):
+        print(table(reports))
+    if problems:
+        more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
+        error = ResourceError("\n".join(problems[:2]) + more + "\nFix this before starting a run.")
+        raise mark_printed_by_main(error, group)
 
 
 def describe_rank(group: Group) -> RankReport:
-    device, gpu = "cpu", ""
+    device, gpu = "cpu", "-"
     if group.device.type == "cuda":
         properties = torch.cuda.get_device_properties(group.device)
         device, gpu = f"{group.device} {properties.name}", str(properties.uuid)
     return RankReport(
         rank=group.rank,
         local_rank=group.rank_info.local_rank,
-        world_size=group.world_size,
         host=socket.gethostname(),
         device=device,
         gpu=gpu,
@@ -146,22 +136,18 @@ def describe_rank(group: Group) -> RankReport:
 def measure_all_reduce(group: Group, over: Any) -> tuple[bool, float]:
     """(whether every element is right, bus bandwidth in GB/s) of all-reduces over process group `over`."""
     tensor = torch.empty(_ELEMENTS, device=group.device)
+    synchronize = torch.cuda.synchronize if tensor.is_cuda else lambda: None
     seconds = []
     for _ in range(1 + _REPEATS):  # the first one opens connections
         tensor.fill_(group.rank + 1)
-        _synchronize(group)
+        synchronize()
         begin = time.perf_counter()
         dist.all_reduce(tensor, group=over)
-        _synchronize(group)
+        synchronize()
         seconds.append(time.perf_counter() - begin)
     expected = group.world_size * (group.world_size + 1) / 2
     moved_bytes = 2 * (group.world_size - 1) / group.world_size * tensor.nbytes
     return bool((tensor == expected).all()), moved_bytes / min(seconds[1:]) / 1e9
-
-
-def _synchronize(group: Group) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
 
 
 def rank_problems(reports: Sequence[RankReport]) -> list[str]:
@@ -172,11 +158,11 @@ def rank_problems(reports: Sequence[RankReport]) -> list[str]:
         if len(ranks_of) > 1:
             listing = "; ".join(f"{version} on {name_ranks(ranks)}" for (version,), ranks in ranks_of.items())
             problems.append(f"different versions of {name}: {listing}")
-    for (host, _), ranks in ranks_by([report for report in reports if report.gpu], "host", "gpu").items():
+    for (host, _), ranks in ranks_by([report for report in reports if report.gpu != "-"], "host", "gpu").items():
         if len(ranks) > 1:
             device = next(report.device for report in reports if report.rank == ranks[0])
             problems.append(f"{name_ranks(ranks)} share one GPU of {host} ({device}): give each rank its own")
-    wrong = [report.rank for report in reports if report.sum_is_right is False]
+    wrong = [report.rank for report in reports if report.sum == "WRONG"]
     if wrong:
         problems.append(f"an all-reduce gave a wrong sum on {name_ranks(wrong)}: the network or a device corrupts data")
     return problems
@@ -192,11 +178,5 @@ def ranks_by(reports: Sequence[RankReport], *names: str) -> dict[tuple[str, ...]
 
 def table(reports: Sequence[RankReport]) -> str:
     """The reports as aligned text, a line for each rank."""
-    rows = [["rank", "local", "of", "host", "device", "interface", "torch", "python", "nccl", "sum", "GB/s"]]
-    for r in sorted(reports, key=lambda report: report.rank):
-        right = {None: "-", True: "right", False: "WRONG"}[r.sum_is_right]
-        speed = "-" if r.bandwidth_gb_per_sec is None else f"{r.bandwidth_gb_per_sec:.2f}"
-        numbers = [str(r.rank), str(r.local_rank), str(r.world_size)]
-        rows.append([*numbers, r.host, r.device, r.interface, r.torch, r.python, r.nccl, right, speed])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    rows = [list(map(str, astuple(report))) for report in reports]
+    return cli.aligned([[field.name for field in fields(RankReport)], *rows])

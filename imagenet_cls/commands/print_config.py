@@ -3,25 +3,25 @@
 import sys
 from collections.abc import Sequence
 
-from imagenet_cls.commands import program
-from imagenet_cls.config.load import Loaded, config_to_dict, dump_yaml, flatten, load_config
+from imagenet_cls.commands import cli
+from imagenet_cls.config.load import LoadedConfig, dump_yaml, load_config, values_by_key
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config
 
 ABSENT = "(absent)"
 
 
-def origin_lines(loaded: Loaded) -> list[str]:
+def origin_lines(loaded: LoadedConfig) -> list[str]:
     """`key: value  # where`, one line for each value. An interpolated value has the line of its `${...}`."""
-    pairs = {key: f"{key}: {dump_inline(value)}" for key, value in flatten(config_to_dict(loaded.config)).items()}
+    pairs = {key: f"{key}: {dump_inline(value)}" for key, value in values_by_key(loaded.config).items()}
     width = min(max(map(len, pairs.values())), 60)
-    return [f"{text:<{width}}  # {loaded.origins.get(key, 'default')}" for key, text in pairs.items()]
+    return [f"{text:<{width}}  # {loaded.origins.get(key) or 'default'}" for key, text in pairs.items()]
 
 
 def diff_lines(mine: Config, other: Config) -> list[str]:
     """`key: value of mine | value of other`, for each difference. Keyword arguments are compared one by one."""
-    left = {key: dump_inline(value) for key, value in flatten(config_to_dict(mine)).items()}
-    right = {key: dump_inline(value) for key, value in flatten(config_to_dict(other)).items()}
+    left = {key: dump_inline(value) for key, value in values_by_key(mine).items()}
+    right = {key: dump_inline(value) for key, value in values_by_key(other).items()}
     return [
         f"{key}: {left.get(key, ABSENT)} | {right.get(key, ABSENT)}"
         for key in dict.fromkeys([*left, *right])
@@ -29,18 +29,13 @@ def diff_lines(mine: Config, other: Config) -> list[str]:
     ]
 
 
-def main() -> None:
-    """`tools/print_config.py`."""
-    program.main(print_config_command)
-
-
 def print_config_command(argv: Sequence[str]) -> None:
-    parser = program.build_parser("print_config.py", "Print a resolved config.")
+    parser = cli.build_parser("print-config", "Print a resolved config.", "CONFIG [key=value ...] [options]")
     parser.add_argument("config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=0.2")
     parser.add_argument("--origin", action="store_true", help="add where each value comes from")
     parser.add_argument("--diff", metavar="OTHER", help="print only the differences to this config")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = cli.parse(parser, argv)
     loaded = load_config(arguments.config, arguments.overrides)
     if arguments.diff is not None:
         lines = diff_lines(loaded.config, load_config(arguments.diff).config)

@@ -3,113 +3,150 @@
 import argparse
 import csv
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from imagenet_cls.commands import program
-from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_names, run_command
-from imagenet_cls.config.load import Loaded, load_config
-from imagenet_cls.errors import UsageError
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_components, run_command
+from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
+from imagenet_cls.errors import CheckpointError, UsageError, command_line, printable
+from imagenet_cls.lookup import is_factory_name
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
 
 
-def main() -> None:
-    """`tools/test.py`."""
-    program.main(evaluate_command)
-
-
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate weights, on one rank or many. Returns the exit code."""
-    check = partial(check_names, training=False)
-    command = RankCommand("test.py", evaluation_parser, load_for_testing, check_output_path, evaluate_here, check)
+    check_before_start = partial(check_components, training=False)
+    command = RankCommand(
+        "test", evaluation_parser, load_for_testing, check_files, check_before_start, evaluate_on_rank
+    )
     return run_command(command, argv)
 
 
 def evaluation_parser() -> argparse.ArgumentParser:
-    parser = program.build_parser(
-        "test.py",
-        "Evaluate a checkpoint or run folder, foreign weights, or (model.pretrained=true) published ones.",
-        "CONFIG [CHECKPOINT] [key=value ...] [options]",
+    parser = cli.build_parser(
+        "test",
+        "Evaluate a checkpoint, a run folder, a file of timm, torchvision or pytorch/examples, or published weights "
+        "(model.pretrained=true). A run folder or checkpoint alone is evaluated with the config of its run.",
+        "CONFIG [CHECKPOINT] [key=value ...] [options], or RUN [key=value ...] [options]",
     )
-    program.add_config_arguments(parser)
-    parser.add_argument("--out", metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON")
-    program.add_allow_import(parser)
+    cli.add_config_arguments(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON"
+    )
+    cli.add_allow_import(parser)
     add_rank_options(parser)
     return parser
 
 
-def load_for_testing(arguments: argparse.Namespace) -> Loaded:
-    """Stage 1 of checking. Imports no torch."""
-    overrides, paths = program.split_overrides(arguments, ["a config", "a checkpoint"])
+def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
+    """Load the config and check its keys and values (stage 1 of the checks). Does not import torch."""
+    overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     if not paths:
-        raise UsageError("no config given.\nUsage: test.py CONFIG [CHECKPOINT] [key=value ...]")
-    return load_config(paths[0], overrides)
+        raise UsageError(f"no config given.\nUsage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...]")
+    folder = Path(paths[0])
+    if not folder.is_dir():
+        return load_config(folder, overrides)
+    run = folder.parent.parent if (folder / "manifest.json").is_file() else folder
+    if not (run / "config.yaml").is_file():
+        call = f"{command_line('test')} CONFIG {folder}"
+        raise UsageError(f"{run / 'config.yaml'}: no such file, so the config of the run is unknown.\nGive one: {call}")
+    loaded = load_config(run / "config.yaml", overrides)
+    given = [override.partition("=")[2] for override in overrides]
+    check_code_is_allowed(loaded, [*given, *arguments.allow_import], run)
+    return loaded
 
 
-def check_output_path(arguments: argparse.Namespace, loaded: Loaded) -> None:
+def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
+    """Raise CheckpointError if the config in a run folder names code that is not in `allowed`, as `check_trusted`."""
+    names = [*loaded.config.imports, *filter(is_factory_name, map(str, comparable_values(loaded.config).values()))]
+    code = [name for name in names if not name.startswith(("timm:", "torchvision:")) and name not in allowed]
+    if code:
+        raise CheckpointError(
+            f"{run}: its config names code to run, {code[0]!r}; nothing was run.\n"
+            f"If you know and trust that code: --allow-import {code[0]}, or give {run}/config.yaml {run}."
+        )
+
+
+def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
+    """Raise a UserError for a missing checkpoint or unusable --out, on the first machine. Imports no torch."""
+    _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
+    if len(paths) > 1 and arguments.node_rank == 0:
+        check_exists(Path(paths[1]))
+    if arguments.node_rank == 0:
+        check_output_path(arguments.out)
+
+
+def check_exists(checkpoint: Path) -> None:
+    if not checkpoint.exists():
+        raise CheckpointError(f"no checkpoint {str(checkpoint)!r}: no such file or folder; check the path")
+
+
+def check_output_path(path: Path | None) -> None:
     """Raise UsageError, before a long evaluation, if --out can't be written or would replace a file. Leaves no file."""
-    if arguments.out is not None:
-        path = Path(arguments.out)
-        if path.is_file() and path.stat().st_size > 0:
-            raise UsageError(f"{path} already exists.\nName another file with --out, or move that one away.")
-        is_new = not os.path.lexists(path)
-        write_rows(path, [], mode="a")
-        if is_new:
-            path.unlink(missing_ok=True)
+    if path is not None and (path.is_file() or path.is_dir()):
+        raise UsageError(f"{path} already exists.\nName another file with --out, or move that one away.")
+    if path is not None and not path.exists():
+        write_file(path, [])
+        path.unlink()
 
 
-def evaluate_here(arguments: argparse.Namespace, loaded: Loaded, group: "Group") -> None:
+def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
     """One rank's part of an evaluation."""
-    from imagenet_cls.data import worker_death
+    from imagenet_cls.data.loader import worker_death
+    from imagenet_cls.engine.check import check_agreement
     from imagenet_cls.engine.inference import evaluate_weights
-    from imagenet_cls.engine.start import check_agreement
-    from imagenet_cls.guards.memory import explain_resource_errors, out_of_memory
-    from imagenet_cls.parallel.process_group import run_on_main
+    from imagenet_cls.guards.memory import explain_resource_errors
+    from imagenet_cls.parallel.collectives import run_on_main
 
     check_agreement(loaded, group, training=False)
-    _, paths = program.split_overrides(arguments, ["a config", "a checkpoint"])
-    checkpoint = Path(paths[1]) if len(paths) > 1 else None
-    run_on_main(group, lambda: check_output_path(arguments, loaded))
-    with explain_resource_errors(out_of_memory, worker_death):
+    _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
+    names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
+    checkpoint = Path(paths[-1]) if names_weights else None
+    run_on_main(group, lambda: check_output_path(arguments.out))
+    with explain_resource_errors(worker_death):
         keep_predictions = arguments.out is not None
-        result = evaluate_weights(loaded.config, checkpoint, group, keep_predictions, arguments.allow_import)
+        messages, metrics_by_name, predictions = evaluate_weights(
+            loaded.config, checkpoint, group, keep_predictions, arguments.allow_import
+        )
     if not group.is_main:
         return
-    print("\n".join(result.messages))
-    for kind, metrics in result.metrics.items():
+    print("\n".join(map(printable, messages)))
+    for name, metrics in metrics_by_name.items():
         print(
-            f"{kind}: top-1 {metrics['top1_pct']:.3f} %  top-5 {metrics['top5_pct']:.3f} %  "
+            f"{name}: top-1 {metrics['top1_pct']:.3f} %  top-5 {metrics['top5_pct']:.3f} %  "
             f"loss {metrics['loss']:.4f}  over {metrics['images']} images in {metrics['seconds']:.1f} s"
         )
     if arguments.out is not None:
-        write_rows(Path(arguments.out), result.predictions)
-        print(f"wrote {len(result.predictions)} predictions to {arguments.out}")
+        write_file(arguments.out, predictions)
+        print(f"wrote {len(predictions)} predictions to {arguments.out}")
 
 
-def write_rows(path: Path, rows: Iterable[dict], mode: str = "w") -> None:
+def write_file(path: Path, rows: Iterable[dict]) -> None:
     """Write predictions: as CSV if the file is called .csv, else one JSON object on each line."""
     try:
         # surrogateescape: an image's name may be any bytes.
-        with path.open(mode, newline="", encoding="utf-8", errors="surrogateescape") as file:
-            if path.suffix == ".csv":
-                write_csv(file, rows)
-            else:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            write_predictions(file, rows, path.suffix == ".csv")
     except OSError as error:
         raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
 
 
-def write_csv(file: IO[str], rows: Iterable[dict]) -> None:
-    """Columns: image, target (if known), then class and probability, likeliest first."""
+def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None:
+    """CSV has the columns image, target (if known), then class and probability, likeliest first."""
+    if not as_csv:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        return
     writer = csv.writer(file, lineterminator="\n")
+    shown = printable if file.isatty() else str
     for number, row in enumerate(rows):
         known = {"target": row["target"]} if "target" in row else {}
         if number == 0:
-            ranks = [f"{column}_{k + 1}" for k in range(len(row["top"])) for column in ("class", "probability")]
-            writer.writerow(["image", *known, *ranks])
-        writer.writerow([row["image"], *known.values(), *(value for pair in row["top"] for value in pair)])
+            columns = [f"{column}_{k + 1}" for k in range(len(row["top"])) for column in ("class", "probability")]
+            writer.writerow(["image", *known, *columns])
+        ranked = (value for name, share in row["top"] for value in (shown(name), share))
+        writer.writerow([row["image"], *known.values(), *ranked])

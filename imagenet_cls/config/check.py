@@ -1,51 +1,136 @@
-"""Ranges of single keys, rules across keys, and keys without effect. Needs no library, file or device."""
+"""Checks that need no library, file or device: of single values, of keys together, and of keys without effect."""
 
-import math
+import json
 import re
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 from imagenet_cls.config import keys
-from imagenet_cls.config.fields import NOT_NEGATIVE, SHARE_BELOW_1, Range
-from imagenet_cls.config.rules import RULES
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import SHARE_BELOW_1, Config
 from imagenet_cls.errors import Problem, format_value
+from imagenet_cls.lookup import number_problem
 
-# Keyword arguments that torch's optimizers share, and those that timm's models share.
-OPTIMIZER_KWARGS = {"momentum": SHARE_BELOW_1, "alpha": SHARE_BELOW_1, "betas": SHARE_BELOW_1, "eps": NOT_NEGATIVE}
-MODEL_KWARGS = {
-    f"{name}_rate": SHARE_BELOW_1
-    for name in ("drop", "drop_path", "drop_block", "attn_drop", "proj_drop", "pos_drop", "patch_drop")
-}
+NO_VALUE = "has no value; set it in a config or on the command line (a changed name resets its section)"
 
 
-def value_problems(config: Config, unknown: Collection[str] = ()) -> list[Problem]:
-    """What is out of range or does not fit together, in the order of the schema.
+def check_value(key: str, value: Any) -> None:
+    """Raise ValueError unless a value is finite and has the range, length, order and form of its key."""
+    if value is None:
+        return
+    info, shown, items = keys.info(key), format_value(value), value if isinstance(value, list) else [value]
+    try:
+        json.dumps(value, allow_nan=False)  # finds NaN and infinity in keyword arguments, at any depth
+    except ValueError:
+        raise ValueError(f"{shown} is not a finite number") from None
+    if info.allowed is not None and (not items or any(item not in info.allowed for item in items)):
+        raise ValueError(f"{shown} is out of range: {info.allowed}")
+    if info.count not in (None, len(items)):
+        raise ValueError(f"{shown} is not a list of {info.count} numbers")
+    if info.ascending and sorted(items) != items:
+        raise ValueError(f"{shown} is not in ascending order")
+    if info.form is not None and not all(re.fullmatch(info.form[0], item) for item in items):
+        raise ValueError(f"{shown} is not {info.form[1]}")
 
-    unknown: dotted keys whose values are wrong for another reason: they and rules that read them are not checked.
-    """
-    problems = [
-        problem
-        for path in keys.leaves()
-        if ".".join(path) not in unknown
-        for problem in _check_key(path, attrgetter(".".join(path))(config))
-    ]
-    problems += _check_kwargs("optimizer", config.optimizer.name, config.optimizer.kwargs, OPTIMIZER_KWARGS)
-    problems += _check_kwargs("model", config.model.name, config.model.kwargs, MODEL_KWARGS)
-    wrong = {*unknown, *(problem.key for problem in problems)}
-    view = cast(Config, _View(config, "", wrong))
-    for rule in RULES:
-        with suppress(_WrongKeyError):
-            for key, message in rule(view):
-                problems.append(Problem(key, message))
-    return problems
+
+def rule_problems(c: Config) -> Iterator[Problem]:
+    """What does not fit together. A message names each key that its rule reads."""
+    for key in keys.value_types():
+        value, info = attrgetter(key)(c), keys.info(key)
+        for other in info.excludes if value not in (None, False, []) else ():
+            if attrgetter(other)(c) not in (None, False, []):
+                yield Problem(key, f"is given and {other} too; keep one")
+        most = attrgetter(info.at_most)(c) if info.at_most else None
+        if value is not None and most is not None and value > most:
+            yield Problem(key, f"{format_value(value)} is more than {info.at_most} {format_value(most)}")
+        for name in info.shares:
+            is_factory = ":" in attrgetter(key.replace(".kwargs", ".name"))(c)  # it may give the name another meaning
+            if not is_factory and (text := number_problem(value.get(name) or 0, SHARE_BELOW_1)):
+                yield Problem(f"{key}.{name}", text)
+    for key, message in (*_data_rules(c), *_training_rules(c), *_device_rules(c)):
+        yield Problem(key, message)
+
+
+def _data_rules(c: Config) -> Iterator[tuple[str, str]]:
+    data, growth, size_px = c.data, c.augment.progressive, c.augment.size_px
+    has_files = data.name != "synthetic" and ":" not in data.name
+    if has_files and data.val is None and data.val_fraction is None:
+        yield "data.val", "is null and there is no data.val_fraction; name a folder, or set data.val_fraction: 0.1"
+    if data.name == "list" and data.train == "train":  # the default, a folder
+        yield "data.train", "'train' is a folder; data.name list needs a file, such as train.txt"
+    if data.name == "list" and data.val == "val":
+        yield "data.val", "'val' is a folder; data.name list needs a file, such as val.txt"
+    if not has_files and data.exclude is not None:
+        yield "data.exclude", f"excludes image files, and data.name {data.name!r} has none; set it to null"
+
+    if growth.epochs is not None and growth.sizes_px is not None and len(growth.epochs) == len(growth.sizes_px):
+        if growth.epochs[-1] > c.train.epochs:
+            yield "augment.progressive.epochs", f"{growth.epochs[-1]:g} is more than train.epochs {c.train.epochs}"
+        if any(size % growth.multiple_px for size in growth.sizes_px):
+            yield "augment.progressive.sizes_px", "has other than multiples of augment.progressive.multiple_px"
+        if max(growth.sizes_px) != size_px:
+            yield "augment.progressive.sizes_px", f"the largest is not augment.size_px {size_px}"
+    elif growth.epochs != growth.sizes_px:
+        yield "augment.progressive.sizes_px", "needs one size for each of augment.progressive.epochs"
+    if c.mix.cutmix_minmax is not None:
+        smallest, largest = (int(min([size_px, *(growth.sizes_px or [])]) * share) for share in c.mix.cutmix_minmax)
+        if smallest >= largest:
+            yield "mix.cutmix_minmax", "differ by less than a pixel in images of augment.size_px"
+
+
+def _training_rules(c: Config) -> Iterator[tuple[str, str]]:
+    splits, loss, mode, teacher = c.augment.splits, c.loss.name, c.parallel.mode, c.distill.teacher
+    if c.mix.is_on and loss in ("focal", "jsd"):
+        yield "mix", f"makes soft targets, which loss.name {loss!r} does not take; use cross_entropy or bce"
+    if c.mix.is_on and splits > 1:
+        yield "augment.splits", "compares views of one image, and mix joins different images; use one of both"
+    if loss == "jsd" and splits < 2:
+        yield "loss.name", f"'jsd' compares views, and augment.splits is {splits}; use 3, as AugMix does"
+    if loss != "jsd" and ":" not in loss and splits > 1:
+        yield "augment.splits", f"{splits} views of each image are for loss.name 'jsd', not {loss!r}"
+    if c.model.split_bn and splits < 2:
+        yield "model.split_bn", f"is true and augment.splits is {splits}; use 2 or more splits"
+    if c.model.split_bn and c.parallel.sync_bn:
+        yield "model.split_bn", "can't be synchronized over ranks; set parallel.sync_bn to false"
+    if c.model.split_bn and mode == "dp":
+        yield "model.split_bn", "needs whole batches, and parallel.mode dp divides them; use ddp"
+
+    if c.distill.kind != "none":
+        if splits > 1:
+            yield "distill.kind", "can't be used with augment.splits"
+        if teacher.name is None:
+            yield "distill.teacher.name", f"is null, and distill.kind is {c.distill.kind!r}; name a model"
+        elif ":" not in teacher.name.removeprefix("torchvision:") and not (teacher.pretrained or teacher.checkpoint):
+            yield "distill.teacher.checkpoint", "is null, and distill.teacher.pretrained false: it needs weights"
+
+    warmup, cooldown, epochs = c.schedule.warmup_epochs, c.schedule.cooldown_epochs, c.train.epochs
+    if warmup <= epochs < warmup + cooldown:
+        yield "schedule.cooldown_epochs", f"{cooldown:g} and schedule.warmup_epochs are more than train.epochs {epochs}"
+    if c.train.sam_rho is not None and c.train.precision == "fp16":
+        yield "train.sam_rho", "needs gradients without a loss scale; use train.precision bf16 or fp32"
+
+
+def _device_rules(c: Config) -> Iterator[tuple[str, str]]:
+    mode, ids = c.parallel.mode, c.parallel.device_ids
+    if c.device == "cpu" and c.parallel.backend == "nccl":
+        yield "parallel.backend", "'nccl' needs GPUs and device is 'cpu'; use gloo or auto"
+    if c.device == "cpu" and c.train.precision == "fp16":
+        yield "train.precision", "'fp16' needs a GPU and device is 'cpu'; use fp32 or bf16"
+    if ids is not None and len(set(ids)) < len(ids):
+        yield "parallel.device_ids", f"{format_value(ids)} lists a GPU twice"
+    if (":" in c.device or c.device == "mps") and (ids is not None or mode == "dp"):
+        yield "device", f"{c.device!r} is one GPU; list the GPUs in parallel.device_ids instead"
+    if mode == "dp" and c.train.compile:
+        yield "train.compile", "can't be used with parallel.mode dp, which copies the model in every step"
+    if mode == "dp" and c.parallel.sync_bn:
+        yield "parallel.sync_bn", "synchronizes ranks, and parallel.mode dp has one; use ddp and several ranks"
+    if mode != "dp" and c.parallel.output_device is not None:
+        yield "parallel.output_device", f"{c.parallel.output_device} is for parallel.mode dp; set it to null"
 
 
 def ineffective_keys(config: Config) -> dict[str, str]:
     """The keys that have no effect in this config, whatever their values, and what each would need."""
-    needs = {".".join(path): keys.info(path).needs for path in keys.leaves()}
+    needs = {key: keys.info(key).needs for key in keys.value_types()}
     return {key: need.text for key, need in needs.items() if need is not None and not need.is_met(config)}
 
 
@@ -53,79 +138,9 @@ def unused_values(config: Config) -> list[Problem]:
     """A problem for each unmet condition: the keys that are not at their defaults and have no effect without it."""
     by_need: dict[str, list[str]] = {}
     for key, need in ineffective_keys(config).items():
-        if attrgetter(key)(config) != keys.default_of(tuple(key.split("."))):
+        if attrgetter(key)(config) != keys.default_of(key):
             by_need.setdefault(need, []).append(key)
     return [
         Problem(key, f"has no effect; it needs {need}" + (f" (likewise {', '.join(others)})" if others else ""))
         for need, (key, *others) in by_need.items()
     ]
-
-
-class _WrongKeyError(Exception):
-    """A rule reads a key whose value is wrong by itself."""
-
-
-class _View:
-    """A config, or a section of it, that raises _WrongKeyError where one of the `wrong` keys is read."""
-
-    def __init__(self, section: Any, prefix: str, wrong: Collection[str]):
-        self._section, self._prefix, self._wrong = section, prefix, wrong
-
-    def __getattr__(self, name: str) -> Any:
-        key = f"{self._prefix}{name}"
-        if key in self._wrong:
-            raise _WrongKeyError(key)
-        if isinstance(getattr(type(self._section), name, None), property):
-            return getattr(type(self._section), name).fget(self)
-        value = getattr(self._section, name)
-        return _View(value, f"{key}.", self._wrong) if tuple(key.split(".")) in keys.sections() else value
-
-
-def _check_key(path: keys.KeyPath, value: Any) -> Iterator[Problem]:
-    """Range, list or form of one key."""
-    key, info, hint = ".".join(path), keys.info(path), keys.leaves()[path]
-    allowed = info.allowed
-    if keys.is_kwargs(hint):
-        yield from _check_finite(key, value)
-    elif value is None:
-        return
-    elif allowed is not None and isinstance(value, list):
-        fits = len(value) == (info.count or max(1, len(value))) and all(number in allowed for number in value)
-        if not fits or (info.ascending and sorted(value) != value):
-            kind = f"a list of {info.count or 'at least 1'} numbers, each {allowed.limits_for(max(value, default=0))}"
-            order = ", in ascending order" if info.ascending else ""
-            yield Problem(key, f"{format_value(value)} is not {kind}{order}")
-    elif allowed is not None and value not in allowed:
-        yield Problem(key, f"{format_value(value)} is out of range: {allowed.limits_for(value)}")
-    elif info.form is not None and not all(re.fullmatch(info.form[0], text) for text in _as_list(value)):
-        yield Problem(key, f"{format_value(value)} is not {info.form[1]}")
-    elif isinstance(value, str) and not value.strip() and path[0] != "expect":
-        yield Problem(key, "is empty")
-
-
-def _check_kwargs(section: str, name: str, kwargs: dict[str, Any], ranges: dict[str, Range]) -> Iterator[Problem]:
-    """Ranges of well-known keyword arguments, unless a factory or another library defines them."""
-    for kwarg, allowed in ranges.items():
-        value = kwargs.get(kwarg)
-        if ":" in name or value is None:
-            continue
-        key, numbers = f"{section}.kwargs.{kwarg}", _as_list(value)
-        if kwarg == "betas" and not (isinstance(value, list) and len(value) == 2):
-            yield Problem(key, f"{format_value(value)} is not a list of two numbers")
-        elif any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
-            yield Problem(key, f"{format_value(value)} is not a number")
-        elif any(number not in allowed for number in numbers if isinstance(number, int) or math.isfinite(number)):
-            yield Problem(key, f"{format_value(value)} is out of range: {allowed}")
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _check_finite(key: str, value: Any) -> Iterator[Problem]:
-    """NaN and infinity in keyword arguments, at any depth."""
-    if isinstance(value, dict | list):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _check_finite(f"{key}.{name}" if isinstance(value, dict) else key, inner)
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(key, f"{format_value(value)} is not a finite number")

@@ -1,140 +1,162 @@
-"""The keys of the schema with their types, defaults and metadata."""
+"""The keys of the schema by their dotted names: types, defaults and metadata."""
 
-import dataclasses
+import re
 import types
 import typing
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal
 
-from imagenet_cls.config.fields import KeyInfo
-from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import format_value
+from imagenet_cls.config.schema import Config, KeyInfo, Kwargs
+from imagenet_cls.errors import command_line
 from imagenet_cls.lookup import nearest
 
-KeyPath = tuple[str, ...]
-"""The parts of a key. Not the dotted text, since names in kwargs may contain dots."""
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Kwargs: "a mapping"}
+_TYPE_NAMES |= {list[int]: "a list of whole numbers", list[float]: "a list of numbers", list[str]: "a list of texts"}
+
+# What to write for the names of timm, torchvision, pytorch/examples and mmpretrain: a key, perhaps with a value and a
+# remark in parentheses; or advice.
+_OTHER_NAMES = {
+    "train.epochs": "epochs epoch num_epochs max_epochs total_epochs",
+    "train.global_batch_size (of all devices; train.micro_batch_size is that of one)": "b batch_size samples_per_gpu",
+    "train.micro_batch_size (the accumulation steps follow from it)": "accumulate accum_steps accumulation_steps "
+    "grad_accum_steps gradient_accumulation_steps accumulate_grad_batches",
+    "train.precision=fp16 (auto, the default, is bf16 on GPUs that have it)": "amp fp16 bf16 mixed_precision use_amp",
+    "train.clip_norm": "clip_grad clip_grad_norm grad_clip max_norm",
+    "optimizer.lr": "lr learning_rate base_lr",
+    "optimizer.lr_base_batch=256 (the batch size that optimizer.lr is meant for)": "auto_scale_lr",
+    "optimizer.lr_scales (by parameter names: '{\"head.*\": 10}')": "backbone_lr head_lr lr_mult paramwise_cfg",
+    "optimizer.name": "opt optim optimizer",
+    "optimizer.weight_decay": "wd weight_decay",
+    "schedule.name": "sched scheduler lr_scheduler",
+    "schedule.warmup_epochs": "warmup lr_warmup_epochs",
+    "model.name": "a arch architecture backbone model",
+    "model.checkpoint": "load_from initial_checkpoint finetune",
+    "model.head_only=true (or model.freeze, with patterns)": "freeze_backbone frozen_stages linear_probe",
+    "mix.mixup_alpha": "mixup",
+    "mix.cutmix_alpha": "cutmix",
+    "loss.label_smoothing": "smoothing",
+    "augment.size_px (in evaluation: eval.crop_px)": "img_size image_size input_size train_crop_size",
+    "augment.policy": "aa auto_augment autoaugment randaugment",
+    "augment.erasing.prob": "reprob random_erase random_erasing",
+    "ema.decay": "model_ema model_ema_decay",
+    "data.root": "data_path data_dir data_root data.path",
+    "data.num_workers": "j workers",
+    "eval.every_epochs=1000000 (the last epoch is evaluated in any case)": "no_validate no_val",
+    "parallel.device_ids=[0] (the GPUs to use)": "gpu_id gpu_ids",
+    "log.every_steps": "p print_freq log_interval",
+    "log.writers=[jsonl,tensorboard,wandb]": "wandb log_wandb use_wandb",
+    "there is no early stopping; the best checkpoint is kept": "early_stopping",
+    "give the config as an argument, without an option": "config cfg",
+    f"use {command_line('test')} CONFIG CHECKPOINT": "test_only eval_only e evaluate validate",
+    "use --work-dir": "output output_dir out_dir save_dir",
+}
+_BY_OTHER_NAME = {name: text for text, names in _OTHER_NAMES.items() for name in names.split()}
+_KEY_AND_REMARK = re.compile(r"(\w+(?:\.\w+)*)(?:=\S+)?( \(.*)?")  # not advice
 
 
 @cache
-def sections() -> dict[KeyPath, type]:
-    """The dataclass of every section, by its path; `()` is the whole config."""
-    found: dict[KeyPath, type] = {}
+def _fields() -> dict[str, Field[Any]]:
+    """Every section and key, in the order of the schema."""
+    found = {}
 
-    def add(path: KeyPath, section: type) -> None:
-        found[path] = section
-        for name, hint in typing.get_type_hints(section).items():
-            if dataclasses.is_dataclass(hint):
-                add((*path, name), typing.cast(type, hint))
+    def add(section: Any, prefix: str) -> None:
+        for field in fields(section):
+            found[prefix + field.name] = field
+            if is_dataclass(field.type):
+                add(field.type, f"{prefix}{field.name}.")
 
-    add((), Config)
+    add(Config, "")
     return found
 
 
 @cache
-def leaves() -> dict[KeyPath, Any]:
-    """The type hint of every key that holds a value, in the order of the schema; `kwargs` are `dict[str, Any]`."""
-    in_order = [*(item for item in sections().items() if item[0]), ((), Config)]
-    return {
-        (*path, name): hint
-        for path, section in in_order
-        for name, hint in typing.get_type_hints(section).items()
-        if not dataclasses.is_dataclass(hint)
-    }
+def sections() -> dict[str, Any]:
+    """The dataclass of every section; "" is the whole config."""
+    return {"": Config} | {key: field.type for key, field in _fields().items() if is_dataclass(field.type)}
 
 
 @cache
-def components() -> tuple[str, ...]:
-    """The sections that choose something by `name` and pass it `kwargs`: a change of the name resets such a section."""
-    return tuple(
-        path[0] for path in sections() if len(path) == 1 and {(*path, "name"), (*path, "kwargs")} <= set(leaves())
+def value_types() -> dict[str, Any]:
+    """The type of every key that holds a value."""
+    return {key: field.type for key, field in _fields().items() if not is_dataclass(field.type)}
+
+
+def info(key: str) -> KeyInfo:
+    """The metadata of a key or section."""
+    return _fields()[key].metadata.get("info", KeyInfo())
+
+
+def default_of(key: str) -> Any:
+    """The schema's default of a key; `REQUIRED` for `optimizer.lr`, which has none."""
+    field = _fields()[key]
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+@cache
+def keys_with(flag: Literal["recipe", "per_machine"], value: bool) -> frozenset[str]:
+    """The keys that have this value of a flag of `KeyInfo`, for themselves or for their section."""
+    return frozenset(
+        key for key in value_types() if value in (getattr(info(part), flag) for part in (key, key.partition(".")[0]))
     )
 
 
-@cache
-def _field(path: KeyPath) -> "dataclasses.Field[Any]":
-    return next(field for field in dataclasses.fields(sections()[path[:-1]]) if field.name == path[-1])
-
-
-def info(path: KeyPath) -> KeyInfo:
-    """The metadata of a key or section."""
-    return _field(path).metadata.get("info", KeyInfo())
-
-
-@cache
-def keys_with(flag: Literal["per_machine", "not_recipe"]) -> frozenset[str]:
-    """The dotted keys with a flag, set on the key or on an enclosing section.
-
-    per_machine: the machines of a run may differ in it. not_recipe: it is not compared on resume, since it changes
-    speed, devices or reporting, not results.
-    """
-
-    def has(found: KeyInfo) -> bool:
-        return found.per_machine if flag == "per_machine" else not found.recipe
-
-    return frozenset(".".join(path) for path in leaves() if any(has(info(path[:n])) for n in range(1, len(path) + 1)))
-
-
-def default_of(path: KeyPath) -> Any:
-    """The schema's default of a leaf; omegaconf's `???` for `optimizer.lr`, which has none."""
-    field = _field(path)
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-
-
-def is_kwargs(hint: Any) -> bool:
-    """Whether a leaf holds keyword arguments, which merge key by key."""
-    return typing.get_origin(hint) is dict
-
-
 def split_optional(hint: Any) -> tuple[Any, bool]:
-    """A hint without its `| None`, and whether it had one."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        rest = [part for part in typing.get_args(hint) if part is not types.NoneType]
-        return rest[0], len(rest) < len(typing.get_args(hint))
-    return hint, False
+    """A type without its `| None`, and whether it had one."""
+    return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    """The values that a `Literal` type allows; empty for other types."""
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 
 
 def is_text(hint: Any) -> bool:
-    """Whether a key holds text or one of several words, so that a scalar is kept as written (`no`, `1e3`)."""
+    """Whether a key holds text or texts, so that scalars are kept as written (`no`, `1e3`)."""
     bare, _ = split_optional(hint)
-    return bare is str or typing.get_origin(bare) is Literal
-
-
-def element_hint(hint: Any) -> Any:
-    """The type of a list's items; `Any` for other types."""
-    bare, _ = split_optional(hint)
-    return typing.get_args(bare)[0] if typing.get_origin(bare) is list else Any
+    return bare in (str, list[str]) or bool(choices(bare))
 
 
 def describe_type(hint: Any) -> str:
     """A type as text for an error: `a number`, `one of auto, fp32`, `true or false or null`."""
     bare, optional = split_optional(hint)
-    plain = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
-    lists = {float: "a list of numbers", int: "a list of whole numbers", str: "a list of texts"}
-    if typing.get_origin(bare) is Literal:
-        text = f"one of {', '.join(map(str, typing.get_args(bare)))}"
-    elif is_kwargs(bare):
-        text = "a mapping `{name: value}`"
-    else:
-        text = plain[bare] if bare in plain else lists[element_hint(bare)]
+    text = f"one of {', '.join(choices(bare))}" if choices(bare) else _TYPE_NAMES[bare]
     return f"{text} or null" if optional else text
 
 
-def unknown_key(path: KeyPath) -> tuple[str, KeyPath | None]:
-    """The message for a key that does not exist, and the suggested key, if any.
+def instead_of_option(option: str, value: str | None) -> str | None:
+    """What to write instead of an unknown command-line option: `write optimizer.lr=0.1` for `--lr 0.1`. None: unknown.
 
-    Suggests similar names of the same section, else keys of the same name in other sections (`lr` at the top level:
-    `optimizer.lr`); without either, lists the section's keys.
+    value: None for an option without one.
     """
-    section, name = path[:-1], path[-1]
-    message = f"unknown key {format_value('.'.join(path))}"
-    if (*section, *name.split(".")) in leaves():
-        nested = ": {".join(name.split(".")) + ": ..." + "}" * name.count(".")
-        return f"{message}; dots are for the command line, in a file write {nested}", None
-    names = [field.name for field in dataclasses.fields(sections()[section])]
-    found = [(*section, near) for near in nearest(name, names)]
-    found = found or [known for known in [*leaves(), *sections()] if known and known[-1] == name][:3]
+    name = option.lstrip("-").replace("-", "_")
+    same_name = [key for key in value_types() if name in (key, key.rpartition(".")[2])]
+    text = _BY_OTHER_NAME.get(name) or next(iter(same_name), None)
+    if text is None or not _KEY_AND_REMARK.fullmatch(text):
+        return text
+    key, space, remark = text.partition(" ")
+    value = "true" if value is None and value_types().get(key) is bool else value or "VALUE"
+    return f"write {key if '=' in key else f'{key}={value}'}{space}{remark}"
+
+
+def unknown_key(key: str) -> tuple[str, list[str]]:
+    """The message for a key that its section does not have, and the keys that it suggests.
+
+    Suggests the key that a name of another project stands for, else similar names of the section, else keys of the same
+    name in other sections.
+    """
+    section, _, name = key.rpartition(".")
+    if key in _fields() or section not in sections():
+        return "unknown key; dots are for the command line, in a file write nested sections", []
+    if text := _BY_OTHER_NAME.get(key) or _BY_OTHER_NAME.get(name):
+        if not (match := _KEY_AND_REMARK.fullmatch(text)):
+            return f"unknown key; {text}", []
+        return f"unknown key; did you mean {match[1]!r}?{match[2] or ''}", [match[1]]
+    beside = {other.rpartition(".")[2]: other for other in _fields() if other.rpartition(".")[0] == section}
+    found = [beside[near] for near in nearest(name, beside)]
+    found = found or [other for other in _fields() if other.rpartition(".")[2] == name][:3]
     if found:
-        return f"{message}; did you mean {' or '.join(repr('.'.join(known)) for known in found)}?", found[0]
-    if "kwargs" in names:
-        message += f"; further arguments belong in {'.'.join(section)}.kwargs"
-    return f"{message} (allowed: {', '.join(names)})", None
+        return f"unknown key; did you mean {' or '.join(map(repr, found))}?", found
+    if "kwargs" in beside:
+        return f"unknown key; further arguments belong in {section}.kwargs", []
+    return f"unknown key (allowed: {', '.join(beside)})", []

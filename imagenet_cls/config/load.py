@@ -1,9 +1,10 @@
 """Load a config: a path and overrides in, a checked `Config` of plain dataclasses out; and back into YAML."""
 
-import typing
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,199 +13,258 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.check import unused_values, value_problems
-from imagenet_cls.config.interpolate import interpolate
-from imagenet_cls.config.layers import (
-    Entry,
-    Fault,
-    Layer,
-    command_line_layer,
-    file_layers,
-    merge,
-    near_files,
-    tree_layer,
-)
-from imagenet_cls.config.origin import DEFAULT, Origin, format_line, format_problems, nearest_origin, shown_path
-from imagenet_cls.config.schema import REMOVED, Config
-from imagenet_cls.errors import ConfigError, Problem, UsageError, format_value
+from imagenet_cls.config.check import NO_VALUE, check_value, rule_problems, unused_values
+from imagenet_cls.config.layers import CONFIGS, Layers, find_config, flatten, walk
+from imagenet_cls.config.reader import Tree
+from imagenet_cls.config.schema import REQUIRED, RESETS, Config
+from imagenet_cls.errors import ConfigError, Problem, first_line, format_value, shorten
 from imagenet_cls.lookup import did_you_mean
 
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
-"""The default config."""
+DEMO = CONFIGS / "demo.yaml"  # the default config
+MAX_INSERTED = 1_000_000  # characters for all `${...}` of a config; a few nested lines could expand to gigabytes
+MAX_CHAIN = 20  # references from one value to the next
+
+_REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A config and where each part of it came from.
 
-    origins: by dotted key, of values and of the sections that a layer mentions. name: the file's stem, the name of the
-    run folder. path: the file. warnings: about removed keys, and about keys that are set but have no effect.
+    origins: where a layer sets a key or section, by dotted key: `configs/x.yaml:12` or `command line 'seed=1'`. name:
+    the file's stem, the name of the run folder. warnings: about removed keys, and about keys that are set but have no
+    effect.
     """
 
     config: Config
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, str]
     name: str
-    path: Path
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
-    """Read, merge and check a config. None: the demo.
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read, merge and check a config, which `find_config` finds. None: the demo.
 
     overrides: `key.sub=value` arguments, one layer; values are YAML, and nothing after `=` is null.
-    Raises UsageError if there is no such file, else ConfigError with one line for each problem, all at once.
+    Raises ConfigError with one line for each problem, all at once.
     """
-    file = DEMO if path is None else Path(path)
-    try:
-        layers = file_layers(file)
-    except FileNotFoundError:
-        if path is None:
-            raise UsageError("the demo config is not installed: name a config, such as configs/resnet50.yaml") from None
-        raise UsageError(f"no config {shown_path(file)}{near_files(file)}") from None
-    layers.append(command_line_layer(overrides))
-    if any(fault.is_fatal for layer in layers for fault in layer.faults):
-        raise ConfigError([format_line(fault.origin, fault.problem) for layer in layers for fault in layer.faults])
-    config, origins, faults, warnings = _assemble(layers)
-    unknown = {key for key in map(".".join, keys.leaves()) if any(fault.affects(key) for fault in faults)}
-    lines = [format_line(fault.origin, fault.problem) for fault in faults]
-    lines += format_problems(value_problems(config, unknown), origins)
-    if lines:
-        raise ConfigError(lines)
-    return Loaded(config, origins, file.stem, file, [*warnings, *format_problems(unused_values(config), origins)])
+    file = DEMO if path is None else find_config(path)
+    layers = Layers()
+    layers.add_file(file)
+    layers.add_overrides(overrides)
+    if layers.errors:
+        raise ConfigError(layers.errors)
+    warnings = replace_removed_keys(layers.tree)
+    builder = _Builder(layers.tree)
+    config = builder.build()
+    problems = builder.problems + [p for p in rule_problems(config) if not builder.is_consequence(p)]
+    if problems:
+        raise ConfigError(format_problems(problems, builder.origins))
+    warnings += format_problems(unused_values(config), builder.origins)
+    return LoadedConfig(config, builder.origins, file.stem, warnings)
 
 
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """A config as nested dictionaries of plain values, for JSON."""
-    return asdict(config)
+def replace_removed_keys(tree: Tree) -> list[str]:
+    """Replace the removed keys `data.on_bad_image` and `data.manifest`; returns a warning for each."""
+    data = tree.get("data")
+    if not isinstance(data, Tree):
+        return []
+    old = {name: data.pop(name) for name in ("on_bad_image", "manifest") if name in data}
+    origins = {f"data.{name}": reader.place_of(value) for name, value in old.items()}
+    values = {"on_bad_image": "error", "manifest": None} | {name: reader.value_of(old[name]) for name in old}
+    valid = {"on_bad_image": values["on_bad_image"] in ("error", "exclude")}
+    valid["manifest"] = isinstance(values["manifest"], str | None)
+    if problems := [Problem(f"data.{n}", f"{format_value(values[n])} is not valid") for n in old if not valid[n]]:
+        raise ConfigError(format_problems(problems, origins))
+    if values["on_bad_image"] == "exclude":
+        data.setdefault("exclude", old["manifest"] if values["manifest"] else "${data.root}/verified_images.json")
+    message = "was replaced by data.exclude; see docs/config.md"
+    return format_problems((Problem(key, message) for key in origins), origins)
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one with dotted keys. An empty one, such as `kwargs`, is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+def format_problems(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
+    """A line for each: `configs/x.yaml:12: optimizer.lr: 'many' is not a number`. origins: of `LoadedConfig`.
+
+    A key without an origin has that of the nearest section with one.
+    """
+    lines = []
+    for problem in problems:
+        key = problem.key
+        while key and not origins.get(key):
+            key = key.rpartition(".")[0]
+        lines.append(": ".join(filter(None, (origins.get(key), shorten(problem.key, 200), problem.message))))
+    return lines
+
+
+@cache
+def _template() -> DictConfig:
+    """The schema as a structured config of OmegaConf, with its defaults. Built once, since that takes a while."""
+    template: DictConfig = OmegaConf.structured(Config)
+    for key in keys.sections():  # sections of frozen dataclasses are read-only
+        OmegaConf.set_readonly(OmegaConf.select(template, key) if key else template, False)
+    return template
+
+
+class _Builder:
+    """Builds the config from merged layers: OmegaConf converts and interpolates. An invalid key gets its default.
+
+    origins: as in `LoadedConfig`. problems: of single keys. invalid_keys: existing keys whose value is not known.
+    """
+
+    def __init__(self, tree: Tree, check_ranges: bool = True):
+        self.tree, self.check_ranges = tree, check_ranges
+        types = keys.value_types()
+        self.values = {key: keys.default_of(key) for key in types}
+        self.values |= {key: reader.value_of(node, keys.is_text(types.get(key))) for key, node in walk(tree)}
+        self.origins = {key: reader.place_of(node) for key, node in walk(tree)}
+        self.config = deepcopy(_template())
+        self.inserted = 0  # characters by `${...}`
+        self.problems: list[Problem] = []
+        self.invalid_keys: set[str] = set()
+
+    def build(self) -> Config:
+        """The config. Its problems are in `problems`."""
+        found = list(self.known_keys("", self.tree))
+        for step in (self.set_unresolved, self.resolve):  # a value may refer to one that is set later
+            for key in list(found):
+                try:
+                    step(key)
+                except ValueError as error:
+                    self.add_problem(key, str(error))
+                    self.assign(key, keys.default_of(key))
+                    found.remove(key)
+        for key in OmegaConf.missing_keys(self.config):
+            if not self.is_consequence(Problem(key, "")):
+                self.add_problem(key, NO_VALUE)
+            self.assign(key, 0)  # so that the other keys can be checked; a config with problems is never used
+        config = OmegaConf.to_object(self.config)
+        assert isinstance(config, Config)
+        return config
+
+    def add_problem(self, key: str, message: str) -> None:
+        self.problems.append(Problem(key, message))
+        self.invalid_keys.add(key)
+
+    def is_consequence(self, problem: Problem) -> bool:
+        """Whether a problem names an invalid key, or a key of an invalid section."""
+        named = re.findall(r"\w+(?:\.\w+)*", f"{problem.key} {problem.message}")
+        return any(f"{name}.".startswith(f"{key}.") for name in named for key in self.invalid_keys)
+
+    def known_keys(self, section: str, tree: Tree) -> Iterator[str]:
+        """The keys of the schema that the layers set. Adds a problem for any other key."""
+        for name, value in tree.items():
+            key = f"{section}.{name}" if section else name
+            if "." in name or key not in keys.value_types().keys() | keys.sections().keys():
+                message, suggestions = keys.unknown_key(key)
+                self.add_problem(key, message)
+                self.invalid_keys.update(suggestions[:1])
+            elif key in keys.value_types():
+                yield key
+            elif isinstance(value, Tree):
+                yield from self.known_keys(key, value)
+            else:
+                first = next(known for known in keys.value_types() if known.startswith(f"{key}."))
+                shown = format_value(self.values[key])
+                self.add_problem(key, f"{shown} is given for a section of keys, such as {first}")
+
+    def set_unresolved(self, key: str) -> None:
+        """Set a key to its value, which may contain `${...}`. Raises ValueError."""
+        value = self.values[key]
+        if f"{RESETS.get(key)}.name" == key and "${" in str(value):
+            raise ValueError(f"{format_value(value)}: a component's name can't be interpolated")
+        self.check_references(value, (key,))
+        self.assign(key, value)
+
+    def check_references(self, value: Any, chain: tuple[str, ...]) -> None:
+        """Raise ValueError unless each `${...}` in a value names a key with a value, without cycles and within limits.
+
+        chain: the keys that led to it. OmegaConf would also run resolvers, and has no limits.
+        """
+        if isinstance(value, list | dict):
+            for item in value.values() if isinstance(value, dict) else value:
+                self.check_references(item, chain)
+        if value == REQUIRED:
+            raise ValueError(NO_VALUE)
+        if not isinstance(value, str) or "${" not in value:
+            return
+        texts_and_keys = _REFERENCE.split(value)
+        if any("${" in text for text in texts_and_keys[::2]):
+            raise ValueError(f"{format_value(value)} is not allowed; only ${{section.key}} is, without resolvers")
+        for key in texts_and_keys[1::2]:
+            if key in chain:
+                raise ValueError(f"${{{key}}} refers back to itself")
+            if len(chain) > MAX_CHAIN:
+                raise ValueError(f"${{{key}}} is reached by more than {MAX_CHAIN} references")
+            if key not in self.values or isinstance(self.values[key], dict):
+                with_value = [other for other, found in self.values.items() if not isinstance(found, dict)]
+                raise ValueError(f"${{{key}}} is not a key with a value{did_you_mean(key, with_value)}")
+            self.inserted += 1 + len(str(self.values[key]))
+            if self.inserted > MAX_INSERTED:
+                raise ValueError(f"the ${{...}} of this config insert more than {MAX_INSERTED} characters")
+            self.check_references(self.values[key], (*chain, key))
+
+    def resolve(self, key: str) -> None:
+        """Replace each `${...}` of a key by its value, and check the result. Raises ValueError."""
+        if "${" in str(self.values[key]):
+            try:
+                value = self.resolved_value(key)
+            except OmegaConfBaseException as error:
+                raise ValueError(first_line(error)) from None
+            if "${" in str(value):
+                raise ValueError(f"{format_value(value)} has a '${{' after interpolation")
+            self.assign(key, value)
+        if self.check_ranges:
+            check_value(key, self.resolved_value(key))
+
+    def resolved_value(self, key: str) -> Any:
+        """The value of a key, with each `${...}` replaced. Raises OmegaConfBaseException."""
+        value = OmegaConf.select(self.config, key)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+    def assign(self, key: str, value: Any) -> None:
+        """Set a key to a plain value, converted to its type. Raises ValueError."""
+        hint = keys.value_types()[key]
+        bare, _ = keys.split_optional(hint)
+        # OmegaConf also makes booleans of numbers and texts.
+        if bare is not bool or isinstance(value, bool) or value is None or "${" in str(value):
+            with suppress(OmegaConfBaseException, OverflowError, ValueError):
+                OmegaConf.update(self.config, key, value, merge=False)
+                return
+        near = did_you_mean(value, keys.choices(bare)) if isinstance(value, str) else ""
+        raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")
 
 
 def config_from_dict(mapping: Mapping[str, Any]) -> Config:
-    """The config that `config_to_dict` converted. A missing key has the schema's default.
+    """Rebuild a config from a dictionary of `dataclasses.asdict`. A missing key has the schema's default.
 
     Checks names and types but not ranges and rules, so that old checkpoints load even if a rule is newer.
     Raises ConfigError for unknown keys, wrong types and a missing learning rate.
     """
-    try:
-        node = reader.parse(reader.dump(dict(mapping)))
-    except (TypeError, reader.UnreadableError) as error:
-        raise ConfigError([f"the stored config can't be read: {error}"]) from None
-    config, _, faults, _ = _assemble([tree_layer(node, Origin("the stored config"))])
-    if faults:
-        raise ConfigError([format_line(fault.origin, fault.problem) for fault in faults])
+    layers = Layers()
+    layers.add(reader.to_tree(mapping))
+    replace_removed_keys(layers.tree)
+    builder = _Builder(layers.tree, check_ranges=False)
+    config = builder.build()
+    if builder.problems:
+        raise ConfigError(format_problems(builder.problems, {}))
     return config
+
+
+def removed_key_warnings(mapping: Mapping[str, Any]) -> list[str]:
+    """A warning for each removed key of a stored config, which `config_from_dict` replaces."""
+    return [f"warning: the checkpoint's config: {line}" for line in replace_removed_keys(reader.to_tree(mapping))]
+
+
+def values_by_key(config: Config) -> dict[str, Any]:
+    """Every value by its dotted key, also those of keyword arguments. Empty keyword arguments are a value, `{}`."""
+    return flatten(asdict(config))
+
+
+def comparable_values(config: Config) -> dict[str, Any]:
+    """`values_by_key`, and the order of `optimizer.lr_scales`: the first pattern that matches counts."""
+    return values_by_key(config) | {"optimizer.lr_scales": list(config.optimizer.lr_scales)}
 
 
 def dump_yaml(config: Config) -> str:
     """The config as YAML, every key with its value. Loading it gives an equal config."""
-    return reader.dump(config_to_dict(config))
-
-
-def _assemble(layers: list[Layer]) -> tuple[Config, dict[str, Origin], list[Fault], list[str]]:
-    """Layers -> config, origins, faults and warnings. A value at fault is at its default."""
-    merged = merge(layers)
-    faults = [fault for layer in layers for fault in layer.faults]
-    warnings = _replace_removed(merged)
-    origins = {".".join(path): origin for layer in layers for path, origin in layer.sections.items()}
-    origins.update({".".join(path): entry.origin for path, entry in merged.items()})
-    faults += _missing(merged, origins, faults)
-    entries, unresolved = interpolate({path: entry for path, entry in merged.items() if not _is_missing(entry.value)})
-    faults += unresolved
-    values = {path: keys.default_of(path) for path in keys.leaves()}
-    values[("optimizer", "lr")] = 0.0  # a placeholder: the one key without a default
-    for path, entry in [item for item in entries.items() if item[1].origin is not DEFAULT]:
-        try:
-            values[path] = _converted(path, entry.value) if path in keys.leaves() else deepcopy(entry.value)
-        except ValueError as error:
-            faults.append(Fault(entry.origin, Problem(".".join(path), str(error))))
-    return _build((), _nested(values)), origins, faults, warnings
-
-
-def _replace_removed(entries: dict[keys.KeyPath, Entry]) -> list[str]:
-    """Replace removed keys by their successors in `entries`; return a warning for each."""
-    found = {key: entries.pop(tuple(key.split("."))) for key in REMOVED if tuple(key.split(".")) in entries}
-    policy, manifest = (found.get(f"data.{name}", Entry(None, DEFAULT)) for name in ("on_bad_image", "manifest"))
-    if policy.value == "exclude" and entries[("data", "exclude")].origin is DEFAULT:
-        path = manifest.value if manifest.value is not None else "${data.root}/verified_images.json"
-        entries[("data", "exclude")] = Entry(path, policy.origin)
-    return [
-        format_line(entry.origin, Problem(key, f"was replaced by {REMOVED[key]}; see docs/config.md"))
-        for key, entry in found.items()
-    ]
-
-
-def _is_missing(value: Any) -> bool:
-    """Whether `???`, which stands for a missing value, is in it."""
-    if isinstance(value, list | dict):
-        return any(map(_is_missing, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and value.lstrip("\\") == "???"
-
-
-def _missing(entries: dict[keys.KeyPath, Entry], origins: Mapping[str, Origin], faults: Sequence[Fault]) -> list[Fault]:
-    """A fault for each key without a value."""
-    found = []
-    for path, entry in entries.items():
-        key, origin = ".".join(path), entry.origin
-        if _is_missing(entry.value) and not (origin.is_default and any(fault.affects(key) for fault in faults)):
-            message = "has no value; set it in a config or on the command line"
-            if origin.is_default:
-                message += f" (it has no default, and a change of {path[0]}.name resets it)"
-                origin = nearest_origin(f"{path[0]}.name", origins) or origin
-            found.append(Fault(origin, Problem(key, message)))
-    return found
-
-
-def _nested(flat: dict[keys.KeyPath, Any]) -> dict[str, Any]:
-    whole: dict[str, Any] = {}
-    for path, value in flat.items():
-        inner = whole
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[path[-1]] = value
-    return whole
-
-
-def _build(path: keys.KeyPath, values: Mapping[str, Any]) -> Any:
-    """The dataclass of a section and those below it, from nested values."""
-    inner = {name: _build((*path, name), values[name]) for name in values if (*path, name) in keys.sections()}
-    return keys.sections()[path](**{**values, **inner})
-
-
-@cache
-def _typed_sections() -> dict[keys.KeyPath, DictConfig]:
-    """OmegaConf's typed node of each section, which converts values. Built once, since that takes 20 ms or more."""
-    whole: DictConfig = OmegaConf.structured(Config)
-    found = {path: OmegaConf.select(whole, ".".join(path)) if path else whole for path in keys.sections()}
-    for section in found.values():  # sections of frozen dataclasses are read-only
-        OmegaConf.set_readonly(section, False)
-    return found
-
-
-def _converted(path: keys.KeyPath, value: Any) -> Any:
-    """A value in its key's type. Raises ValueError with a message."""
-    hint = keys.leaves()[path]
-    bare, optional = keys.split_optional(hint)
-    if type(value) is bare or (value is None and optional):
-        return value
-    # OmegaConf also converts numbers and texts to booleans, and dicts and lists to text: not here.
-    fits = not (bare is bool and not isinstance(value, bool)) and not (bare is str and isinstance(value, list | dict))
-    try:
-        if fits:
-            section = _typed_sections()[path[:-1]]
-            OmegaConf.update(section, path[-1], value, merge=False)
-            found = section[path[-1]]
-            return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
-    except (OmegaConfBaseException, OverflowError, ValueError):
-        pass
-    near = did_you_mean(value, typing.get_args(bare)) if isinstance(value, str) and keys.is_text(bare) else ""
-    raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")
+    return reader.dump(asdict(config))

@@ -1,11 +1,13 @@
 """Parse and dump YAML: a strict subset that is safe for untrusted input.
 
-Nodes keep the line and the text of a scalar. Aliases (they can expand to gigabytes), tags, merge keys, several
-documents, and text beyond the limits below are errors. Differs from PyYAML's YAML 1.1: `1e-4` is a number; `010` (octal
-there), `1:30` (90 there) and dates are text; keys of type text keep `yes`, `no`, `on`, `off` as written.
+Values stay nodes, which know their file, line and text, until the type of their key is known. Aliases (they can expand
+to gigabytes), tags, merge keys, several documents, and text beyond the limits below are errors. Differs from PyYAML's
+YAML 1.1: `1e-4` is a number; `010` (octal there), `1:30` (90 there), dates and integers of 1000 digits are text.
 """
 
 import re
+import stat
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,170 +15,168 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
-from imagenet_cls.config import keys
+from imagenet_cls.errors import ConfigError
+from imagenet_cls.lookup import did_you_mean
 
 MAX_DEPTH = 24
 MAX_BYTES = 1 << 19
-MAX_KEYS = 2_000  # the schema has about 120
 MAX_VALUES = 30_000  # room for a weight of each of ImageNet-21k's 21,841 classes
-MAX_DIGITS = 1_000
 
 _PREFIX = "tag:yaml.org,2002:"
-STR, INT, FLOAT, BOOL, NULL, SEQ, MAP = (
-    _PREFIX + kind for kind in ("str", "int", "float", "bool", "null", "seq", "map")
+_STR, _NULL, _SEQ = (_PREFIX + kind for kind in ("str", "null", "seq"))
+_FLOAT = (
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
+    r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN"
 )
 _IMPLICIT = [
-    (BOOL, r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
-    (INT, r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", "-+0123456789"),
-    (
-        FLOAT,
-        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
-        r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN",
-        "-+.0123456789",
-    ),
-    (NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]{0,998}|0x[0-9a-fA-F]{1,998})", "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
 ]
 
 
-class UnreadableError(Exception):
-    """Text that a config may not contain. key: the nearest one; line: from 1, None for the whole text."""
+class Tree(dict[str, Any]):
+    """A mapping whose values are trees, nodes or plain values. start_mark: where it is written, as of a node."""
 
-    def __init__(self, message: str, line: int | None = None, key: str = ""):
-        super().__init__(message)
-        self.message, self.line, self.key = message, line, key
-        self.others: list[UnreadableError] = []  # further errors in the same text
+    def __init__(self, content: Any = (), start_mark: yaml.Mark | None = None):
+        super().__init__(content)
+        self.start_mark = start_mark
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's form)
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, name: Path | str):
         super().__init__(text)
-        self.depth, self.keys, self.values = 0, 0, 0
-        self.path: list[str] = []
-        self.key_lines: dict[tuple[int, str], int] = {}
-        self.errors: list[UnreadableError] = []
+        self.name = name
+        self.depth, self.values = 0, 0
+        self.problems: list[str] = []  # the rest of the text is read in spite of them
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node. PyYAML passes a mapping's value with the key's node as `index`, and its keys with None."""
-        event, in_mapping = self.peek_event(), isinstance(parent, yaml.MappingNode)
-        line, is_key = event.start_mark.line + 1, in_mapping and index is None
+        event = self.peek_event()
+        place = place_of(event)
         self.depth += 1
-        self.keys += is_key
-        self.values += not is_key
-        self.path += [str(index.value)] if in_mapping and not is_key else []
-        problem = ""
+        self.values += 1
         if isinstance(event, yaml.AliasEvent):
-            problem = "aliases (*name) are not allowed; share values by _base_ or ${section.key}, or quote the text"
-        elif self.depth > MAX_DEPTH:
-            problem = f"nested more than {MAX_DEPTH} deep"
-        elif self.keys > MAX_KEYS or self.values > MAX_VALUES:
-            problem = f"more than {MAX_KEYS} keys or {MAX_VALUES} values"
-        if problem:
-            raise UnreadableError(problem, line, ".".join(self.path))
+            raise ConfigError([f"{place}: aliases (*name) are not allowed; use _base_ or ${{section.key}}"])
+        if self.depth > MAX_DEPTH or self.values > MAX_VALUES:
+            raise ConfigError([f"{place}: nested more than {MAX_DEPTH} deep, or more than {MAX_VALUES} values"])
         if event.tag is not None:
-            problem = f"the tag {event.tag.replace(_PREFIX, '!!')} is not allowed; write a plain value"
-        elif is_key:
-            problem = self._key_problem(id(parent), event, line)
-        if problem:  # the rest is still composed, so that all such errors are reported at once
-            self.errors.append(UnreadableError(problem, line, ".".join(self.path)))
+            self.problems.append(f"{place}: the tag {event.tag.replace(_PREFIX, '!!')} is not allowed")
         node: yaml.Node | None = super().compose_node(parent, index)
-        if node is not None and node.tag in (INT, FLOAT) and len(node.value) > MAX_DIGITS:
-            raise UnreadableError(f"a number of more than {MAX_DIGITS} digits", line, ".".join(self.path))
+        if isinstance(node, yaml.MappingNode):
+            self.check_keys([key for key, _ in node.value])
         self.depth -= 1
-        del self.path[len(self.path) - (in_mapping and not is_key) :]
         return node
 
-    def _key_problem(self, mapping: int, event: yaml.Event, line: int) -> str:
-        if not isinstance(event, yaml.ScalarEvent) or not event.value:
-            return "a key must be plain text"
-        if event.value == "<<":
-            return "merge keys (<<) are not allowed; use _base_"
-        if (mapping, event.value) in self.key_lines:
-            first = self.key_lines[mapping, event.value]
-            return f"key {event.value!r} is given twice; the first is in line {first}"
-        self.key_lines[mapping, event.value] = line
-        return ""
+    def check_keys(self, keys: list[yaml.Node]) -> None:
+        """Add the problems of a mapping's keys."""
+        places: dict[str, str] = {}
+        for key in keys:
+            place, name = place_of(key), key.value
+            if not isinstance(key, yaml.ScalarNode) or not name:
+                self.problems.append(f"{place}: a key must be plain text")
+            elif name == "<<":
+                self.problems.append(f"{place}: merge keys (<<) are not allowed; use _base_")
+            elif name in places:
+                self.problems.append(f"{place}: key {name!r} is given twice, first in {places[name]}")
+            else:
+                places[name] = place
 
 
 class _Dumper(yaml.SafeDumper):
     # The same resolvers as for reading, so that a text is quoted exactly where it would be read as something else.
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
     def represent_str(self, text: str) -> yaml.ScalarNode:
         # PyYAML would fold Unicode's other line ends into spaces unless they are escaped.
-        return self.represent_scalar(STR, text, style='"' if re.search("[\x85\u2028\u2029]", text) else None)
+        return self.represent_scalar(_STR, text, style='"' if re.search("[\x85\u2028\u2029]", text) else None)
 
     def represent_list(self, items: list[Any]) -> yaml.SequenceNode:
-        return self.represent_sequence(SEQ, items, flow_style=True)  # `[0.08, 1.0]`, on one line
+        return self.represent_sequence(_SEQ, items, flow_style=True)  # `[0.08, 1.0]`, on one line
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
 _Dumper.add_representer(list, _Dumper.represent_list)
-for _tag, _pattern, _first in _IMPLICIT:
+for _kind, _pattern, _first in _IMPLICIT:
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))
+        _class.add_implicit_resolver(_PREFIX + _kind, re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, UTF-8, with or without a byte order mark. Raises UnreadableError, FileNotFoundError."""
+def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
+    """`parse` for a file, UTF-8, with or without a byte order mark.
+
+    shown: its path in messages. names: suggestions for a file that is missing, besides those in its folder.
+    """
     try:
-        if path.exists() and not path.is_file():
-            raise UnreadableError("is not a regular file")
-        if path.stat().st_size > MAX_BYTES:
-            raise UnreadableError(f"has {path.stat().st_size} bytes; a config has at most {MAX_BYTES}")
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UnreadableError(f"can't be read: {error.strerror or error}") from None
-    try:
-        return data.decode("utf-8-sig")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise ConfigError([f"{shown}: is not a regular file of at most {MAX_BYTES} bytes"])
+        return parse(path.read_text("utf-8-sig"), shown)
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UnreadableError(f"is not UTF-8 text (byte {error.start}); save it as UTF-8", line) from None
+        raise ConfigError([f"{shown}: is not UTF-8 text (byte {error.start})"]) from None
+    except OSError as error:
+        near = ""
+        if isinstance(error, FileNotFoundError):
+            near = did_you_mean(path.name, [*sorted(file.name for file in path.parent.glob("*.y*ml")), *names])
+        raise ConfigError([f"{shown}: {error.strerror or error}{near}"]) from None
+
+
+def parse(text: str, place: Path | str) -> Any:
+    """The content of one YAML document: a `Tree`, a node, or None for an empty one. Raises ConfigError.
+
+    place: of the nodes, and in messages: a file, whose lines are counted, or an argument.
+    """
+    return to_tree(_compose(text, place))
 
 
 @lru_cache(maxsize=64)
-def parse(text: str) -> yaml.Node | None:
-    """The node tree of one YAML document; None for an empty one. Raises UnreadableError with the line.
-
-    The tree is cached, so callers must not change it.
-    """
+def _compose(text: str, place: Path | str) -> yaml.Node | None:
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, place)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise UnreadableError(f"the character {chr(error.character)!r} is not allowed in YAML", line) from None
+        raise ConfigError([f"{place}: the character {chr(error.character)!r} is not allowed"]) from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
         problem = " ".join(filter(None, (error.context, error.problem))) or "not YAML"
-        raise UnreadableError(problem, mark.line + 1 if mark else None) from None
-    if loader.errors:
-        loader.errors[0].others = loader.errors[1:]
-        raise loader.errors[0]
+        raise ConfigError([f"{place_of(error.problem_mark or error.context_mark)}: {problem}"]) from None
+    if loader.problems:
+        raise ConfigError(loader.problems)
     return node
 
 
-def value_of(node: yaml.Node, hint: Any = Any) -> Any:
-    """The plain value of a node: None, bool, int, float, str, list, dict. Text-typed keys keep what was written."""
-    if isinstance(node, yaml.SequenceNode):
-        return [value_of(item, keys.element_hint(hint)) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return {key.value: value_of(item) for key, item in node.value}
-    return node.value if keys.is_text(hint) and node.tag != NULL else SafeConstructor().construct_object(node)
+def to_tree(value: Any) -> Any:
+    """A mapping, of nodes or of plain values, as a `Tree`; any other value as it is."""
+    if isinstance(value, yaml.MappingNode):
+        return Tree(((key.value, to_tree(item)) for key, item in value.value), value.start_mark)
+    return Tree((key, to_tree(item)) for key, item in value.items()) if isinstance(value, dict) else value
+
+
+def place_of(value: Any) -> str:
+    """Where a tree, node, event or mark is: `configs/x.yaml:12` or `command line 'seed=1'`; "" for plain values."""
+    mark = getattr(value, "start_mark", value)
+    if not isinstance(mark, yaml.Mark):
+        return ""
+    return f"{mark.name}:{mark.line + 1}" if isinstance(mark.name, Path) else mark.name
+
+
+def value_of(value: Any, as_text: bool = False) -> Any:
+    """The plain value of a tree or node: None, bool, int, float, str, list, dict. as_text: keep scalars as written."""
+    if isinstance(value, dict):
+        return {key: value_of(item) for key, item in value.items()}
+    if isinstance(value, yaml.MappingNode):
+        return {key.value: value_of(item) for key, item in value.value}
+    if isinstance(value, yaml.SequenceNode):
+        return [value_of(item, as_text) for item in value.value]
+    if isinstance(value, yaml.ScalarNode):
+        return value.value if as_text and value.tag != _NULL else SafeConstructor().construct_object(value)
+    return value
 
 
 def dump(value: Any) -> str:
-    """YAML that `parse` and `value_of` read back as the same value. Raises TypeError for other than plain values."""
-    try:
-        return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)
-    except yaml.representer.RepresenterError as error:
-        raise TypeError(f"a config holds plain values, not {error.args[-1]!r}") from None
+    """YAML that is read back as the same value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)
 
 
 def dump_inline(value: Any) -> str:

@@ -1,49 +1,117 @@
 """Every key of a config: type, default, range, flags, and a comment that docs/config.md is generated from.
 
-A part of the program takes its own section, not the whole config. The metadata of a key is explained in `fields`.
+A part of the program takes its own section, not the whole config. The metadata of a key is explained in `KeyInfo`.
 """
 # ruff: noqa: RUF009 (`key` and `section` return dataclass fields)
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from omegaconf import MISSING
-
-from imagenet_cls.config.fields import (
-    ALPHA,
-    BATCH,
-    COUNT,
-    JITTER,
-    NOT_NEGATIVE,
-    PERCENT,
-    PIXELS,
-    POSITIVE,
-    POSITIVE_SHARE,
-    RATIO,
-    SHARE,
-    SHARE_BELOW_1,
-    Condition,
-    Range,
-    key,
-    section,
-)
-
 Kwargs = dict[str, Any]
-Interpolation = Literal["nearest", "bilinear", "bicubic"]
+REQUIRED = "???"  # the value of a key that a later layer has to set
 
-DEVICE = (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, or cuda:1 for a certain one")
+
+@dataclass(frozen=True)
+class Range:
+    """Which finite numbers are allowed: low to high, the ends included unless open.
+
+    or_zero: 0 is allowed too, where low is more. Numbers from 2^64 on, which overflow in float32 or in 64 bits
+    somewhere, are out of range.
+    """
+
+    low: float = 0.0
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    or_zero: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        if self.or_zero and number == 0:
+            return True
+        above = number > self.low if self.low_open else number >= self.low
+        below = number < self.high if self.high_open else number <= self.high
+        return above and below and abs(number) < 2.0**64  # not math.isfinite, which overflows for long integers
+
+    def __str__(self) -> str:
+        if not (self.low_open or self.high_open or self.high == math.inf):
+            high = f"{self.high:,}" if isinstance(self.high, int) else f"{self.high:g}"
+            return f"{'0, or ' if self.or_zero else ''}{self.low:g} to {high}"
+        low = f"more than {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        high = f"less than {self.high:g}" if self.high_open else f"at most {self.high:g}"
+        return low if self.high == math.inf else f"{low} and {high}"
+
+
+NOT_NEGATIVE = Range()
+POSITIVE = Range(low_open=True)
+COUNT = Range(1)
+BATCH = Range(1, 10**9)
+PIXELS = Range(1, 100_000)
+SHARE = Range(0, 1)
+SHARE_BELOW_1 = Range(0, 1, high_open=True)
+POSITIVE_SHARE = Range(0, 1, low_open=True)
+PERCENT = Range(0, 100)
+RATIO = Range(0.001, 1000)
+JITTER = Range(0, 1000)
+ALPHA = Range(0.001, 1000, or_zero=True)  # of a beta distribution: numpy draws NaN from tiny ones
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a key has an effect. text: what has to be the case. is_met: takes the whole Config."""
+
+    text: str
+    is_met: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """What the schema states about a key, or about all keys of a section.
+
+    allowed: of the number, or of each number of a list. count, ascending: of a list. form: a regular expression for the
+    text, or for each text of a list, and its description. shares: keyword arguments from 0 to below 1. at_most: the key
+    that is the limit. excludes: keys of which none may be set beside it, to other than null, false and []. needs: when
+    the key has an effect; None: always. recipe: whether it decides what is computed, so that it is compared on resume.
+    per_machine: whether the machines of a run may differ in it.
+    """
+
+    allowed: Range | None = None
+    count: int | None = None
+    ascending: bool = False
+    form: tuple[str, str] | None = None
+    shares: tuple[str, ...] = ()
+    at_most: str | None = None
+    excludes: tuple[str, ...] = ()
+    needs: Condition | None = None
+    recipe: bool = True
+    per_machine: bool = False
+
+
+def key(default: Any, allowed: Range | None = None, **info: Any) -> Any:
+    """A field of the schema: a key with its default and, as keywords, the other attributes of `KeyInfo`."""
+    metadata = {"info": KeyInfo(allowed, **info)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(of: type, **info: Any) -> Any:
+    """A field of the schema that holds a section; the flags in `info` hold for all its keys."""
+    return field(default_factory=of, metadata={"info": KeyInfo(**info)})
+
+
+DEVICE = (r"auto|cpu|mps|cuda(:\d+)?", "auto, cpu, mps, cuda, or cuda:1 for a certain one")
 INIT_METHOD = (
-    r"env://|tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):([1-9]\d{0,4})|file:///\S.*",
-    "env://, tcp://host:port or file:///absolute/path",
+    r"env://|tcp://(\[[\da-fA-F:]+\]|[^:/\s]+):[1-9]\d{0,4}|file:///\S.*",
+    "env://, tcp://host:port or file:///path",
 )
 MODULES = (r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a list of modules, such as [my_package.my_models]")
 
 # When keys have an effect.
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
-PROGRESSIVE = Condition(
-    "augment.progressive.epochs and sizes_px",
-    lambda c: c.augment.progressive.epochs is not None or c.augment.progressive.sizes_px is not None,
-)
+PROGRESSIVE = Condition("augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None)
 JITTERS = Condition(
     "brightness, contrast, saturation or hue above 0",
     lambda c: any(getattr(c.augment.color_jitter, name) for name in ("brightness", "contrast", "saturation", "hue")),
@@ -79,44 +147,44 @@ class ModelConfig:
     name: str = "resnet50"
     # Start from the library's published weights (downloads them once; a timm name may carry a tag: `resnet50.a1_in1k`).
     pretrained: bool = key(False, recipe=False, per_machine=True)
-    # Outputs of the head. null: as many as the data set has classes.
+    # Outputs of the head. null: as many as the dataset has classes.
     num_classes: int | None = key(None, COUNT)
     # Weights to start from: a checkpoint folder (its moving average if it has one), a run folder (its best weights), or
     # a .pth, .pth.tar or .safetensors file of timm, torchvision or pytorch/examples (the average if it has one; the log
-    # says which). A head of another size is initialised, and position embeddings of another grid are resized; any other
+    # says which). A head of another size is initialized, and position embeddings of another grid are resized; any other
     # mismatch is an error.
-    checkpoint: str | None = key(None, recipe=False, per_machine=True)
+    checkpoint: str | None = key(None, recipe=False, per_machine=True, excludes=("model.pretrained",))
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. Their BatchNorm layers
     # use the running statistics without updating them; dropout and drop-path stay on.
-    freeze: list[str] = key([])
+    freeze: list[str] = key([], excludes=("model.head_only",))
     # Train the head only: all other parameters are frozen.
     head_only: bool = False
     # Freeze all BatchNorm layers: running statistics, weights and biases.
     freeze_bn: bool = False
     # Separate BatchNorm layers for each split of the batch (augment.splits), as in AugMix training. Evaluation uses the
     # first one only.
-    split_bn: bool = False
+    split_bn: bool = key(False, excludes=("model.freeze_bn",))
     # Further arguments of the model's constructor, such as `{drop_path_rate: 0.05}`.
-    kwargs: Kwargs = key({})
+    kwargs: Kwargs = key({}, shares=("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"))
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data set."""
+    """The dataset."""
 
     # `folder` (root/train/CLASS/*.JPEG), `list` (files of `path label` lines or CSV), `digits` (scikit-learn's, written
     # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`, or `my_module:my_factory`.
     name: str = "folder"
-    # The data set's folder. Relative paths are relative to the working directory.
+    # The dataset's folder. Relative paths are relative to the working directory.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
-    # Training part, below root: a folder of class folders, or for `list` an annotation file. Data sets with predefined
+    # Training part, below root: a folder of class folders, or for `list` an annotation file. Datasets with predefined
     # parts (torchvision's, factories) get this name as an argument.
     train: str = "train"
     # Validation part, likewise. null: split from the training part by val_fraction.
     val: str | None = "val"
     # Share of the training part that is held out for validation when val is null. Images are chosen class by class by a
     # hash of the path below root, so they are the same on every machine.
-    val_fraction: float | None = key(None, Range(0, 1, low_open=True, high_open=True))
+    val_fraction: float | None = key(None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",))
     # Worker processes that read and decode, for each rank. 0: in the training process. null: this rank's share of the
     # CPU cores, at most 16. The samples don't depend on it.
     num_workers: int | None = key(None, Range(0, 256), recipe=False, per_machine=True)
@@ -134,11 +202,11 @@ class DataConfig:
     std: list[float] | None = key(None, RATIO, count=3)
     # Repeated augmentation: each drawn image appears this often in a row, each time augmented independently, and an
     # epoch covers accordingly fewer images. 1: each image once.
-    repeats: int = key(1, Range(1, 100))
+    repeats: int = key(1, Range(1, 100), at_most="train.global_batch_size")
     # With repeats: cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
     repeats_multiple: int | None = key(None, COUNT, needs=REPEATS)
-    # Further arguments of the data set: {train_images, val_images, num_classes, size_px} for `synthetic`; those of the
-    # class or factory for torchvision's data sets and factories.
+    # Further arguments of the dataset: {train_images, val_images, num_classes, size_px} for `synthetic`; those of the
+    # class or factory for torchvision's datasets and factories.
     kwargs: Kwargs = key({})
 
 
@@ -154,17 +222,17 @@ class ColorJitterConfig:
     contrast: float = key(0.0, JITTER)
     # Factor drawn from [1 - x, 1 + x].
     saturation: float = key(0.0, JITTER)
-    # Shift drawn from [-x, x], in turns of the colour circle.
+    # Shift drawn from [-x, x], in turns of the color circle.
     hue: float = key(0.0, Range(0, 0.5))
 
 
 @dataclass(frozen=True)
 class ErasingConfig:
-    """Random erasing (Zhong et al. 2017): a rectangle of the normalised image is filled, on the device."""
+    """Random erasing (Zhong et al. 2017): a rectangle of the normalized image is filled, on the device."""
 
     # Probability for an image. 0: none.
     prob: float = key(0.0, SHARE)
-    # What fills it: zeros (`const`), one normal colour (`rand`), or normal noise for each pixel (`pixel`).
+    # What fills it: zeros (`const`), one normal color (`rand`), or normal noise for each pixel (`pixel`).
     mode: Literal["const", "rand", "pixel"] = key("const", needs=ERASES)
     # Largest number of rectangles in one image; the number is drawn from 1 to this, and they share the area.
     max_count: int = key(1, Range(1, 100), needs=ERASES)
@@ -214,11 +282,11 @@ class AugmentConfig:
     policy_kwargs: Kwargs = key({})
     # Random changes of brightness, contrast, saturation and hue.
     color_jitter: ColorJitterConfig = section(ColorJitterConfig)
-    # Probability of conversion to greyscale.
+    # Probability of conversion to grayscale.
     grayscale_prob: float = key(0.0, SHARE)
     # Random erasing.
     erasing: ErasingConfig = section(ErasingConfig)
-    # Views of each image in a batch, for the loss `jsd`: the first without policy, colour jitter and erasing.
+    # Views of each image in a batch, for the loss `jsd`: the first without policy, color jitter and erasing.
     splits: int = key(1, Range(1, 10))
 
 
@@ -273,7 +341,9 @@ class TeacherConfig:
     # As model.name. null: no teacher.
     name: str | None = key(None, needs=DISTILS)
     # As model.pretrained.
-    pretrained: bool = key(False, needs=DISTILS, recipe=False, per_machine=True)
+    pretrained: bool = key(
+        False, excludes=("distill.teacher.checkpoint",), needs=DISTILS, recipe=False, per_machine=True
+    )
     # As model.checkpoint.
     checkpoint: str | None = key(None, needs=DISTILS, recipe=False, per_machine=True)
     # As model.kwargs.
@@ -304,7 +374,7 @@ class OptimizerConfig:
     # saved), or `my_module:my_factory`.
     name: str = "sgd"
     # Peak learning rate. It has no default, and changing `name` resets it.
-    lr: float = key(MISSING, NOT_NEGATIVE)
+    lr: float = key(REQUIRED, NOT_NEGATIVE)
     # The global batch size that lr is meant for: another train.global_batch_size scales lr, and the log says by how
     # much. null: lr is used as written.
     lr_base_batch: int | None = key(None, BATCH)
@@ -312,7 +382,7 @@ class OptimizerConfig:
     lr_scaling: Literal["linear", "sqrt"] = key("linear", needs=LR_SCALES)
     # Weight decay, as the optimizer defines it.
     weight_decay: float = key(0.0, NOT_NEGATIVE)
-    # Weight decay of weights and biases of normalisation layers. null: weight_decay.
+    # Weight decay of weights and biases of normalization layers. null: weight_decay.
     norm_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Weight decay of all other biases. null: weight_decay.
     bias_weight_decay: float | None = key(None, NOT_NEGATIVE)
@@ -327,7 +397,7 @@ class OptimizerConfig:
     lr_scales: Kwargs = key({})
     # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas: [0.9, 0.95]}`. Lookahead
     # takes `lookahead_alpha` (0.5: step of the slow weights towards the fast ones) and `lookahead_k` (6: their steps).
-    kwargs: Kwargs = key({})
+    kwargs: Kwargs = key({}, shares=("momentum", "alpha"))
 
 
 @dataclass(frozen=True)
@@ -338,7 +408,7 @@ class ScheduleConfig:
     # `my_module:my_factory`.
     name: str = "cosine"
     # Linear warm-up, in epochs (fractions allowed).
-    warmup_epochs: float = key(0.0, NOT_NEGATIVE)
+    warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
     # Learning rate at the start of the warm-up, as a factor of optimizer.lr.
     warmup_start_factor: float = key(0.01, SHARE, needs=WARMS_UP_BY_FACTOR)
     # Learning rate at the start of the warm-up, instead of the factor. null: by the factor.
@@ -368,8 +438,10 @@ class TrainConfig:
     # Images in one optimizer step, over all ranks and micro-batches.
     global_batch_size: int = key(256, BATCH)
     # Largest number of images in one forward pass of a device; gradients are accumulated over the micro-batches. null:
-    # the device's whole share.
-    micro_batch_size: int | None = key(None, BATCH, recipe=False)
+    # the device's whole share. If the batch is divisible by the number of devices, all micro-batches are equal: with 64
+    # here, a share of 96 images becomes two micro-batches of 48, and one of 97, a prime number, 97 micro-batches of one
+    # image. Otherwise their sizes differ by one image, see parallel.uneven.
+    micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
     # Precision of forward and backward. auto: bf16 on GPUs that support it, else fp32. fp16 uses a loss scale.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile the model.
@@ -379,18 +451,18 @@ class TrainConfig:
     # Largest global norm of the gradient; larger ones are scaled down. null: no limit.
     clip_norm: float | None = key(None, POSITIVE)
     # Largest absolute value of each element of the gradient. null: no limit.
-    clip_value: float | None = key(None, POSITIVE)
+    clip_value: float | None = key(None, POSITIVE, excludes=("train.clip_norm",))
     # Adaptive gradient clipping (Brock et al. 2021): largest norm of each unit's gradient, as a share of its weights'
     # norm, except for the head. null: no limit.
-    clip_agc: float | None = key(None, POSITIVE)
-    # Sharpness-aware minimisation (Foret et al. 2020): radius of the neighbourhood. null: off.
+    clip_agc: float | None = key(None, POSITIVE, excludes=("train.clip_norm", "train.clip_value"))
+    # Sharpness-aware minimization (Foret et al. 2020): radius of the neighborhood. null: off.
     sam_rho: float | None = key(None, POSITIVE)
     # Use it only every this many steps, since it costs a second pass.
     sam_every_steps: int = key(1, COUNT, needs=USES_SAM)
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
-    # Use deterministic kernels on GPUs only: slower, the same bits each time. (On a CPU kernels are deterministic for a
-    # given number of threads.)
+    # Use deterministic kernels on GPUs only: slower, bitwise identical each time. (On a CPU kernels are deterministic
+    # for a given number of threads.)
     deterministic: bool = key(False, recipe=False)
     # End the run (exit code 6) after this many consecutive steps with a loss or gradient that is NaN or infinite. Such
     # steps don't change the weights.
@@ -405,7 +477,7 @@ class EmaConfig:
     decay: float | None = key(None, SHARE_BELOW_1)
     # Half-life of the average in training images, instead of decay: independent of batch size and every_steps. null: by
     # decay.
-    half_life_images: float | None = key(None, POSITIVE)
+    half_life_images: float | None = key(None, POSITIVE, excludes=("ema.decay",))
     # Update every this many optimizer steps.
     every_steps: int = key(1, COUNT, needs=AVERAGES)
     # Start with a small decay that grows to `decay`, as in timm.
@@ -416,14 +488,14 @@ class EmaConfig:
 class EvalConfig:
     """Evaluation. The model library's suggestions for preprocessing are never used."""
 
-    # Side of the centre crop, in pixels.
-    crop_px: int = key(224, PIXELS)
+    # Side of the center crop, in pixels.
+    crop_px: int = key(224, PIXELS, at_most="eval.resize_px")
     # Side of the crop as a share of the resized image's short side; determines the resize if resize_px is null.
     crop_pct: float = key(0.875, Range(0.01, 1), needs=RESIZES_BY_SHARE)
     # Short side after the resize, in pixels. null: floor(crop_px / crop_pct).
     resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
-    interpolation: Interpolation = "bilinear"
+    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
     # Average the outputs for each image and its mirror image, also in predict.py.
     flip_tta: bool = False
     # Images in one forward pass of a device.
@@ -446,10 +518,13 @@ class ParallelConfig:
     device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
     # For mode dp: the GPU where the logits are gathered and the loss is computed. null: the first of device_ids.
     output_device: int | None = key(None, NOT_NEGATIVE, recipe=False)
-    # Synchronise BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
+    # Synchronize BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
     sync_bn: bool = False
     # Rendezvous of the ranks: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or `file:///path`.
     init_method: str = key("env://", form=INIT_METHOD, recipe=False, per_machine=True)
+    # A batch that is not divisible by the number of ranks: `allow` divides it into micro-batches whose sizes differ by
+    # one image, and weights their losses; `error` ends the run. Always an error in mode dp.
+    uneven: Literal["allow", "error"] = key("allow", recipe=False)
     # Longest wait for another rank, in seconds.
     timeout_sec: float = key(600.0, Range(0, 7 * 86_400, low_open=True), recipe=False, per_machine=True)
     # Compare the bits of weights, moving average and optimizer state between ranks every this many optimizer steps and
@@ -478,7 +553,10 @@ class LogConfig:
 
     # Optimizer steps between two log lines; metrics.jsonl has every step.
     every_steps: int = key(50, COUNT)
-    # Write event files for TensorBoard (rank 0 only).
+    # What rank 0 writes: `jsonl` (metrics.jsonl; always written), `tensorboard`, `wandb`, `mlflow`, or
+    # `my_module:MyWriter`.
+    writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True)
+    # false: without `tensorboard`, also if it is in writers.
     tensorboard: bool = key(True, per_machine=True)
     # Plot loss, top-1 and learning rate into plots/ at the end (rank 0 only).
     plots: bool = key(True, per_machine=True)
@@ -488,11 +566,11 @@ class LogConfig:
 class ExpectConfig:
     """Published and measured results of a recipe. No effect on a run."""
 
-    # Top-1 accuracy that the source claims, in per cent.
+    # Top-1 accuracy that the source claims, in percent.
     claimed_top1_pct: float | None = key(None, PERCENT)
     # Where claim and settings are published.
     source: str | None = None
-    # Top-1 accuracy of a run with this repository, in per cent. null: not run.
+    # Top-1 accuracy of a run with this repository, in percent. null: not run.
     ours_top1_pct: float | None = key(None, PERCENT)
     # Hardware and training time of the source.
     hardware: str | None = None
@@ -524,20 +602,17 @@ class Config:
     imports: list[str] = key([], form=MODULES, recipe=False, per_machine=True)
     # Seed of the run.
     seed: int = key(0, Range(0, 2.0**63, high_open=True))
-    # `auto` (a GPU if there is one, else the CPU), `cpu`, `cuda`, or `cuda:1` for a certain GPU.
+    # `auto` (a CUDA GPU if there is one, else the CPU), `cpu`, `cuda`, `cuda:1` for a certain GPU, or `mps` (macOS,
+    # untested).
     device: str = key("auto", form=DEVICE, recipe=False, per_machine=True)
 
 
-# Arguments that a layer resets when it changes the name, where the rest of the section is kept.
-KWARGS_OF: dict[str, str] = {
+# A key, and the section or the arguments that a layer resets to their defaults when it changes the key.
+RESETS = {
+    **{f"{component}.name": component for component in ("model", "data", "loss", "optimizer", "schedule")},
     "augment.policy": "augment.policy_kwargs",
     "distill.teacher.name": "distill.teacher.kwargs",
 }
 
-# Defaults of single components, where they differ from the section's.
-COMPONENT_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    "optimizer": {"sgd": {"kwargs": {"momentum": 0.9}}, "rmsproptf": {"kwargs": {"momentum": 0.9}}},
-}
-
-# Keys of older configs and checkpoints that are still read, and the key that replaces them.
-REMOVED = {"data.on_bad_image": "data.exclude", "data.manifest": "data.exclude"}
+# Arguments of optimizers that differ from torch's defaults.
+DEFAULT_KWARGS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "rmsproptf": {"momentum": 0.9}}

@@ -1,9 +1,9 @@
-"""Opens the data set of the config's `data` section, of any kind."""
+"""Opens the dataset of the config's `data` section, of any kind."""
 
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import torchvision.datasets
 
-from imagenet_cls.config.fields import COUNT
-from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.digits import write_digits
-from imagenet_cls.data.index import ImageIndex, check_part_exists, class_folders, held_out, index_folder, split
+from imagenet_cls.config.schema import COUNT, DataConfig
+from imagenet_cls.data.builtin import SyntheticSource, write_digits
+from imagenet_cls.data.index import ImageIndex, class_folders, held_out_mask, index_folder, split
 from imagenet_cls.data.lists import check_none_excluded, exclude_images, index_list
 from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, known_targets
-from imagenet_cls.data.synthetic import SyntheticSource
-from imagenet_cls.errors import DataError, Problem, first_line
+from imagenet_cls.errors import DataError, Problem, command_line, first_line
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
@@ -38,14 +36,12 @@ CLASSIFICATION_SETS = (
     "SUN397", "SVHN", "StanfordCars", "USPS",
 )
 # fmt: on
-# Names of a part, tried in order.
-PART_SYNONYMS = {"val": ("val", "valid", "test")}
 TORCHVISION_RESERVED = ("root", "train", "transform", "target_transform", "transforms", "download")
 
 
 @dataclass(frozen=True)
 class DataSets:
-    """An open data set. A part that was not asked for is None. classes: names, in the order of the targets.
+    """An open dataset. A part that was not asked for is None. classes: names, in the order of the targets.
 
     note: information for the user, such as that images are left out.
     """
@@ -89,7 +85,7 @@ def data_problems(data: DataConfig) -> list[Problem]:
         known = [*BUILT_IN, *(TORCHVISION + name for name in CLASSIFICATION_SETS)]
         hint = did_you_mean(data.name, known) or did_you_mean(TORCHVISION + data.name, known)
         allowed = f"{', '.join(BUILT_IN)}, torchvision:NAME or my_module:my_factory"
-        return [Problem("data.name", f"no data set {data.name!r}{hint} (allowed: {allowed})")]
+        return [Problem("data.name", f"no dataset {data.name!r}{hint} (allowed: {allowed})")]
     factory: Callable[..., Any] = _open_synthetic if data.name == "synthetic" else lambda: None
     problems = kwargs_problems("data.kwargs", factory, data.kwargs) or [
         Problem(f"data.kwargs.{name}", text)
@@ -137,51 +133,45 @@ def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, Ima
             indexes["train"], note = exclude_images(indexes["train"], root, path)
             if "val" in parts:
                 check_none_excluded(indexes["val"], root, path)
+    verify = command_line("verify-data")
     remedies = {
-        "train": f"replace the file, or list it (python tools/verify_data.py {root}) and set data.exclude to the list",
+        "train": f"replace the file, or list it ({verify} {root}) and set data.exclude to the list",
         "val": "replace the file: validation leaves no image out",
     }
     return {part: FolderSource(index, remedies[part]) for part, index in indexes.items()}, note
 
 
 def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[str, ImageIndex]:
-    """The parts asked for, or both. For val alone, only the classes of the training part are read."""
+    """The index of each part asked for. For val alone, only the classes of the training part are read."""
 
-    def read(part: str, classes: tuple[str, ...] | None = None) -> ImageIndex:
+    def read(part: str, classes: Sequence[str] | None = None) -> ImageIndex:
         return index_list(root / part, root, classes) if data.name == "list" else index_folder(root / part, classes)
 
     if data.name == "digits":
         write_digits(root, data.train)
-    if data.name != "list":
-        if "train" in parts or data.val is None:
-            check_part_exists(root, data.train, "data.train")
-        if "val" in parts and data.val is not None:
-            check_part_exists(root, data.val, "data.val")
     if data.val is None:
-        whole = read(data.train)
-        if "val" not in parts and data.val_fraction is None:
-            return {"train": whole}
-        train, val = split(whole, _fraction(data))
+        train, val = split(read(data.train), _fraction(data))
         return {"train": train, "val": val}
-    if "train" in parts:
-        train = read(data.train)
-        return {"train": train, "val": read(data.val, train.classes)} if "val" in parts else {"train": train}
-    classes = None
-    if (root / data.train).exists():
-        classes = read(data.train).classes if data.name == "list" else tuple(class_folders(root / data.train))
-    return {"val": read(data.val, classes)}
+    indexes: dict[str, ImageIndex] = {}
+    classes: Sequence[str] | None = None
+    if "train" in parts or (data.name == "list" and (root / data.train).exists()):
+        indexes["train"] = read(data.train)
+        classes = indexes["train"].classes
+    elif (root / data.train).exists():
+        classes = class_folders(root / data.train)
+    if "val" in parts:
+        indexes["val"] = read(data.val, classes)
+    return indexes
 
 
 def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, ImageSource]:
     """The parts of torchvision's sets and of factories."""
     if data.val is None:
         whole = _map_source(data, data.train)
-        if "val" not in parts and data.val_fraction is None:
-            return {"train": whole}
         targets = known_targets(whole.dataset)
         if targets is None:  # not stratified: that would mean to read all images
             targets = np.zeros(len(whole), np.int64)
-        mask = held_out((str(i).encode() for i in range(len(whole))), targets, _fraction(data))
+        mask = held_out_mask((str(i).encode() for i in range(len(whole))), targets, _fraction(data))
         return {"train": SubsetSource(whole, np.flatnonzero(~mask)), "val": SubsetSource(whole, np.flatnonzero(mask))}
     names = {"train": data.train, "val": data.val}
     opened: dict[str, ImageSource] = {part: _map_source(data, names[part]) for part in parts}
@@ -189,7 +179,7 @@ def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, Image
         train, val = opened["train"].classes, opened["val"].classes
         raise DataError(
             f"{data.name}: parts {data.train!r} and {data.val!r} have different classes ({len(train)} and {len(val)})\n"
-            "use parts of one data set with the same `classes`"
+            "use parts of one dataset with the same `classes`"
         )
     return opened
 
@@ -219,7 +209,7 @@ def _torchvision_problems(name: str, kwargs: Mapping[str, Any], val: str | None)
     """Problems of `torchvision:NAME` (here: NAME) and its arguments. Reads no data."""
     if name not in CLASSIFICATION_SETS or not hasattr(torchvision.datasets, name):
         hint = did_you_mean(name, CLASSIFICATION_SETS)
-        return [Problem("data.name", f"torchvision has no classification data set {name!r}{hint}")]
+        return [Problem("data.name", f"torchvision has no classification dataset {name!r}{hint}")]
     factory = getattr(torchvision.datasets, name)
     reserved = TORCHVISION_RESERVED if _has_train_flag(factory) else (*TORCHVISION_RESERVED, "split")
     # EMNIST, QMNIST and ImageNet pass further arguments to their base class.
@@ -232,7 +222,7 @@ def _torchvision_problems(name: str, kwargs: Mapping[str, Any], val: str | None)
 
 
 def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any]) -> Any:
-    """A part of the data set, as a map-style dataset; missing files are downloaded.
+    """A part of the dataset, as a map-style dataset; missing files are downloaded.
 
     part: `train` is `train=True` for sets with that flag, anything else `train=False`; for sets with a `split` it is
     that, and `val` also means `valid` or `test`. Raises DataError for an unknown part, and for missing files that can't
@@ -240,27 +230,24 @@ def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any
     """
     factory = getattr(torchvision.datasets, name)
     taken, _ = keyword_names(factory)
-    arguments = dict(kwargs)
-    if "root" in taken:
-        arguments["root"] = str(root)
+    arguments = {**kwargs, "root": str(root)} if "root" in taken else dict(kwargs)
+    choices: list[dict[str, Any]] = [{}]
     if _has_train_flag(factory):
-        return _with_files(factory, {**arguments, "train": part == "train"}, root)
-    if "split" not in taken:
-        return _with_files(factory, arguments, root)
-    for candidate in PART_SYNONYMS.get(part, (part,)):
+        choices = [{"train": part == "train"}]
+    elif "split" in taken:
+        choices = [{"split": name} for name in (("val", "valid", "test") if part == "val" else (part,))]
+    for choice in choices:
         try:
-            return _with_files(factory, {**arguments, "split": candidate}, root)
-        except ValueError as error:  # torchvision's verify_str_arg
-            if "for argument split" not in str(error):
-                raise
-            reason = str(error)
+            return _with_files(factory, arguments | choice, root)
+        except ValueError as error:  # such as an unknown split
+            reason = first_line(error)
     raise DataError(
-        f"torchvision:{name} has no part {part!r}: {reason}\nset data.train and data.val to parts that it has"
+        f"torchvision:{name}, part {part!r}: {reason}\nset data.train, data.val or data.kwargs to what it has"
     )
 
 
 def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:
-    """The data set; its files are downloaded where they are missing."""
+    """The dataset; its files are downloaded where they are missing."""
     try:
         return factory(**arguments)
     except (RuntimeError, FileNotFoundError) as error:
@@ -270,7 +257,7 @@ def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:
             with contextlib.redirect_stdout(sys.stderr):
                 return factory(**arguments, download=True)
     except (RuntimeError, OSError) as error:
-        reason = f"its files are missing, and the download failed: {first_line(error)}"
+        reason = f"its files are missing, and the download failed: {first_line(error).rstrip(':')}"
     raise DataError(
         f"torchvision:{factory.__name__}: {reason}\nput its files under {root}, as torchvision documents them"
     )

@@ -1,4 +1,4 @@
-"""Batches of uint8 images to what the model takes: transfer, cast, normalise; in training also erase and mix."""
+"""Batches of uint8 images to what the model takes: transfer, cast, normalize; in training also erase and mix."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from imagenet_cls.config.schema import ErasingConfig, MixConfig
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.errors import Problem
 from imagenet_cls.seeding import hash_key, seed_generators
 
 
@@ -38,10 +37,10 @@ class Preprocess:
 def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "rand", "pixel"]) -> Tensor:
     """Fill the boxes of `images`, in place, and return them.
 
-    images: float (N, 3, H, W) on any device, normalised, so that zero is the mean colour. boxes: int32 (N, n, 4) of
+    images: float (N, 3, H, W) on any device, normalized, so that zero is the mean color. boxes: int32 (N, n, 4) of
     `draw_boxes`, and keys: int64 (N,) of the samples, both on the CPU, so that nothing waits for a GPU. mode, as in
-    timm: zeros (`const`), one normal colour for each box (`rand`) or for each pixel (`pixel`). The same key gives the
-    same colours on the same device type.
+    timm: zeros (`const`), one normal color for each box (`rand`) or for each pixel (`pixel`). The same key gives the
+    same colors on the same device type.
     """
     assert boxes.device.type == keys.device.type == "cpu" and len(images) == len(boxes) == len(keys)
     draws = torch.Generator(images.device)
@@ -59,77 +58,57 @@ def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "r
     return images
 
 
-class Mixing:
-    """Callable: a micro-batch -> the mixed micro-batch. timm's `Mixup`, which pairs image i with image B - 1 - i.
+def build_mixing(mix: MixConfig, num_classes: int) -> Mixup | None:
+    """timm's mixup and cutmix, which pairs image i with image B - 1 - i; None where neither is on.
 
-    Draws from numpy's default generator, on the host: the caller seeds it by (seed, step, micro-batch, rank). With mode
-    `batch` nothing waits for a GPU; `pair` and `elem` copy their B ratios to it. Label smoothing is left to the loss
-    (`optim.losses`), with the same result.
+    It takes images, float (B, 3, H, W) with an even B (`mix_batch` takes any), which are **changed in place**, and
+    targets, int64 (B,); it returns images and float32 targets (B, num_classes) whose rows sum to 1, also where the draw
+    is not to mix. It draws from numpy's default generator, on the host. With mode `batch` nothing waits for a GPU;
+    `pair` and `elem` copy their B ratios to it. Label smoothing is left to the loss (`optim.losses`), with the same
+    result.
     """
-
-    def __init__(self, mix: MixConfig, num_classes: int):
-        arguments = asdict(mix)
-        self._off_epoch: int | None = arguments.pop("off_epoch")
-        self._mixup = Mixup(**arguments, label_smoothing=0.0, num_classes=num_classes)
-
-    def __call__(self, images: Tensor, targets: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """images: float (B, 3, H, W), B even; **changed in place**. targets: int64 (B,), on the same device.
-
-        Returns images and float32 targets (B, classes) whose rows sum to 1, also where the draw is not to mix. From
-        `mix.off_epoch` on, returns its arguments.
-        """
-        if self._off_epoch is not None and epoch >= self._off_epoch:
-            return images, targets
-        mixed: tuple[Tensor, Tensor] = self._mixup(images, targets)
-        return mixed
+    if not mix.is_on:
+        return None
+    options = asdict(mix)
+    del options["off_epoch"]
+    return Mixup(**options, label_smoothing=0.0, num_classes=num_classes)
 
 
-def mixes(mix: MixConfig) -> bool:
-    """Whether mixup or cutmix is on."""
-    return mix.mixup_alpha > 0 or mix.cutmix_alpha > 0 or mix.cutmix_minmax is not None
+def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Mix a batch of any size. If it is odd, the image in the middle is paired with itself, so it does not change.
 
-
-def build_mixing(mix: MixConfig, num_classes: int) -> Mixing | None:
-    """The mixing of a run, or None where neither mixup nor cutmix is on. num_classes: the model's outputs."""
-    return Mixing(mix, num_classes) if mixes(mix) else None
-
-
-def mixing_problems(mix: MixConfig, loader_batch: int, global_batch: int | None = None) -> list[Problem]:
-    """The problem of micro-batches with an odd number of images, which mixing can't pair.
-
-    loader_batch: images in a rank's micro-batch. global_batch: of a whole step, to suggest the nearest that work.
+    timm's Mixup requires an even size.
     """
-    if not mixes(mix) or loader_batch % 2 == 0:
-        return []
-    remedy = "set train.micro_batch_size to an even divisor of each rank's share of the batch"
-    if global_batch is not None:
-        micro_batches = global_batch // loader_batch
-        nearest = [size * micro_batches for size in (loader_batch - 1, loader_batch + 1) if size > 0]
-        remedy = f"use {' or '.join(map(str, nearest))}, or {remedy}"
-    text = f"makes micro-batches of {loader_batch} images, and mixup and cutmix need an even number; {remedy}"
-    return [Problem("train.global_batch_size", text)]
+    middle, is_odd = divmod(len(images), 2)
+    if is_odd:
+        images, targets = (torch.cat([batch[: middle + 1], batch[middle:]]) for batch in (images, targets))
+    images, targets = mixing(images, targets)
+    if is_odd:
+        images, targets = (torch.cat([batch[: middle + 1], batch[middle + 2 :]]) for batch in (images, targets))
+    return images, targets
 
 
 @dataclass(frozen=True)
 class TrainPreprocess:
-    """Callable: a training batch -> (float32 images (B, 3, H, W), targets) on the device: normalised, erased, mixed.
+    """Callable: a training batch -> (float32 images (B, 3, H, W), targets) on the device: normalized, erased, mixed.
 
-    targets: int64 (B,), or float (B, classes) with mixing. Mixing draws from the key (seed, step, micro-batch, rank),
-    erasing from the keys of the samples.
+    targets: int64 (B,), or float (B, classes) with mixing, which ends before `off_epoch`. Mixing draws from the key
+    (seed, step, micro-batch, rank), erasing from the keys of the samples.
     """
 
     preprocess: Preprocess
     erasing: ErasingConfig
-    mixing: Mixing | None
+    mixing: Mixup | None
     seed: int
     rank: int
+    off_epoch: int | None = None
 
     def __call__(self, batch: TrainBatch, epoch: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         images = self.preprocess(batch.images)
         targets = batch.targets.to(images.device, non_blocking=True)
         if batch.boxes is not None and batch.keys is not None:
             images = erase(images, batch.boxes, batch.keys, self.erasing.mode)
-        if self.mixing is None:
+        if self.mixing is None or (self.off_epoch is not None and epoch >= self.off_epoch):
             return images, targets
         seed_generators(hash_key("mix", self.seed, step, micro_batch, self.rank))
-        return self.mixing(images, targets, epoch)
+        return mix_batch(self.mixing, images, targets)

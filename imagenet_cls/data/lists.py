@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,31 +14,52 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.index import ImageIndex, is_image, listed
-from imagenet_cls.errors import DataError, format_value
+from imagenet_cls.data.index import ImageIndex, check_not_parts, class_folders, is_image, join_names, match_classes
+from imagenet_cls.errors import DataError, command_line, format_value
+from imagenet_cls.files import check_regular
 
+# Names of columns in the header of a CSV file, in lower case.
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category")
-
 BAD_IMAGES_FILE = "bad_images.txt"
+# Longer numbers are names of classes.
+NUMBER = re.compile(r"-?[0-9]{1,9}")
 # One of this many training images may be left out; of fewer, one.
 IMAGES_PER_EXCLUDED = 10_000
 
 Row = tuple[int, str, str]  # line number (from 1), path, label
 
 
+def check_paths(data: DataConfig) -> None:
+    """Raise DataError for missing folders and lists, classes a level deeper, and other classes in validation.
+
+    Opens no image, takes milliseconds, and imports no torch. Datasets of other kinds are not checked.
+    """
+    root = Path(data.root).expanduser()
+    if data.name == "folder":
+        classes = class_folders(root / data.train)
+        check_not_parts(root / data.train, classes)
+        if data.val is not None:
+            match_classes(class_folders(root / data.val), classes, root / data.val)
+    elif data.name == "list":
+        for name in filter(None, (data.train, data.val)):
+            _read_text(root / name, 1)
+    if data.exclude is not None:
+        read_bad_images(Path(data.exclude).expanduser())
+
+
 def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
     """Index the images that `file` names, in its order, with paths relative to `folder` (or absolute).
 
-    Format: CSV for a name that ends in .csv, with or without a header; otherwise `path label` lines, split at the last
-    white space, so that paths may contain spaces. Labels are class names, or numbers 0 .. C-1. The classes are, in this
-    order of precedence: `classes` (the training classes, for a validation list); the lines of a `classes.txt` next to
-    `file`; the names, sorted; for numbers, their decimal strings. Numbers that are not class names are indices of
-    classes.
+    Format: CSV for a name that ends in .csv: the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or
+    the first two.
+    Otherwise `path label` lines, split at the last white space, so that paths may contain spaces. Labels are class
+    names, or numbers 0 .. C-1. The classes are, in this order of precedence: `classes` (the training classes, for a
+    validation list); the lines of a `classes.txt` next to `file`; the names, sorted; for numbers, their decimal
+    strings. Numbers that are not class names are indices of classes.
 
-    Raises DataError with file and line for a malformed line, a label that is unknown or out of range, and missing
-    images: only the first, the middle and the last three are looked for, since 1.28 million take minutes on a network
-    disk.
+    Raises DataError with file and line for a malformed line, a label that is unknown or out of range, and a first
+    image that is missing; to look for all of them takes minutes on a network disk.
     """
     file, folder = Path(file), Path(folder)
     rows = read_rows(file)
@@ -48,10 +70,15 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
         classes = [line.strip() for line in _read_text(class_file).splitlines() if line.strip()]
         repeated = sorted(name for name, count in Counter(classes).items() if count > 1)
         if repeated:
-            raise DataError(f"{class_file}: {listed(repeated)} is listed more than once\nlist each class once")
+            raise DataError(f"{class_file}: {join_names(repeated)} is listed more than once\nlist each class once")
     targets, names = _targets(file, rows, classes)
-    _check_images_exist(file, folder, rows)
-    return ImageIndex.pack(folder, [os.fsencode(path) for _, path, _ in rows], targets, names)
+    number, path, _ = rows[0]
+    if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)
+        raise DataError(
+            f"{file}:{number}: no image {folder / path}\n"
+            f"paths in a list are relative to data.root, {folder}: correct the paths or data.root"
+        )
+    return ImageIndex(folder, np.array([os.fsencode(path) for _, path, _ in rows]), targets, tuple(names))
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -69,16 +96,14 @@ def read_rows(file: Path) -> list[Row]:
     return rows
 
 
-def _read_text(file: Path) -> str:
+def _read_text(file: Path, most: int = -1) -> str:
+    """The text of a list, or its first characters."""
     try:
-        return file.read_text(encoding="utf-8-sig", errors="surrogateescape")
+        check_regular(file)
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as opened:
+            return opened.read(most)
     except OSError as error:
-        note = ""
-        if Path(DataConfig.root) in file.parents:
-            note = " (data.root is its default here: a change of data.name resets the section)"
-        raise DataError(
-            f"{file}: {error.strerror}{note}\nset data.root, data.train and data.val to the lists"
-        ) from None
+        raise DataError(f"{file}: {error.strerror}\nset data.root, data.train and data.val to the lists") from None
 
 
 def _csv_rows(file: Path, text: str) -> list[Row]:
@@ -88,42 +113,37 @@ def _csv_rows(file: Path, text: str) -> list[Row]:
     try:
         for line in reader:
             cells = [cell.strip() for cell in line]
-            if not any(cells):
-                continue
-            if not rows and not any(is_image(os.fsencode(cell)) for cell in cells):
+            if not rows and any(cells) and not any(is_image(os.fsencode(cell)) for cell in cells):
                 columns = _columns([cell.lower() for cell in cells])
-                continue
-            path, label = (cells[column] if column < len(cells) else "" for column in columns)
-            if not path or not label:
-                row = format_value(",".join(cells))
-                raise DataError(f"{file}:{reader.line_num}: {row} is not `path,label`\ngive both, with a comma between")
-            rows.append((reader.line_num, path, label))
+            elif any(cells):
+                path, label = (cells[column] if column < len(cells) else "" for column in columns)
+                if not path or not label:
+                    row = format_value(",".join(cells))
+                    raise DataError(
+                        f"{file}:{reader.line_num}: {row} is not `path,label`\ngive both, with a comma between"
+                    )
+                rows.append((reader.line_num, path, label))
     except csv.Error as error:  # such as a quote that is never closed
         raise DataError(f"{file}:{reader.line_num}: not CSV: {error}\nlook for a missing quote") from None
     return rows
 
 
 def _columns(header: list[str]) -> tuple[int, int]:
-    """Positions of path and label in a header; the first two columns where it names neither."""
+    """Positions of path and label in a header; the first two columns if it names neither."""
     path = next((header.index(name) for name in PATH_COLUMNS if name in header), 0)
     label = next((header.index(name) for name in LABEL_COLUMNS if name in header), 1 if path == 0 else 0)
     return path, label
 
 
-def _is_number(label: str) -> bool:
-    """Whether a label is a class number. Python does not convert numbers of thousands of digits: those are names."""
-    return label.removeprefix("-").isdecimal() and label.isascii() and len(label) < 1000
-
-
 def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
     """Target of each row, int64 (N,), and the names of the classes."""
     labels = {label for _, _, label in rows}
-    numbers = all(map(_is_number, labels))
+    numbers = all(map(NUMBER.fullmatch, labels))
     if classes is None and numbers:
         highest = max(map(int, labels))
-        if min(map(int, labels)) < 0 or len({int(label) for label in labels}) <= highest:
+        if min(map(int, labels)) < 0 or len(set(map(int, labels))) <= highest:
             raise DataError(
-                f"{file}: labels must be the numbers 0 to {str(highest)[:20]}, each at least once\n"
+                f"{file}: labels must be the numbers 0 to {highest}, each at least once\n"
                 "count classes from 0, or list all of them, one per line, in a classes.txt next to this file"
             )
         classes = [str(number) for number in range(highest + 1)]
@@ -142,31 +162,21 @@ def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> 
     return np.fromiter((position[label] for _, _, label in rows), np.int64, len(rows)), names
 
 
-def _check_images_exist(file: Path, folder: Path, rows: Sequence[Row]) -> None:
-    last = len(rows) - 1
-    for i in sorted({0, last // 2, max(last - 2, 0), max(last - 1, 0), last}):
-        number, path, _ = rows[i]
-        if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)
-            raise DataError(
-                f"{file}:{number}: no image {folder / path}\n"
-                f"paths in a list are relative to data.root, {folder}: correct the paths or data.root"
-            )
-
-
 def read_bad_images(path: Path) -> dict[str, str]:
-    """Reason of each bad image, by its path: relative to the data set's root, with `/` between folders, or absolute.
+    """Reason of each bad image, by its path: relative to the dataset's root, with `/` between folders, or absolute.
 
     One image per line: path, tab, reason. Also reads the `verified_images.json` of earlier versions. Raises DataError.
     """
     try:
+        check_regular(path)
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
         if text.startswith("{"):
             return {image["path"]: image["reason"] for image in json.loads(text)["bad"]}
     except OSError as error:
-        remedy = f"make it with: python tools/verify_data.py DATA_ROOT --out {path}"
+        remedy = f"make it with: {command_line('verify-data')} DATA_ROOT --out {path}"
         raise DataError(f"{path} (data.exclude): {error.strerror}\n{remedy}") from None
     except (ValueError, TypeError, KeyError):
-        raise DataError(f"{path} (data.exclude): not a list that tools/verify_data.py wrote") from None
+        raise DataError(f"{path} (data.exclude): not a list that verify-data wrote") from None
     rows = [line.partition("\t") for line in text.split("\n") if line.strip()]
     return {name: reason or "listed" for name, _, reason in rows}
 
@@ -174,7 +184,7 @@ def read_bad_images(path: Path) -> dict[str, str]:
 def exclude_images(index: ImageIndex, root: Path, path: Path) -> tuple[ImageIndex, str | None]:
     """The training images without those in the list at `path`, and a note about them (None without any).
 
-    root: the data set's; paths in the list are relative to it. Raises DataError for more than one image in 10,000,
+    root: the dataset's; paths in the list are relative to it. Raises DataError for more than one image in 10,000,
     rounded up.
     """
     rows = [row for row, _ in _bad_rows(index, root, path)]
@@ -186,9 +196,9 @@ def exclude_images(index: ImageIndex, root: Path, path: Path) -> tuple[ImageInde
             f"{path} (data.exclude): names {len(rows)} of {len(index)} training images, and at most {most} may be left "
             "out\nreplace the others"
         )
-    names = listed([index.name(row) for row in rows])
+    names = join_names([index.name(row) for row in rows])
     note = f"{len(rows)} of {len(index)} training images left out by data.exclude: {names}"
-    return index.select(np.setdiff1d(np.arange(len(index)), rows)), note
+    return index.select(np.delete(np.arange(len(index)), rows)), note
 
 
 def check_none_excluded(index: ImageIndex, root: Path, path: Path) -> None:
@@ -209,8 +219,7 @@ def _bad_rows(index: ImageIndex, root: Path, path: Path) -> list[tuple[int, str]
     }
     file_names = {name.rpartition(b"/")[2] for name in reasons}  # compared first: normpath takes seconds for ImageNet
     rows = []
-    for row in range(len(index)):
-        name = index.raw_name(row)
+    for row, name in enumerate(index.names.tolist()):
         if name.rpartition(b"/")[2] in file_names:
             reason = reasons.get(os.path.normpath(os.path.join(start, name)))  # noqa: PTH118
             if reason is not None:

@@ -1,25 +1,49 @@
-"""Batches of training and evaluation images: uint8, on the CPU, the same bits for any number of workers."""
+"""Batches of training and evaluation images: uint8, on the CPU, the same bits for any number of worker processes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+import atexit
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data._utils import signal_handling
 
-from imagenet_cls.data import workers
-from imagenet_cls.data.samplers import EpochSampler, SampleKey
+from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.data.transforms import TrainTransform, Transform, View
-from imagenet_cls.errors import UserError
+from imagenet_cls.data.transforms import TrainTransform, Transform
+from imagenet_cls.errors import ResourceError, UserError, first_line
+from imagenet_cls.parallel.exit import STOP_SIGNALS, set_parent_death_signal
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
+
+# Forked workers share the index's memory and start at once. Other start methods import torch again, for seconds, and
+# require picklable datasets. On macOS forked processes crash in system libraries.
+START_METHOD = "fork" if sys.platform == "linux" else None
+
+SHARED_MEMORY = Path("/dev/shm")
+
+_LONGEST_TEMP_DIR = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
+_JOIN_SEC = 2.0
+_USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
+_OUT_OF_MEMORY = ("No space left on device", "Cannot allocate memory", "shared memory", "DefaultCPUAllocator")
 
 
 class TrainBatch(NamedTuple):
     """B images in V views each (`augment.splits`), view-major: `images.split(B)` are the views, as in timm's AugMix.
 
     images: uint8 (B * V, 3, S, S). targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4) of top, left,
-    height, width, zeros where none; and keys: int64 (B * V,), which the fill colours are drawn from. Both are always on
+    height, width, zeros where none; and keys: int64 (B * V,), which the fill colors are drawn from. Both are always on
     the CPU, and None without erasing.
     """
 
@@ -29,91 +53,113 @@ class TrainBatch(NamedTuple):
     keys: torch.Tensor | None = None
 
 
-class TrainLoader:
-    """Micro-batches of this rank, epoch by epoch. Workers stay alive between epochs, until `close`.
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options of a loader's worker processes, which don't change its batches.
 
-    micro_batch_size: divides this rank's share of the global batch. prefetch_batches: batches that each worker prepares
-    ahead. pin_memory: copy batches into page-locked memory, for asynchronous transfers to a GPU. num_workers: with 0,
-    samples are made in this process, and torch's, numpy's and Python's default generators keep their states.
-    timeout_sec: the longest wait for a worker.
+    num_workers: with 0, samples are made in this process, and torch's, numpy's and Python's default generators keep
+    their states. prefetch_batches: batches that each worker prepares ahead. pin_memory: copy batches into page-locked
+    memory, for asynchronous transfers to a GPU. timeout_sec: the longest wait for a batch.
     """
+
+    num_workers: int = 0
+    prefetch_batches: int = 2
+    pin_memory: bool = False
+    timeout_sec: float = 300.0
+
+
+class BatchLoader(Protocol):
+    """The micro-batches of this rank in training, epoch by epoch, in the order of `sampler`."""
+
+    sampler: EpochSampler
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]: ...
+
+    def close(self) -> None: ...
+
+
+class TrainLoader:
+    """A `BatchLoader` that reads images in worker processes. Workers stay alive between epochs, until `close`."""
 
     def __init__(
         self,
         source: ImageSource,
         transform: TrainTransform,
         sampler: EpochSampler,
-        micro_batch_size: int,
         seed: int,
-        num_workers: int,
-        prefetch_batches: int = 2,
-        pin_memory: bool = False,
-        timeout_sec: float = 300.0,
+        options: WorkerOptions,
     ):
-        share = sampler.global_batch_size // sampler.world_size
-        assert share % micro_batch_size == 0, (share, micro_batch_size)
         self.sampler = sampler
-        samples = _TrainSamples(source, transform, seed)
-        self.loader = _data_loader(
-            samples, sampler, micro_batch_size, num_workers, prefetch_batches, pin_memory, timeout_sec
-        )
-        self.started = 0
+        self.timeout_sec = options.timeout_sec
+        make_batch = partial(_train_batch, source, transform, seed)
+        self.loader = _data_loader(make_batch, MicroBatchSampler(sampler), options)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
         """Batches from `start_step` on, in order. The image size may differ between epochs.
 
         An unfinished iterator is invalid after the next call or `close`. Raises DataError for an image that cannot be
-        read, and ResourceError for a worker that was killed, raised anything else, or took longer than `timeout_sec`.
+        read, and ResourceError for a worker that was killed, raised anything else, or took longer than the timeout.
         """
-        self.started += 1
-        token = self.started
         self.sampler.set_epoch(epoch, start_step)
-        for batch in _batches(self.loader):
+        for batch in _batches(self.loader, self.timeout_sec):
             yield TrainBatch(*batch)
-            assert token == self.started, "this iterator is invalid: a newer epoch was started, or the loader closed"
 
     def close(self) -> None:
         """Stop the workers. May be called again; a later epoch starts new workers."""
-        self.started += 1
-        workers.stop_workers(self.loader)
+        _stop_workers(self.loader)
 
 
 def eval_batches(
-    source: ImageSource,
-    transform: Transform,
-    indices: Sequence[int],
-    batch_size: int,
-    num_workers: int,
-    prefetch_batches: int = 2,
-    pin_memory: bool = False,
-    timeout_sec: float = 300.0,
+    source: ImageSource, transform: Transform, indices: Sequence[int], batch_size: int, options: WorkerOptions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Batches for evaluation: images uint8 (B, 3, S, S), targets int64 (B,), indices int64 (B,).
 
     Every image of `indices` once, in order; the last batch may be smaller. The workers end with the iterator. Errors
     as in `TrainLoader.epoch`.
     """
-    samples = _EvalSamples(source, transform)
-    num_workers = min(num_workers, len(indices))
-    loader = _data_loader(samples, indices, batch_size, num_workers, prefetch_batches, pin_memory, timeout_sec)
+    batches = BatchSampler(indices, batch_size, drop_last=False)
+    loader = _data_loader(partial(_eval_batch, source, transform), batches, options)
     try:
-        yield from _batches(loader)
+        yield from _batches(loader, options.timeout_sec)
     finally:
-        workers.stop_workers(loader)
+        _stop_workers(loader)
 
 
-class _Samples:
-    """The DataLoader's data set: makes whole batches, in a worker or in the main process.
+def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, keys: list[SampleKey]) -> TrainBatch:
+    """Split s of V of sample (epoch, index, view) is drawn from the key (seed, epoch, index, view * V + s)."""
+    samples, targets = [], []
+    for epoch, index, view in keys:
+        numbers = range(view * transform.splits, (view + 1) * transform.splits)
+        split_keys = [hash_key("sample", seed, epoch, index, number) for number in numbers]
+        seed_generators(split_keys[0])
+        image, target = source.load(index)
+        samples.append(transform(image, epoch, split_keys))
+        targets.append(target)
+    views = [sample[split] for split in range(transform.splits) for sample in samples]
+    boxes = [view.boxes for view in views if view.boxes is not None]
+    return TrainBatch(
+        images=default_collate([view.image for view in views]),  # in a worker, straight into shared memory
+        targets=torch.tensor(targets),
+        boxes=torch.stack(boxes) if boxes else None,
+        keys=torch.tensor([view.key for view in views]) if boxes else None,
+    )
 
-    reading: int64 (workers,) in shared memory: the image that each worker reads; -1 before its first.
-    """
 
-    def __init__(self, source: ImageSource):
-        self.source = source
-        self.reading = torch.empty(0, dtype=torch.int64)
+def _eval_batch(source: ImageSource, transform: Transform, indices: list[int]) -> tuple[torch.Tensor, ...]:
+    images, targets = [], []
+    for index in indices:
+        seed_generators(hash_key("eval", index))  # a user's dataset may draw; the transform doesn't
+        image, target = source.load(index)
+        images.append(transform(image))
+        targets.append(target)
+    return default_collate(images), torch.tensor(targets), torch.tensor(indices)
 
-    def __len__(self) -> int:
-        return len(self.source)
+
+class _BatchDataset(Dataset[Any]):
+    """A dataset for the DataLoader that makes whole batches, in a worker or in the main process."""
+
+    def __init__(self, make_batch: Callable[[list[Any]], tuple[Any, ...]]):
+        self.make_batch = make_batch
 
     def __getitems__(self, keys: list[Any]) -> Any:
         """The batch for these keys, as a tuple of tensors; or the error of its first image that has one.
@@ -123,104 +169,34 @@ class _Samples:
         worker = get_worker_info()
         with nullcontext() if worker is not None else preserve_rng_state():
             try:
-                return self.batch(keys)
+                return self.make_batch(keys)
             except UserError as error:
                 return error
             except Exception as error:
                 if worker is None:
                     raise
-                return workers.worker_raised(error, worker.id, self.image_of(worker.id))
-
-    def batch(self, keys: list[Any]) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-    def load(self, key: int, index: int) -> tuple[torch.Tensor, int]:
-        """An image and its target, with all default generators seeded by `key` beforehand."""
-        worker = get_worker_info()
-        if worker is not None:
-            self.reading[worker.id] = index
-        seed_generators(key)
-        return self.source.load(index)
-
-    def image_of(self, worker_id: int) -> str:
-        """Name and index of the image that a worker reads."""
-        index = int(self.reading[worker_id])
-        return f"{self.source.name(index)} (image {index})" if index >= 0 else "no image yet"
-
-
-class _TrainSamples(_Samples):
-    """Split s of V of sample (epoch, index, view) is drawn from the key (seed, epoch, index, view * V + s)."""
-
-    def __init__(self, source: ImageSource, transform: TrainTransform, seed: int):
-        super().__init__(source)
-        self.transform = transform
-        self.seed = seed
-
-    def batch(self, keys: list[SampleKey]) -> TrainBatch:
-        samples = [self.sample(*key) for key in keys]
-        by_split = [(views[s], split_keys[s]) for s in range(self.transform.splits) for views, split_keys, _ in samples]
-        boxes = [view.boxes for view, _ in by_split if view.boxes is not None]
-        return TrainBatch(
-            # in a worker, default_collate writes straight into shared memory
-            images=default_collate([view.image for view, _ in by_split]),
-            targets=torch.tensor([target for _, _, target in samples]),
-            boxes=torch.stack(boxes) if boxes else None,
-            keys=torch.tensor([key for _, key in by_split]) if boxes else None,
-        )
-
-    def sample(self, epoch: int, index: int, view: int) -> tuple[list[View], list[int], int]:
-        """The splits' views, their keys, and the target."""
-        first = view * self.transform.splits
-        numbers = range(first, first + self.transform.splits)
-        split_keys = [hash_key("sample", self.seed, epoch, index, number) for number in numbers]
-        image, target = self.load(split_keys[0], index)
-        return self.transform.views(image, epoch, split_keys), split_keys, target
-
-
-class _EvalSamples(_Samples):
-    def __init__(self, source: ImageSource, transform: Transform):
-        super().__init__(source)
-        self.transform = transform
-
-    def batch(self, keys: list[int]) -> tuple[torch.Tensor, ...]:
-        samples = [self.sample(index) for index in keys]
-        images = default_collate([image for image, _ in samples])
-        return images, torch.tensor([target for _, target in samples]), torch.tensor(keys)
-
-    def sample(self, index: int) -> tuple[torch.Tensor, int]:
-        # The transform draws nothing; a user's data set may draw, and draws the same each time.
-        image, target = self.load(hash_key("eval", index), index)
-        return self.transform(image), target
+                return worker_raised(error, worker.id)
 
 
 def _data_loader(
-    samples: _Samples,
-    sampler: Any,
-    batch_size: int,
-    num_workers: int,
-    prefetch_batches: int,
-    pin_memory: bool,
-    timeout_sec: float,
+    make_batch: Callable[[list[Any]], tuple[Any, ...]], batches: Sampler[list[Any]], options: WorkerOptions
 ) -> DataLoader[Any]:
-    worker_options: dict[str, Any] = {}
-    if num_workers > 0:
-        samples.reading = torch.full((num_workers,), -1).share_memory_()
-        worker_options = {
-            "timeout": timeout_sec,
-            "multiprocessing_context": workers.START_METHOD,
+    of_workers: dict[str, Any] = {}
+    if options.num_workers > 0:
+        of_workers = {
+            "multiprocessing_context": START_METHOD,
             "persistent_workers": True,
-            "prefetch_factor": prefetch_batches,
-            "worker_init_fn": workers.start_worker,
+            "prefetch_factor": options.prefetch_batches,
+            "worker_init_fn": start_worker,
         }
     return DataLoader(
-        samples,  # type: ignore[arg-type]
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=num_workers,
+        _BatchDataset(make_batch),
+        batch_sampler=batches,
+        num_workers=options.num_workers,
         collate_fn=_identity,
-        pin_memory=pin_memory,
+        pin_memory=options.pin_memory,
         generator=torch.Generator(),  # otherwise each epoch draws a number from torch's default generator
-        **worker_options,
+        **of_workers,
     )
 
 
@@ -228,38 +204,159 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader's batches. Raises the errors that `_Samples` returns, and ResourceError for workers that fail."""
-    for batch in iter(loader) if loader.num_workers == 0 else _worker_batches(loader):
+def _batches(loader: DataLoader[Any], timeout_sec: float) -> Iterator[Any]:
+    """The loader's batches. Raises the errors that `_BatchDataset` returns, and ResourceError for workers that fail."""
+    iterator: Iterator[Any] | None = None
+    if loader.num_workers > 0 and not _workers(loader):
+        # Workers, which are killed, use the folder of this process, which removes it.
+        if len(os.fsencode(get_temp_dir())) > _LONGEST_TEMP_DIR:
+            raise ResourceError(f"{get_temp_dir()}: too long for sockets of data workers\nset TMPDIR to a shorter path")
+        iterator = iter(loader)  # starts them; the time limit is for batches
+        _kill_workers_at_exit()
+    while True:
+        with _worker_errors(loader, timeout_sec) if loader.num_workers > 0 else nullcontext():
+            if iterator is None:
+                iterator = iter(loader)
+            batch = next(iterator, None)
+        if batch is None:
+            return
         if isinstance(batch, UserError):
             raise batch
         yield tuple(batch)  # pinning makes a list of it
 
 
-def _worker_batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    iterator: Iterator[Any] | None = None
-    while True:
-        with workers.time_limit(loader) as expired:
-            try:
-                if iterator is None:
-                    iterator = iter(loader)
-                    workers.kill_workers_at_exit()
-                batch = next(iterator, None)
-            except (OSError, EOFError, RuntimeError) as error:
-                raise _worker_error(loader, error, expired.is_set()) from None
-        if batch is None:
-            return
-        yield batch
+@contextmanager
+def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None]:
+    """Raise ResourceError where the block, which waits for a batch, takes too long or finds that a worker has died.
+
+    After `timeout_sec` the workers are killed. torch's own timeout ends when a worker announces a batch; the batch is
+    then received from a socket of the worker, and a stopped worker would block the loader forever.
+    """
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        for worker in _workers(loader):
+            worker.kill()
+
+    timer = threading.Timer(timeout_sec, expire)
+    timer.daemon = True
+    try:
+        timer.start()
+        yield
+    except (OSError, EOFError, RuntimeError) as error:
+        hung = _awaited_worker(loader) if expired.is_set() else None
+        _stop_workers(loader)  # before torch's SIGCHLD handler raises again
+        if hung is not None:
+            raise ResourceError(
+                f"{hung} returned no batch for {timeout_sec:g} s (data.timeout_sec)\n"
+                "most often a disk or network hangs: check it, and continue with --resume"
+            ) from None
+        raise worker_death(error) or error from None
+    finally:
+        timer.cancel()
 
 
-def _worker_error(loader: DataLoader[Any], error: Exception, expired: bool) -> Exception:
-    """What to raise for `error`, which came up while a batch was awaited. Stops the workers where one failed."""
-    samples: Any = loader.dataset
-    if expired or "DataLoader timed out" in str(error):
-        worker_id, pid = workers.awaited_worker(loader)
-        workers.stop_workers(loader)
-        return workers.worker_hung(worker_id, pid, loader.timeout, samples.image_of(worker_id))
-    if isinstance(error, ConnectionError | EOFError):  # the worker died while it sent a batch
-        workers.stop_workers(loader)  # before torch's SIGCHLD handler raises as well
-        return workers.worker_killed(f"{type(error).__name__}: {error}")
-    return (workers.worker_death(error) if isinstance(error, RuntimeError) else None) or error
+def _workers(loader: DataLoader[Any]) -> list[Any]:
+    return [] if loader._iterator is None else loader._iterator._workers  # type: ignore[attr-defined]
+
+
+def _awaited_worker(loader: DataLoader[Any]) -> str:
+    """Number and process id of the worker that makes the next batch."""
+    iterator: Any = loader._iterator
+    worker_id = iterator._task_info.get(iterator._rcvd_idx, (0,))[0]
+    return f"data worker {worker_id} (process {iterator._workers[worker_id].pid})"
+
+
+def _stop_workers(loader: DataLoader[Any]) -> None:
+    """Kill the loader's workers, which have nothing to save, and wait until they are gone, for seconds at most.
+
+    torch would ask them to end, and wait for each one that hangs.
+    """
+    iterator: Any = loader._iterator
+    loader._iterator = None
+    if iterator is None:
+        return
+    if iterator._worker_pids_set:  # otherwise torch's SIGCHLD handler would raise, wherever this process is
+        iterator._worker_pids_set = False
+        signal_handling._remove_worker_pids(id(iterator))
+    iterator._shutdown = True
+    if hasattr(iterator, "_pin_memory_thread_done_event"):
+        iterator._pin_memory_thread_done_event.set()
+    for worker in iterator._workers:
+        worker.kill()
+    for worker in iterator._workers:
+        worker.join(_JOIN_SEC)
+
+
+def start_worker(worker_id: int) -> None:
+    """A DataLoader's `worker_init_fn`: end with the parent process, and leave `STOP_SIGNALS` to it.
+
+    The parent may need batches until it has saved a checkpoint, and launchers signal whole process groups. A worker
+    that outlives its parent would keep the parent's sockets and output open.
+    """
+    parent = multiprocessing.parent_process()
+    if set_parent_death_signal(signal.SIGKILL) and parent is not None and os.getppid() != parent.pid:
+        os._exit(1)  # the parent died before the kernel was asked
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _kill_workers_at_exit() -> None:
+    """Kill all workers when this process exits. Call it after a loader's workers have started.
+
+    torch and multiprocessing ask workers to end, or send SIGTERM, and wait. Exit handlers run in reverse order: ours is
+    moved to the end of the list, to run before theirs.
+    """
+    atexit.unregister(_kill_all)
+    atexit.register(_kill_all)
+
+
+def _kill_all() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for workers that are killed
+    for child in multiprocessing.active_children():
+        if child.daemon:  # as workers are
+            child.kill()
+
+
+def worker_death(error: Exception) -> ResourceError | None:
+    """The error for a worker that was killed, where `error` is a sign of that; None for any other error.
+
+    torch raises a RuntimeError from a signal handler: mostly while the main process waits for a batch, else within a
+    training step. The connection to a worker that dies while it sends a batch is closed.
+    """
+    if not isinstance(error, ConnectionError | EOFError) and "DataLoader worker" not in str(error):
+        return None
+    return ResourceError(
+        f"a data worker of process {os.getpid()} was killed: {first_line(error)}\n"
+        f"most often memory or /dev/shm ran out: {_USE_FEWER}"
+    )
+
+
+def worker_raised(error: Exception, worker_id: int) -> ResourceError:
+    """The error for a worker whose dataset raised `error`. The traceback is a note, which survives pickling."""
+    memory = isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    reported = ResourceError(
+        f"data worker {worker_id} (process {os.getpid()}) raised {type(error).__name__}: {first_line(error)[:200]}\n"
+        + (f"memory or /dev/shm ran out: {_USE_FEWER}" if memory else "the traceback is in the log; or use --traceback")
+    )
+    reported.add_note("".join(traceback.format_exception(error)))
+    return reported
+
+
+def check_shared_memory(held: Sequence[tuple[int, int]], local_ranks: int) -> None:
+    """Raise ResourceError where the workers of all ranks of this machine need more shared memory than is free.
+
+    held: for each loader of a rank, the most images (uint8, RGB) that its workers hold ready, and their side in pixels.
+    The loaders add up: training workers keep their batches during an evaluation. Containers often have 64 MiB, and a
+    worker that finds it full is killed within the run.
+    """
+    if not SHARED_MEMORY.is_dir():  # not Linux
+        return
+    needed = local_ranks * sum(images * 3 * side_px**2 for images, side_px in held)
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if needed > free:
+        raise ResourceError(
+            f"{SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, and the batches that data workers hold ready need "
+            f"{needed / 2**20:,.0f} MiB\n{_USE_FEWER}, or enlarge it (docker run --shm-size={(needed >> 20) + 1}m)"
+        )

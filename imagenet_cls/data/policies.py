@@ -4,8 +4,7 @@ A policy draws from the default generators of torch, `random` and numpy, which a
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from inspect import signature
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from imagenet_cls.config.fields import RATIO, Range
-from imagenet_cls.config.schema import AugmentConfig
+from imagenet_cls.config.schema import RATIO, AugmentConfig, Range
 from imagenet_cls.errors import Problem, shorten
 from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, number_problem
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
@@ -54,7 +52,7 @@ _SETTINGS = {
     "b": "[01]",
 }
 _TIMM_MAX_MAGNITUDE = 10  # unless `mmax` changes it
-# Values of torchvision's arguments, which it mostly doesn't check: a magnitude of -3 is the third from the end.
+# Values of torchvision's arguments where it doesn't check them: a magnitude of -3 is the third from the end.
 # Posterize divides by bins - 1; a chain depth below 1 is drawn for each image; from tiny alphas come NaNs.
 _TORCHVISION_RANGES = {
     "magnitude": Range(0, 999),
@@ -158,7 +156,7 @@ def policy_problems(augment: AugmentConfig) -> list[Problem]:
             for kwarg in augment.policy_kwargs
         ]
     if name.startswith(TORCHVISION):
-        problems = _torchvision_problems(name, augment)
+        problems = _torchvision_problems(name, augment.policy_kwargs)
     elif is_factory_name(name):
         try:
             problems = kwargs_problems("augment.policy_kwargs", import_factory(name), augment.policy_kwargs)
@@ -169,32 +167,21 @@ def policy_problems(augment: AugmentConfig) -> list[Problem]:
     return problems or _trial_problems(augment)
 
 
-def _torchvision_problems(name: str, augment: AugmentConfig) -> list[Problem]:
-    factory, kwargs = FROM_TORCHVISION.get(name.removeprefix(TORCHVISION)), augment.policy_kwargs
+def _torchvision_problems(name: str, kwargs: Mapping[str, Any]) -> list[Problem]:
+    """Unknown names and values out of range. Other values that torchvision can't use are found by the trial."""
+    factory = FROM_TORCHVISION.get(name.removeprefix(TORCHVISION))
     if factory is None:
         return [_unknown(name)]
     problems = kwargs_problems("augment.policy_kwargs", factory, kwargs)
-    choices = {"interpolation": ["nearest", "bilinear", "bicubic"], "policy": [p.value for p in AutoAugmentPolicy]}
-    if factory is v2.AugMix:
-        choices["interpolation"].remove("bicubic")  # AugMix works on tensors inside, and those have none
-        if augment.interpolation == "bicubic" and "interpolation" not in kwargs:
-            text = f"{name!r} can't interpolate bicubic, as the crop; set augment.policy_kwargs.interpolation: bilinear"
-            problems.append(Problem("augment.policy", text))
-    for kwarg, allowed in choices.items():
-        if kwargs.get(kwarg, allowed[0]) not in allowed:
-            text = f"{kwargs[kwarg]!r} is not one of {', '.join(allowed)}"
-            problems.append(Problem(f"augment.policy_kwargs.{kwarg}", text))
-    parameters = signature(factory).parameters
-    for kwarg, allowed_range in _TORCHVISION_RANGES.items():
-        if kwarg not in kwargs or kwarg not in parameters or (kwarg == "fill" and kwargs["fill"] is None):
+    if problems:
+        return problems
+    for kwarg, value in kwargs.items():
+        allowed = _TORCHVISION_RANGES.get(kwarg)
+        if allowed is None or (kwarg == "fill" and value is None):
             continue
-        if kwarg == "magnitude":
-            bins = kwargs.get("num_magnitude_bins", parameters["num_magnitude_bins"].default)
-            allowed_range = Range(0, min(999, bins - 1)) if isinstance(bins, int) else allowed_range
-        value, whole = kwargs[kwarg], kwarg not in ("alpha", "fill")
-        numbers = value if kwarg == "fill" and isinstance(value, list) and len(value) == 3 else [value]
-        found = [reason for number in numbers if (reason := number_problem(number, allowed_range, whole))]
-        problems += [Problem(f"augment.policy_kwargs.{kwarg}", reason) for reason in found[:1]]
+        numbers = value if kwarg == "fill" and isinstance(value, list) else [value]
+        reasons = [number_problem(number, allowed, whole=kwarg not in ("alpha", "fill")) for number in numbers]
+        problems += [Problem(f"augment.policy_kwargs.{kwarg}", reason) for reason in reasons if reason][:1]
     return problems
 
 
@@ -202,17 +189,13 @@ def _timm_problems(name: str) -> list[Problem]:
     family, *parts = name.split("-")
     if family not in FROM_TIMM:
         return [_unknown(name)]
-    taken, given, problems = FROM_TIMM[family], dict[str, str](), list[Problem]()
+    given, problems = dict[str, str](), list[Problem]()
     for part in parts:
-        setting = next((key for key in taken if re.fullmatch(f"{key}({_SETTINGS[key]})", part)), None)
+        setting = next((key for key in FROM_TIMM[family] if re.fullmatch(f"{key}({_SETTINGS[key]})", part)), None)
         if setting is None:
-            near = next((key for key in sorted(taken, key=len, reverse=True) if part.startswith(key)), None)
-            allowed = f"{near} must match {_SETTINGS[near]}" if near else f"allowed: {', '.join(taken)}"
-            problems.append(
-                Problem("augment.policy", f"{part[:40]!r} is not a setting of timm's {family!r}: {allowed}")
-            )
-        elif setting in given:
-            problems.append(Problem("augment.policy", f"{name!r}: {setting!r} is given twice"))
+            allowed = ", ".join(f"{key}({_SETTINGS[key]})" for key in FROM_TIMM[family])
+            text = f"{part[:40]!r} is not a setting of timm's {family!r} (allowed, as patterns: {allowed})"
+            problems.append(Problem("augment.policy", text))
         else:
             given[setting] = part.removeprefix(setting)
     highest = int(given.get("mmax", _TIMM_MAX_MAGNITUDE))
@@ -239,8 +222,7 @@ def _trial_problems(augment: AugmentConfig) -> list[Problem]:
                 seed_generators(hash_key("policy trial", number))
                 result: Any = policy(image.clone()) if callable(policy) else policy
                 if not isinstance(result, Tensor) or result.dtype != torch.uint8 or result.shape != image.shape:
-                    is_tensor = isinstance(result, Tensor)
-                    kind = f"{result.dtype} {tuple(result.shape)}" if is_tensor else type(result).__name__
+                    kind = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result)
                     remedy = f"return a function from uint8 images to uint8 images of {tuple(image.shape)}, as given"
                     return [Problem("augment.policy", f"{augment.policy!r} returned {kind}; {remedy}")]
     except Exception as error:

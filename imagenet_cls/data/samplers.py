@@ -1,12 +1,13 @@
 """Which images, in which order, on which rank: a pure function of (seed, epoch, step, rank)."""
 
 from collections.abc import Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Sampler
 
-from imagenet_cls.errors import DataError, Problem
+from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
 SampleKey = tuple[int, int, int]  # epoch, index, view
@@ -15,20 +16,23 @@ SampleKey = tuple[int, int, int]  # epoch, index, view
 class EpochSampler(DistributedSampler[SampleKey]):
     """This rank's samples of an epoch, from any step on.
 
-    The order of epoch e is its permutation with every image `repeats` times in a row, as views 0 to repeats - 1,
-    truncated to `samples_per_epoch`: with repeats, an epoch has as many samples, but of fewer images. The global
-    batch of step s is `order(e)[s * G : (s + 1) * G]`; the incomplete last batch is dropped.
+    G: global batch size. N: devices of all ranks. k: accumulation steps, the micro-batches of a device in one step. G
+    is at least N k.
 
-    With N devices in all and k micro-batches for each, micro-batch m of device d has every (N k)-th sample
-    of the global batch, starting at number d k + m. So the images of one forward pass depend on the product N k only:
-    one device with eight micro-batches computes the same forward passes as eight devices with one. The images that
-    SyncBN normalizes together depend on k only. A rank has one device, or several with DataParallel, which splits the
-    batch.
+    The samples of an epoch are a permutation of the images, with every image `repeats` times in a row, as views 0 to
+    repeats - 1, truncated to `samples_per_epoch`: with repeats, an epoch has as many samples, but of fewer images. The
+    global batch of step s consists of samples s G to (s + 1) G - 1. The incomplete last batch is dropped.
 
-    Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. Order, ranks
-    and truncation (to multiples of 256) are those of RASampler in DeiT's `samplers.py` and in torchvision's references,
-    which have no micro-batches. Unlike torch's DistributedSampler, nothing is padded, the seed is hashed and not added
-    to the epoch, and an epoch can start at any step.
+    Micro-batch m of global device index d consists of every (N k)-th sample of the global batch, from number d k + m
+    on. If N k does not divide G, some micro-batches have one sample more than the others. So the images of one forward
+    pass depend on the product N k only: one device with eight micro-batches computes the same forward passes as eight
+    devices with one. The images that SyncBN normalizes together depend on k only. A rank has one device, or several
+    with DataParallel, which splits the batch; then N k must divide G.
+
+    Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. As in RASampler
+    of DeiT's `samplers.py` and of torchvision's references, sample p of an epoch is on device p mod N, if k is 1 and N
+    divides G. Its number of samples is that of `repeats_multiple=256`. Unlike torch's DistributedSampler, nothing is
+    padded, the seed is hashed and not added to the epoch, and an epoch can start at any step.
     """
 
     def __init__(
@@ -43,12 +47,13 @@ class EpochSampler(DistributedSampler[SampleKey]):
         accumulation: int = 1,
         devices: int = 1,
     ):
-        """accumulation: micro-batches of a device in one step. devices: of one rank.
+        """repeats_multiple: see `samples_per_epoch`. accumulation: k above. devices: of this rank; N above is
+        world_size * devices.
 
-        Raises DataError where an epoch has fewer samples than one global batch.
+        Raises DataError if an epoch has fewer samples than one global batch.
         """
-        groups = world_size * devices * accumulation
-        assert global_batch_size % groups == 0, (global_batch_size, world_size, devices, accumulation)
+        passes = world_size * devices * accumulation  # forward passes of a step
+        assert global_batch_size >= passes and (devices == 1 or global_batch_size % passes == 0), (passes, devices)
         num_samples = samples_per_epoch(num_images, repeats_multiple)
         if num_samples < global_batch_size:
             multiple = "" if repeats_multiple is None else " (see data.repeats_multiple)"
@@ -62,8 +67,13 @@ class EpochSampler(DistributedSampler[SampleKey]):
         self.global_batch_size = global_batch_size
         self.world_size = world_size
         self.repeats = repeats
-        self.accumulation = accumulation
-        self.devices = devices
+        own_devices = range(rank * devices, (rank + 1) * devices)
+        # For each micro-batch of this rank, the positions of its samples in a global batch, device by device.
+        self.positions = [
+            torch.cat([torch.arange(d * accumulation + m, global_batch_size, passes) for d in own_devices])
+            for m in range(accumulation)
+        ]
+        self.micro_batch_sizes = [len(positions) for positions in self.positions]  # of all devices of this rank
         self.steps_per_epoch = num_samples // global_batch_size
         self.start_step = 0
 
@@ -75,13 +85,10 @@ class EpochSampler(DistributedSampler[SampleKey]):
 
     def __iter__(self) -> Iterator[SampleKey]:
         order = torch.randperm(self.num_images, generator=generator("permutation", self.seed, self.epoch))
-        first, end = self.start_step * self.global_batch_size, self.steps_per_epoch * self.global_batch_size
-        # Each row has one sample of every group, ordered by rank, device and micro-batch.
-        rows = self.global_batch_size // (self.world_size * self.devices * self.accumulation)
-        grid = torch.arange(first, end).view(-1, rows, self.world_size, self.devices, self.accumulation)
-        positions = grid[:, :, self.rank].permute(0, 3, 2, 1).flatten()  # by step, micro-batch, device, row
+        steps = torch.arange(self.start_step, self.steps_per_epoch)
+        positions = (steps.view(-1, 1) * self.global_batch_size + torch.cat(self.positions)).flatten()
         samples = order[positions // self.repeats] * self.repeats + positions % self.repeats
-        del order, grid, positions
+        del order, positions
         epoch, repeats = self.epoch, self.repeats
         for start in range(0, len(samples), 1024):  # a Python list of a whole epoch would take 50 MB
             for sample in samples[start : start + 1024].tolist():
@@ -89,13 +96,27 @@ class EpochSampler(DistributedSampler[SampleKey]):
                 yield epoch, index, view
 
     def __len__(self) -> int:
-        return (self.steps_per_epoch - self.start_step) * (self.global_batch_size // self.world_size)
+        return (self.steps_per_epoch - self.start_step) * sum(self.micro_batch_sizes)
+
+
+class MicroBatchSampler(Sampler[list[SampleKey]]):
+    """The samples of an `EpochSampler`, one list per micro-batch. torch's BatchSampler has a fixed batch size."""
+
+    def __init__(self, sampler: EpochSampler):
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        samples = iter(self.sampler)
+        for size in cycle(self.sampler.micro_batch_sizes):
+            if not (micro_batch := list(islice(samples, size))):
+                return
+            yield micro_batch
 
 
 def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> int:
     """Samples of an epoch, repeats included: the number of images, rounded down to a multiple of `repeats_multiple`.
 
-    Raises DataError where that is 0.
+    Raises DataError if that is 0.
     """
     if repeats_multiple is None:
         return num_images
@@ -104,15 +125,6 @@ def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> i
             f"{num_images} training images are fewer than data.repeats_multiple, {repeats_multiple}\nset it to null"
         )
     return num_images // repeats_multiple * repeats_multiple
-
-
-def repeats_problems(repeats_multiple: int | None, world_size: int) -> list[Problem]:
-    """The problem of a `data.repeats_multiple` that this many ranks don't divide."""
-    if repeats_multiple is None or repeats_multiple % world_size == 0:
-        return []
-    above = -(-repeats_multiple // world_size) * world_size
-    text = f"{repeats_multiple} can't be divided by {world_size} ranks; use {above}, or null"
-    return [Problem("data.repeats_multiple", text)]
 
 
 def shard_for_eval(num_images: int, rank: int, world_size: int) -> range:

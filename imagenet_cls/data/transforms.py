@@ -1,6 +1,6 @@
 """Transforms on uint8 tensors, in the workers: crop, flips, policy, color jitter, grayscale; resize for evaluation.
 
-Cast and normalisation happen on the device (`device`), and so does erasing: only its boxes are drawn here.
+Cast and normalization happen on the device (`device`), and so does erasing: only its boxes are drawn here.
 """
 
 import math
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
+from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
@@ -28,6 +29,7 @@ INTERPOLATIONS = {
     "bicubic": InterpolationMode.BICUBIC,
 }
 RANDOM_INTERPOLATIONS = ("bilinear", "bicubic")
+HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # A box as long as the image, or longer, is drawn again; after this many draws there is none (timm: 10 as well).
 BOX_ATTEMPTS = 10
 
@@ -56,9 +58,13 @@ def _sizes_at(augment: AugmentConfig, epochs: NDArray[np.integer]) -> NDArray[np
 
 
 class View(NamedTuple):
-    """One view of an image. image: uint8 (3, S, S), contiguous. boxes: int32 (n, 4) to erase; None without erasing."""
+    """One view of an image, drawn from `key`.
+
+    image: uint8 (3, S, S), contiguous. boxes: int32 (n, 4) to erase; None without erasing.
+    """
 
     image: torch.Tensor
+    key: int
     boxes: torch.Tensor | None
 
 
@@ -66,7 +72,7 @@ class TrainTransform:
     """From a decoded image, uint8 (3, H, W), to its views, each uint8 (3, S, S), contiguous. S: `size_px_at` the epoch.
 
     Order: random crop, horizontal flip, vertical flip, policy, color jitter, grayscale, as in torchvision and timm.
-    (timm omits colour jitter beside most policies.) The draws are those of torchvision's v2, in the same order, from
+    (timm omits color jitter beside most policies.) The draws are those of torchvision's v2, in the same order, from
     torch's default CPU generator; `interpolation: random` draws between crop and flips. A transform with probability 0
     draws nothing. Resizing is always antialiased, as Pillow's is.
 
@@ -80,70 +86,94 @@ class TrainTransform:
         self.splits = augment.splits
         # Built for all sizes at once: a policy that draws in its constructor must not draw from a sample's generators.
         self.policies = {size: build_policy(augment, size, mean) for size in sizes_px(augment)}
-        self.crop = v2.RandomResizedCrop(augment.size_px, scale=tuple(augment.scale), ratio=tuple(augment.ratio))
+        self.log_ratio: list[float] = torch.tensor(augment.ratio).log().tolist()  # float32, as in torchvision
         jitter = augment.color_jitter
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
 
-    def __call__(self, image: torch.Tensor, epoch: int = 0) -> torch.Tensor:
-        """A single view, without boxes to erase."""
-        return self.colour(self.crop_and_flip(image, epoch))
-
-    def views(self, image: torch.Tensor, epoch: int, keys: Sequence[int]) -> list[View]:
+    def __call__(self, image: torch.Tensor, epoch: int, keys: Sequence[int]) -> list[View]:
         """`splits` views, with the boxes to erase in each. keys: one for each view.
 
         The caller has seeded the default generators with the first key; they are seeded with each further key before
         its view. The boxes of a view are drawn last. The first of several views has none.
         """
         assert len(keys) == self.splits, (keys, self.splits)
+        erasing = self.augment.erasing
         base = self.crop_and_flip(image, epoch)
-        if self.splits == 1:
-            return [self._view(base)]
-        boxes = torch.zeros(self.augment.erasing.max_count, 4, dtype=torch.int32)
-        views = [View(base, boxes if self.augment.erasing.prob > 0 else None)]
-        for key in keys[1:]:
-            seed_generators(key)
-            views.append(self._view(base))
+        views = []
+        for split, key in enumerate(keys):
+            if split > 0:
+                seed_generators(key)
+            is_unchanged = split == 0 and self.splits > 1
+            view = base if is_unchanged else self.color_transforms(base)
+            if erasing.prob == 0:
+                boxes = None
+            elif is_unchanged:
+                boxes = torch.zeros(erasing.max_count, 4, dtype=torch.int32)
+            else:
+                boxes = draw_boxes(erasing, view.shape[-1])
+            views.append(View(view, key, boxes))
         return views
 
-    def _view(self, base: torch.Tensor) -> View:
-        image = self.colour(base)
-        erasing = self.augment.erasing
-        return View(image, draw_boxes(erasing, image.shape[-1]) if erasing.prob > 0 else None)
-
     def crop_and_flip(self, image: torch.Tensor, epoch: int) -> torch.Tensor:
-        """uint8 (3, H, W) -> uint8 (3, S, S). Draws crop, interpolation and flips, then applies them."""
+        """uint8 (3, H, W) -> uint8 (3, S, S). Draws crop, interpolation and flips."""
         augment, size_px = self.augment, size_px_at(self.augment, epoch)
-        crop = self.crop.make_params([image])
-        crop |= {name: max(crop[name], 1) for name in ("height", "width")}  # 0 for ratios that no image can have
+        top, left, height, width = self.draw_crop(*image.shape[1:])
         interpolation: str = augment.interpolation
         if interpolation == "random":
             interpolation = RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
-        hflip, vflip = happens(augment.hflip_prob), happens(augment.vflip_prob)
-        image = F.resized_crop(
-            image, **crop, size=[size_px, size_px], interpolation=INTERPOLATIONS[interpolation], antialias=True
-        )
-        if hflip:
+        image = resize(image[:, top : top + height, left : left + width], [size_px, size_px], interpolation)
+        if draw_bernoulli(augment.hflip_prob):
             image = F.horizontal_flip(image)
-        if vflip:
+        if draw_bernoulli(augment.vflip_prob):
             image = F.vertical_flip(image)
         return image.contiguous()
 
-    def colour(self, image: torch.Tensor) -> torch.Tensor:
+    def draw_crop(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Top, left, height and width of a random crop, from the draws of `v2.RandomResizedCrop`, in less time.
+
+        If ten crops do not fit, it is the largest centered crop whose ratio is within the bounds, and at least a pixel.
+        """
+        for _ in range(10):
+            area = height * width * torch.empty(()).uniform_(*self.augment.scale).item()
+            ratio = torch.empty(()).uniform_(*self.log_ratio).exp_().item()
+            crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < crop_width <= width and 0 < crop_height <= height:
+                top, left = torch.randint(height - crop_height + 1, ()), torch.randint(width - crop_width + 1, ())
+                return int(top), int(left), crop_height, crop_width
+        low, high = self.augment.ratio
+        ratio = min(max(width / height, low), high)
+        crop_width, crop_height = min(width, round(height * ratio)), min(height, round(width / ratio))
+        return (height - crop_height) // 2, (width - crop_width) // 2, max(crop_height, 1), max(crop_width, 1)
+
+    def color_transforms(self, image: torch.Tensor) -> torch.Tensor:
         """Policy (which may also shear and translate), color jitter, grayscale: uint8 (3, S, S) -> the same."""
         policy = self.policies[image.shape[-1]]
         if policy is not None:
             image = policy(image)
         jitter_prob = self.augment.color_jitter.prob
-        if self.jitter is not None and (jitter_prob == 1 or happens(jitter_prob)):
-            image = self.jitter.transform(image, self.jitter.make_params([image]))
-        if happens(self.augment.grayscale_prob):
+        if self.jitter is not None and (jitter_prob == 1 or draw_bernoulli(jitter_prob)):
+            image = self.jitter(image)
+        if draw_bernoulli(self.augment.grayscale_prob):
             image = F.rgb_to_grayscale(image, num_output_channels=3)
         return image.contiguous()
 
 
-def happens(prob: float) -> bool:
-    """Draw an event of this probability, as torchvision's v2 does; nothing is drawn for 0."""
+def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
+    """uint8 (3, H, W) -> uint8 (3, *size): torchvision's `F.resize` with antialiasing, the same bits, in less time.
+
+    torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop to planes first.
+    `F.resize` would return channels-last memory, and `contiguous` on it is slow; `interpolate` returns planes.
+    """
+    is_channels_last = image.stride(0) == 1  # as decoders return it
+    if HAS_AVX2 and is_channels_last and interpolation in RANDOM_INTERPOLATIONS and list(image.shape[1:]) != size:
+        image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        return interpolate(image[None], size, mode=interpolation, antialias=True)[0]
+    return F.resize(image, size, interpolation=INTERPOLATIONS[interpolation], antialias=True)
+
+
+def draw_bernoulli(prob: float) -> bool:
+    """True with this probability, drawn as torchvision's v2 does; nothing is drawn for 0."""
     return prob > 0 and torch.rand(1).item() < prob
 
 
@@ -159,26 +189,21 @@ def draw_boxes(erasing: ErasingConfig, size_px: int) -> torch.Tensor:
     if random.random() > erasing.prob:
         return boxes
     count = random.randint(1, erasing.max_count) if erasing.max_count > 1 else 1
+    log_ratio = [math.log(bound) for bound in erasing.ratio]
     for number in range(count):
-        box = _draw_box(erasing, size_px, count)
-        if box is not None:
-            boxes[number] = torch.tensor(box, dtype=torch.int32)
+        for _ in range(BOX_ATTEMPTS):
+            area = random.uniform(*erasing.scale) * size_px * size_px / count
+            ratio = math.exp(random.uniform(*log_ratio))
+            height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if height < size_px and width < size_px:
+                top, left = random.randint(0, size_px - height), random.randint(0, size_px - width)
+                boxes[number] = torch.tensor([top, left, height, width])
+                break
     return boxes
 
 
-def _draw_box(erasing: ErasingConfig, size_px: int, count: int) -> tuple[int, int, int, int] | None:
-    log_ratio = [math.log(bound) for bound in erasing.ratio]
-    for _ in range(BOX_ATTEMPTS):
-        area = random.uniform(*erasing.scale) * size_px * size_px / count
-        ratio = math.exp(random.uniform(*log_ratio))
-        height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if height < size_px and width < size_px:
-            return random.randint(0, size_px - height), random.randint(0, size_px - width), height, width
-    return None
-
-
 class EvalTransform:
-    """Resize the short side, then crop the centre: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px), contiguous.
+    """Resize the short side, then crop the center: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px), contiguous.
 
     The short side becomes resize_px, or floor(crop_px / crop_pct) as in timm.
     """

@@ -7,42 +7,34 @@ import torch
 from torch import nn
 
 from imagenet_cls.config.schema import Config, EmaConfig
-from imagenet_cls.data import (
-    DataSets,
-    Preprocess,
-    SyntheticLoader,
-    TrainLoader,
-    TrainPreprocess,
-    build_mixing,
-    check_shared_memory,
-    open_datasets,
-    samples_per_epoch,
-)
+from imagenet_cls.data.datasets import DataSets, open_datasets
+from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
+from imagenet_cls.data.loader import BatchLoader, check_shared_memory
+from imagenet_cls.data.samplers import samples_per_epoch
+from imagenet_cls.data.sources import describe_sizes
 from imagenet_cls.engine.evaluate import EvaluationParts
 from imagenet_cls.engine.loaders import build_train_loader, build_val_batches, prefetched_images
 from imagenet_cls.engine.model import (
     build_distillation_teacher,
     build_training_model,
     choose_mean_std,
-    pretrained_mismatch,
     run_on_main_first,
 )
-from imagenet_cls.engine.plan import Plan, plan_run
-from imagenet_cls.engine.sam import Sam
-from imagenet_cls.engine.step import Updater, autocast, choose_precision, set_deterministic
+from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
+from imagenet_cls.engine.step import Sam, Updater, autocast, choose_precision, set_deterministic
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.guards.agreement import check_same_data
 from imagenet_cls.guards.replicas import check_same_weights, model_digest
-from imagenet_cls.lookup import import_from_here
-from imagenet_cls.models.build import head_names
+from imagenet_cls.lookup import import_from_cwd
+from imagenet_cls.models.adapt import head_names
 from imagenet_cls.models.ema import ModelEma, build_ema
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
-from imagenet_cls.parallel.data_parallel import Devices, choose_devices, wrap_data_parallel
+from imagenet_cls.parallel.devices import Devices, choose_devices
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.wrap import BatchNormStatistics, warm_up_buckets, wrap_model
+from imagenet_cls.parallel.wrap import BatchNormStatistics, rebuild_ddp_buckets, wrap_data_parallel, wrap_model
 
 
 @dataclass
@@ -64,7 +56,7 @@ class TrainingParts:
     model: nn.Module
     wrapped: nn.Module
     ema: ModelEma
-    prepare: TrainPreprocess
+    preprocess: TrainPreprocess
     criterion: Criterion
     teacher_digest: str | None
     optimizer: torch.optim.Optimizer
@@ -74,7 +66,7 @@ class TrainingParts:
     scaler: torch.amp.GradScaler
     updater: Updater
     batch_norm_statistics: BatchNormStatistics
-    train_loader: TrainLoader | SyntheticLoader
+    train_loader: BatchLoader
     evaluation: EvaluationParts
 
 
@@ -102,12 +94,13 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     """
     device, train = group.device, config.train
     for name in config.imports:  # stage 2 of the checks imported them in the launching process or on rank 0 only
-        import_from_here(name)
+        import_from_cwd(name)
     set_deterministic(train.deterministic, device)
     dtype = choose_precision(train.precision, device)
     data = run_on_main_first(group, lambda: open_datasets(config.data))
     assert data.train is not None and data.val is not None
-    check_same_data({"training images": data.train.digest(), "validation images": data.val.digest()}, group)
+    parts = {"training images": data.train, "validation images": data.val}
+    check_same_data({name: f"{part.digest()} {describe_sizes(part)}" for name, part in parts.items()}, group)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     devices = rank_devices(config, group)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
@@ -118,12 +111,10 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     messages = [note for note in (devices.note, data.note, scaling) if note]
 
     model, model_messages = build_training_model(
-        config, num_classes, group, load_initial_weights, batch_norm_images(config, plan)
+        config, num_classes, data.classes, group, load_initial_weights, min(batch_norm_images(config, plan))
     )
     messages += model_messages
     mean, std = choose_mean_std(config, model)
-    if group.is_main and load_initial_weights:
-        messages += pretrained_mismatch(config, model, (mean, std), data.classes)
     teacher = build_distillation_teacher(config, num_classes, data.classes, group, (mean, std))
     wrapped = wrap_data_parallel(wrap_model(model, group, config.parallel.mode), devices)
     check_same_weights(model, group)
@@ -131,19 +122,22 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     if train.compile:
         model.compile()  # in place, so no name gets a prefix
     criterion = build_criterion(build_loss(config.loss, num_classes, config.augment.splits), config.distill, teacher)
-    optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer))
+    head = head_names(model, num_classes)
+    optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer, head))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     preprocess = Preprocess(mean, std, device, train.channels_last)
+    train_loader = build_train_loader(config, data.train, plan, group, mean)
 
-    def forward_backward() -> None:
+    def warm_up_ddp() -> None:
         size_px, splits = config.augment.size_px, config.augment.splits
-        images = preprocess(torch.zeros(plan.loader_batch * splits, 3, size_px, size_px, dtype=torch.uint8))
-        targets = torch.zeros(plan.loader_batch, dtype=torch.int64, device=device)
+        size = train_loader.sampler.micro_batch_sizes[0]  # torch.compile compiles again for another size
+        images = preprocess(torch.zeros(size * splits, 3, size_px, size_px, dtype=torch.uint8))
+        targets = torch.zeros(size, dtype=torch.int64, device=device)
         with autocast(device, dtype):
             loss = criterion(wrapped(images), targets, images)
         loss.backward()
 
-    warm_up_buckets(wrapped, forward_backward)
+    rebuild_ddp_buckets(wrapped, warm_up_ddp)
     return TrainingParts(
         config=config,
         group=group,
@@ -155,8 +149,13 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         model=model,
         wrapped=wrapped,
         ema=ema,
-        prepare=TrainPreprocess(
-            preprocess, config.augment.erasing, build_mixing(config.mix, num_classes), config.seed, group.rank
+        preprocess=TrainPreprocess(
+            preprocess,
+            config.augment.erasing,
+            build_mixing(config.mix, num_classes),
+            config.seed,
+            group.rank,
+            config.mix.off_epoch,
         ),
         criterion=criterion,
         teacher_digest=None if teacher is None else model_digest(teacher.network),
@@ -165,9 +164,9 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         schedule=build_schedule(config.schedule, lr, plan.steps_per_epoch, train.epochs),
         sam=Sam(model, optimizer, train.sam_rho, train.sam_every_steps),
         scaler=scaler,
-        updater=Updater(model, optimizer, train, scaler, head_names(model, num_classes)),
+        updater=Updater(model, optimizer, train, scaler, head),
         batch_norm_statistics=BatchNormStatistics(model, group),
-        train_loader=build_train_loader(config, data.train, plan, group, mean),
+        train_loader=train_loader,
         evaluation=EvaluationParts(
             batches=partial(build_val_batches, config, data.val, group, len(devices.all)),
             on_devices=partial(wrap_data_parallel, devices=devices),
@@ -180,10 +179,11 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     )
 
 
-def batch_norm_images(config: Config, plan: Plan) -> int:
-    """The number of images over which a BatchNorm layer computes its statistics in training."""
-    images = plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
-    return images * (plan.world_size if config.parallel.sync_bn else 1)
+def batch_norm_images(config: Config, plan: Plan) -> list[int]:
+    """The numbers of images over which a BatchNorm layer computes its statistics in training: one, or two."""
+    parts = plan.accumulation if config.parallel.sync_bn else plan.forward_passes
+    views = 1 if config.model.split_bn else config.augment.splits
+    return [images * views for images in part_sizes(plan.global_batch, parts)]
 
 
 def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:
@@ -191,13 +191,13 @@ def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:
     steps = plan.epochs * plan.steps_per_epoch
     if (ema.decay is not None or ema.half_life_images is not None) and ema.every_steps > steps:
         text = f"{ema.every_steps} is more than the {steps} steps of the run, so the EMA would never be updated"
-        raise ConfigError([f"ema.every_steps: {text}; give at most that"])
+        raise ConfigError([f"ema.every_steps: {text}; give at most {steps}"])
 
 
 def choose_num_classes(configured: int | None, in_data: int) -> int:
     """The number of outputs of the head. Raises ConfigError if the data has more classes than `model.num_classes`."""
     if configured is not None and configured < in_data:
         raise ConfigError(
-            [f"model.num_classes: {configured}, but the dataset has {in_data} classes; give at least that, or null"]
+            [f"model.num_classes: {configured}, but the dataset has {in_data} classes; give {in_data} or more, or null"]
         )
     return configured if configured is not None else in_data

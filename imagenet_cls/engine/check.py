@@ -3,17 +3,40 @@
 Stage 1 (files, keys, types, ranges) is `config.load`, which needs no torch.
 """
 
+from imagenet_cls.config.load import LoadedConfig, format_problems
 from imagenet_cls.config.schema import Config
-from imagenet_cls.data import data_problems, mixing_problems, policy_problems, repeats_problems
+from imagenet_cls.data.datasets import data_problems
+from imagenet_cls.data.policies import policy_problems
 from imagenet_cls.engine.build import num_devices
-from imagenet_cls.engine.plan import batch_problem, micro_batch_for
-from imagenet_cls.errors import Problem
-from imagenet_cls.lookup import import_from_here
-from imagenet_cls.models.check import model_problems
+from imagenet_cls.engine.plan import batch_problem
+from imagenet_cls.errors import ConfigError, Problem
+from imagenet_cls.guards.agreement import check_same_code, check_same_config
+from imagenet_cls.lookup import import_from_cwd
+from imagenet_cls.models.build import model_problems
 from imagenet_cls.models.teacher import distillation_problems
 from imagenet_cls.optim.build import initial_momentum, optimizer_problems
 from imagenet_cls.optim.losses import loss_problems
 from imagenet_cls.optim.schedule import scaled_lr, schedule_problems
+from imagenet_cls.parallel.collectives import run_on_main
+from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.report.writers import writer_problems
+
+
+def check_agreement(loaded: LoadedConfig, group: Group, training: bool) -> None:
+    """Raise a UserError on every rank unless all have the same code and config, and stage 2 of the checks passes.
+
+    The launching process has made most of these checks; in an elastic job it does not know the number of ranks.
+    """
+    check_same_code(loaded.config, group)
+    check_same_config(loaded.config, group)
+    stage_2 = rank_problems if group.rank_info.launched else config_problems
+    run_on_main(group, lambda: raise_problems(stage_2(loaded.config, group.world_size, training), loaded))
+
+
+def raise_problems(problems: list[Problem], loaded: LoadedConfig) -> None:
+    """Raise ConfigError with a line for each problem, if there is any."""
+    if problems:
+        raise ConfigError(format_problems(problems, loaded.origins))
 
 
 def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
@@ -23,26 +46,28 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
     """
     for name in config.imports:
         try:
-            import_from_here(name)
+            import_from_cwd(name)
         except LookupError as error:
             return [Problem("imports", str(error))]
     problems = model_problems(config.model, training and config.train.grad_checkpointing)
     problems += data_problems(config.data) + policy_problems(config.augment)
     problems += loss_problems(config.loss) + distillation_problems(config.distill)
     lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
-    problems += optimizer_problems(config.optimizer) + schedule_problems(config.schedule, config.train.epochs, lr)
-    problems += momentum_problems(config)
+    problems += schedule_problems(config.schedule, config.train.epochs, lr)
+    problems += optimizer_problems(config.optimizer) or momentum_problems(config)
+    problems += writer_problems(config.log) if training else []
     if world_size is not None:
         problems += rank_problems(config, world_size, training)
     return problems
 
 
 def momentum_problems(config: Config) -> list[Problem]:
-    """The problem of a `one_cycle` schedule that sets the momentum of an optimizer without momentum."""
+    """The problem of a `one_cycle` schedule that sets the momentum of an optimizer without momentum.
+
+    The section of the optimizer must have no problems.
+    """
     names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
-    if config.schedule.name != "one_cycle" or not names or optimizer_problems(config.optimizer):
-        return []
-    if initial_momentum(config.optimizer) is not None:
+    if config.schedule.name != "one_cycle" or not names or initial_momentum(config.optimizer) is not None:
         return []
     text = f"{config.optimizer.name!r} has no momentum to schedule; leave it out, or choose another optimizer"
     return [Problem(f"schedule.kwargs.{names[0]}", text)]
@@ -56,11 +81,6 @@ def rank_problems(config: Config, world_size: int, training: bool = True) -> lis
         return [Problem("parallel.mode", f"{mode!r} {purpose}, but {world_size} ranks were started; use 'ddp'")]
     if not training:
         return []
-    devices = num_devices(config, world_size)
-    train = config.train
-    problem = batch_problem(train, devices, "GPUs" if mode == "dp" else "ranks")
-    if problem is not None:
-        return [problem]
-    loader_batch = micro_batch_for(train, devices) * devices // world_size
-    problems = mixing_problems(config.mix, loader_batch, train.global_batch_size)
-    return problems + repeats_problems(config.data.repeats_multiple, world_size)
+    uneven = config.parallel.uneven == "allow" and mode != "dp"  # DataParallel divides a batch in its own way
+    problem = batch_problem(config.train, num_devices(config, world_size), uneven)
+    return [] if problem is None else [problem]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from imagenet_cls.data import Preprocess
+from imagenet_cls.data.device import Preprocess
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.process_group import Group
@@ -51,21 +51,16 @@ def model_outputs(
 ) -> Iterator[Outputs]:
     """Run all models in evaluation mode over each batch, so that every image is read and decoded once.
 
-    dtype: of autocast. flip: `eval.flip_tta`. Logits and targets are on `device`, indices on the CPU. The modes of the
-    models are restored.
+    dtype: of autocast. flip: `eval.flip_tta`. Logits and targets are on `device`, indices on the CPU. The models stay
+    in evaluation mode.
     """
-    were_training = {kind: model.training for kind, model in models.items()}
     for model in models.values():
         model.eval()
-    try:
-        for images, targets, indices in batches:
-            pixels = preprocess(images)
-            with autocast(device, dtype):
-                logits = {kind: compute_logits(model, pixels, flip).to(device) for kind, model in models.items()}
-            yield logits, targets.to(device, non_blocking=True), indices
-    finally:
-        for kind, model in models.items():
-            model.train(were_training[kind])
+    for images, targets, indices in batches:
+        pixels = preprocess(images)
+        with autocast(device, dtype):
+            logits = {name: compute_logits(model, pixels, flip).to(device) for name, model in models.items()}
+        yield logits, targets.to(device, non_blocking=True), indices
 
 
 def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
@@ -77,31 +72,33 @@ def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
     return (logits + model(pixels.flip(3)).float()) / 2 if flip else logits
 
 
-def evaluate(outputs: Iterable[Outputs], kinds: Sequence[str], group: Group) -> dict[str, dict[str, Any]]:
+def evaluate(outputs: Iterable[Outputs], names: Sequence[str], group: Group) -> dict[str, dict[str, Any]]:
     """Metrics of each model over the shards of all ranks. A collective: a rank with an empty shard calls it, too.
 
-    kinds: the models' names. Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are
+    names: of the models. Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are
     fewer than five); loss (mean cross-entropy without smoothing); images (how many were counted); seconds (for all
     models together).
     """
     started = time.perf_counter()
-    # float64 counts exactly up to 2**53. One row for each model, so that one tensor is reduced.
-    sums = torch.zeros(len(kinds), 4, dtype=torch.float64, device=group.device)
-    for logits_by_kind, targets, _ in outputs:
-        for row, kind in zip(sums, kinds, strict=True):
-            logits = logits_by_kind[kind]
+    # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24. One row for each model, so that
+    # one tensor is reduced.
+    dtype = torch.float32 if group.device.type == "mps" else torch.float64
+    sums = torch.zeros(len(names), 4, dtype=dtype, device=group.device)
+    for logits_by_name, targets, _ in outputs:
+        for row, name in zip(sums, names, strict=True):
+            logits = logits_by_name[name]
             top = logits.topk(min(5, logits.shape[1]), dim=1).indices.eq(targets[:, None])
             loss = functional.cross_entropy(logits, targets, reduction="sum")
             counts = [top[:, 0].sum(), top.sum(), loss, torch.ones_like(targets).sum()]
-            row += torch.stack([count.double() for count in counts])
+            row += torch.stack([count.to(dtype) for count in counts])
     seconds = time.perf_counter() - started
     return {
-        kind: {
+        name: {
             "top1_pct": 100 * top1 / images,
             "top5_pct": 100 * top5 / images,
             "loss": loss_sum / images,
             "images": int(images),
             "seconds": seconds,
         }
-        for kind, (top1, top5, loss_sum, images) in zip(kinds, all_reduce_sum(sums, group).tolist(), strict=True)
+        for name, (top1, top5, loss_sum, images) in zip(names, all_reduce_sum(sums, group).tolist(), strict=True)
     }

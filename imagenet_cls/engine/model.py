@@ -1,43 +1,52 @@
-"""The model of a run: its weights, what the config changes about it, and the teacher."""
+"""The model of a run: its weights, what the config changes about it, whether it fits the data, and the teacher."""
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
+from unicodedata import normalize
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from imagenet_cls.checkpoint.format import Snapshot
+from imagenet_cls.checkpoint.format import invalid_content_errors, mean_std
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
-from imagenet_cls.data import sizes_px
-from imagenet_cls.engine.model_checks import check_model_outputs, check_model_parameters
-from imagenet_cls.errors import CheckpointError, ConfigError
-from imagenet_cls.models.adapt import checkpoint_activations, freeze, set_training, split_batch_norm
-from imagenet_cls.models.build import build_model, model_mean_std, weights_source
+from imagenet_cls.data.transforms import sizes_px
+from imagenet_cls.errors import ConfigError, DataError, first_line, format_value
+from imagenet_cls.guards.memory import is_out_of_memory
+from imagenet_cls.models.adapt import checkpoint_activations, freeze, set_training, size_remedy, split_batch_norm
+from imagenet_cls.models.build import build_model, model_mean_std, published_weights, weights_source
+from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
-from imagenet_cls.models.weights import load_weights, prefix_errors, read_weights, read_weights_and_origin
-from imagenet_cls.parallel.process_group import Group, run_on_main
+from imagenet_cls.models.weights import load_weights, prefix_errors, read_weights
+from imagenet_cls.parallel.collectives import run_on_main
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
-from imagenet_cls.seeding import hash_key, seed_generators
+from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
 
 T = TypeVar("T")
 
 
 def build_training_model(
-    config: Config, num_classes: int, group: Group, load_initial_weights: bool, batch_norm_images: int
+    config: Config,
+    num_classes: int,
+    classes: Sequence[str],
+    group: Group,
+    load_initial_weights: bool,
+    batch_norm_images: int,
 ) -> tuple[nn.Module, list[str]]:
     """The model on this rank's device, not yet wrapped, and messages about its weights. A collective.
 
-    load_initial_weights: whether to load the weights that the config names; false for a run that resumes.
-    batch_norm_images: see `check_model_outputs`.
+    classes: of the data. load_initial_weights: whether to load the weights that the config names; false for a run that
+    resumes. batch_norm_images: see `check_model_outputs`.
     """
     # Only rank 0 reads weights from disk or network; the others get them by broadcast when DDP wraps the model.
     reads = group.is_main and load_initial_weights
-    model_config = config.model if reads else replace(config.model, pretrained=False, checkpoint=None)
-    model, messages = run_on_main_first(group, lambda: build_initial_model(model_config, num_classes, config.seed))
+    bare = replace(config, model=replace(config.model, pretrained=False, checkpoint=None))
+    initial = config if reads else bare
+    model, messages = run_on_main_first(group, lambda: build_initial_model(initial, num_classes, classes))
     if not load_initial_weights:
         messages = []
     model = split_batch_norm(model, config.model, config.augment.splits)
@@ -55,16 +64,38 @@ def build_training_model(
     return model, messages
 
 
-def build_initial_model(model: ModelConfig, num_classes: int, seed: int) -> tuple[nn.Module, list[str]]:
-    """The model on the CPU with its initial weights (random, published or from a file), and messages about them."""
-    seed_generators(hash_key("init", seed))
-    built = build_model(model, num_classes)
-    check_model_parameters(built, model.name)
-    if model.checkpoint is None:
-        return built, [weights_source(model, built, num_classes)]
-    with prefix_errors("model.checkpoint"):
-        weights, origin, damage = weights_and_origin(Path(model.checkpoint))
-        return built, [*damage, f"starts from the weights of {origin}: {load_weights(built, weights, num_classes)}"]
+def build_initial_model(config: Config, num_classes: int, classes: Sequence[str] = ()) -> tuple[nn.Module, list[str]]:
+    """The model on the CPU with its initial weights (random, published or from a file), and messages about them.
+
+    classes: of the data. A message names differences between this run and the training of the weights.
+    """
+    seed_generators(hash_key("init", config.seed))
+    model = build_model(config.model, num_classes)
+    check_model_parameters(model, config.model.name)
+    if config.model.checkpoint is None:
+        messages = [weights_source(config.model, model, num_classes)]
+        if config.model.pretrained and published_weights(config.model, model)[1] == num_classes == IMAGENET_CLASSES:
+            try:
+                messages[0] += match_outputs(model, classes)
+            except DataError as error:  # a new task with as many classes
+                messages.append(f"the head of the published weights is kept, but {first_line(error)}")
+        mean_std: MeanStd | None = model_mean_std(model) if config.model.pretrained else None
+        known: Sequence[str] | None = None
+    else:
+        with prefix_errors("model.checkpoint"):
+            stored = read_stored_weights(Path(config.model.checkpoint))
+            sentence = load_weights(model, stored.tensors, num_classes)
+        messages = [*stored.damage, f"starts from the weights of {stored.origin}: {sentence}"]
+        mean_std, known = stored.mean_std, stored.classes
+    own = choose_mean_std(config, model)
+    if mean_std is not None and mean_std != own:
+        messages.append(
+            f"the initial weights were trained with data.mean={mean_std[0]} data.std={mean_std[1]}, "
+            f"and this run uses data.mean={own[0]} data.std={own[1]}"
+        )
+    if difference := class_difference(known, classes):
+        messages.append(f"the head of the initial weights is kept, but {difference}")
+    return model, messages
 
 
 def build_distillation_teacher(
@@ -73,87 +104,69 @@ def build_distillation_teacher(
     """The teacher that the config names, if any. A collective.
 
     classes: of the data. mean_std: the normalization of the images that the teacher gets. Raises ConfigError for a
-    checkpoint that was trained on other classes, or on the same in another order.
+    checkpoint that was trained on other classes, or on the same in another order, and DataError where ImageNet's
+    published weights are used for other classes.
     """
     if config.distill.kind == "none":
         return None
 
     def read(path: Path) -> tuple[dict[str, Tensor], MeanStd | None]:
-        if not path.is_dir():
-            return read_weights(path), None
-        snapshot, kind, _ = load_best(path)
-        if difference := _first_difference(snapshot.state["classes"], classes):
-            index, known, name = difference
-            text = f"its class {index} is {known!r}, that of the data {name!r}"
-            raise ConfigError([f"distill.teacher.checkpoint: {path}: {text}; use a teacher of the same classes"])
-        preprocessing = snapshot.state["preprocessing"]
-        return best_weights(snapshot, kind), (preprocessing["mean"], preprocessing["std"])
+        stored = read_stored_weights(path)
+        if difference := class_difference(stored.classes, classes):
+            raise ConfigError([f"distill.teacher.checkpoint: {path}: {difference}; use a teacher of the same classes"])
+        return stored.tensors, stored.mean_std
 
     sizes, layout = sizes_px(config.augment), memory_format(config.train)
-    return build_teacher(config.distill.teacher, num_classes, group, read, mean_std, sizes, config.seed, layout)
+    teacher = config.distill.teacher
+    return build_teacher(teacher, num_classes, group, read, mean_std, sizes, config.seed, layout, classes)
 
 
 def memory_format(train: TrainConfig) -> torch.memory_format:
     return torch.channels_last if train.channels_last else torch.preserve_format
 
 
-def weights_and_origin(path: Path) -> tuple[dict[str, Tensor], str, list[str]]:
-    """The weights in a file, checkpoint or run folder; where they come from; a line for each damaged checkpoint.
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights in a file or checkpoint folder, by name, on the CPU.
 
-    Of trained weights and their EMA in one file or checkpoint the EMA is taken, and the origin names it. Raises
-    CheckpointError.
+    origin: where they come from. mean_std, classes: what they were trained with; known for checkpoint folders. damage:
+    a line for each damaged checkpoint that was skipped.
     """
-    if not path.suffix and not path.exists():
-        raise CheckpointError(f"no checkpoint {str(path)!r}: no such folder; check the path, or train that run first")
+
+    tensors: dict[str, Tensor]
+    origin: str
+    mean_std: MeanStd | None = None
+    classes: Sequence[str] | None = None
+    damage: Sequence[str] = ()
+
+
+def read_stored_weights(path: Path) -> StoredWeights:
+    """The weights in a file, in a checkpoint, or in the best checkpoint of a run folder. Raises CheckpointError.
+
+    Of a run folder those that evaluated best; of trained weights and their EMA in one file or checkpoint the EMA.
+    """
     if not path.is_dir():
-        return *read_weights_and_origin(path), []
-    snapshot, kind, damage = load_best(path)
-    chosen = "raw" if kind == "raw" or snapshot.ema is None else "ema"
-    origin = f"{path} (step {snapshot.state['progress']['step']}, {chosen}{', its best' if kind else ''})"
-    return best_weights(snapshot, kind), origin, damage
-
-
-def best_weights(snapshot: Snapshot, kind: str | None) -> dict[str, Tensor]:
-    """kind: `raw` or `ema`, whichever evaluated best; None takes the EMA where there is one."""
-    return snapshot.model if kind == "raw" or snapshot.ema is None else snapshot.ema
-
-
-def pretrained_mismatch(config: Config, model: nn.Module, mean_std: MeanStd, classes: Sequence[str]) -> list[str]:
-    """A line for each way in which this run's images or classes differ from those of its initial weights.
-
-    Known for published weights and for checkpoints of this project. mean_std, classes: of this run.
-    """
-    start = config.model
-    if start.checkpoint is not None and Path(start.checkpoint).is_dir():
-        state = load_best(Path(start.checkpoint))[0].state
-        trained, known = (state["preprocessing"]["mean"], state["preprocessing"]["std"]), list(state["classes"])
-    elif start.checkpoint is None and start.pretrained:
-        trained, known = model_mean_std(model), []
-    else:
-        return []
-    lines = []
-    theirs, ours = _format_mean_std(trained), _format_mean_std(mean_std)
-    if theirs != ours:
-        lines.append(f"the initial weights were trained with {theirs}, and this run uses {ours}")
-    if difference := _first_difference(known, classes):
-        index, old, new = difference
-        lines.append(
-            f"the head of the initial weights is kept, but its classes differ: {index} was {old!r}, is {new!r}"
+        return StoredWeights(*read_weights(path))
+    snapshot, best, damage = load_best(path)
+    with invalid_content_errors(snapshot.path):
+        name = "raw" if best == "raw" or snapshot.ema is None else "ema"
+        return StoredWeights(
+            tensors=snapshot.ema if name == "ema" and snapshot.ema is not None else snapshot.model,
+            origin=f"{path} (step {snapshot.state['step']}, {name}{', its best' if best else ''})",
+            mean_std=mean_std(snapshot.state),
+            classes=[*map(str, snapshot.state["classes"])],
+            damage=damage,
         )
-    return lines
 
 
-def _format_mean_std(mean_std: MeanStd) -> str:
-    mean, std = (json.dumps([float(value) for value in values]).replace(" ", "") for values in mean_std)
-    return f"data.mean={mean} data.std={std}"
-
-
-def _first_difference(known: Sequence[str], classes: Sequence[str]) -> tuple[int, str, str] | None:
-    """The first index at which two lists of classes of the same length differ, with both names."""
-    if len(known) != len(classes):
-        return None
-    pairs = enumerate(zip(known, classes, strict=True))
-    return next(((index, old, new) for index, (old, new) in pairs if old != new), None)
+def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str:
+    """The first class in which the weights and the data differ, if both have equally many; else ""."""
+    pairs = enumerate(zip(known, classes, strict=True)) if known and len(known) == len(classes) else ()
+    for index, (old, new) in pairs:
+        if old != new:  # é has two forms in Unicode, which look alike
+            show = ascii if normalize("NFC", old) == normalize("NFC", new) else repr
+            return f"class {index} was {show(old)} there and is {show(new)} here"
+    return ""
 
 
 def run_on_main_first(group: Group, action: Callable[[], T]) -> T:
@@ -172,3 +185,54 @@ def choose_mean_std(config: Config, model: nn.Module) -> tuple[list[float], list
     """The config's normalization, else the model's."""
     mean, std = model_mean_std(model)
     return list(config.data.mean or mean), list(config.data.std or std)
+
+
+def check_model_parameters(model: nn.Module, name: str) -> None:
+    """Raise ConfigError for a newly built model without parameters, or with uninitialized (lazy) ones."""
+    if lazy := [parameter for parameter, tensor in model.named_parameters() if is_lazy(tensor)]:
+        remedy = "call the model once on a batch of images before you return it"
+        raise ConfigError([f"model.name: {name} has uninitialized parameters ({lazy[0]}); {remedy}"])
+    if next(model.parameters(), None) is None:
+        raise ConfigError([f"model.name: {name} has no parameters to train; name another"])
+
+
+def check_model_outputs(model: nn.Module, config: Config, num_classes: int, batch_norm_images: int) -> None:
+    """Raise ConfigError where the model does not map the config's image sizes to (B, num_classes).
+
+    One forward pass in evaluation mode for each size, with one black image. batch_norm_images: images over which
+    BatchNorm computes its statistics in training; with 1, one pass in training mode shows whether its layers get more
+    than one value per channel. Leaves the model in training mode, frozen BatchNorm layers apart.
+    """
+    largest_px = config.augment.size_px
+    smaller = [("augment.progressive.sizes_px", size) for size in sizes_px(config.augment) if size != largest_px]
+    model.eval()
+    for key, size_px in (*smaller, ("augment.size_px", largest_px), ("eval.crop_px", config.eval.crop_px)):
+        outputs = _forward_black_image(model, config.model, key, size_px, "images")
+        shape = tuple(getattr(outputs, "shape", ())) or f"a {type(outputs).__name__}"
+        if shape != (1, num_classes):
+            text = f"{config.model.name} returns {shape} for one image, not {(1, num_classes)}"
+            raise ConfigError([f"model.name: {text}"])
+    set_training(model, config.model)
+    if batch_norm_images == 1:
+        before = [buffer.clone() for buffer in model.buffers()]
+        with preserve_rng_state():
+            key, size_px = "train.micro_batch_size", min(sizes_px(config.augment))
+            _forward_black_image(model, config.model, key, size_px, "a single training image")
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+
+
+def _forward_black_image(model: nn.Module, config: ModelConfig, key: str, size_px: int, images: str) -> object:
+    """The output for one black image. Raises ConfigError for `key` where the model fails. images: what it gets."""
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad():
+            return model(torch.zeros(1, 3, size_px, size_px, device=device))
+    except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
+        if is_out_of_memory(error) or (isinstance(error, AttributeError) and not config.kwargs):
+            raise
+        # Such as a timm ResNet of two stages, which calls a third one.
+        key = "model.kwargs" if isinstance(error, AttributeError) else key
+        kwargs = f" with model.kwargs={format_value(config.kwargs)}" if config.kwargs else ""
+        text = f"{config.name}{kwargs} does not take {images} of {size_px} px: {first_line(error)}"
+        raise ConfigError([f"{key}: {text}{size_remedy(model, size_px)}"]) from error

@@ -8,10 +8,10 @@ from imagenet_cls.errors import DataError, Problem
 
 @dataclass(frozen=True)
 class Plan:
-    """Batch sizes and numbers of steps: global_batch = world_size x devices x accumulation x micro_batch.
+    """Batch sizes and numbers of steps.
 
-    Steps are optimizer updates. devices: of one rank; more than one with DataParallel only. micro_batch: images per
-    device in one forward pass.
+    Steps are optimizer updates. devices: of one rank; more than one with DataParallel only. micro_batch: the largest
+    number of images per device in one forward pass.
     """
 
     world_size: int
@@ -24,41 +24,51 @@ class Plan:
     devices: int = 1
 
     @property
-    def share(self) -> int:
-        """Images of one rank in one step."""
-        return self.global_batch // self.world_size
+    def forward_passes(self) -> int:
+        """Forward passes of one step, on all devices: the number of micro-batches into which a batch is divided."""
+        return self.world_size * self.devices * self.accumulation
 
     @property
     def loader_batch(self) -> int:
-        """Images in one batch of a rank's loader, for all of its devices."""
+        """Images in the largest batch of a rank's loader, for all of its devices."""
         return self.micro_batch * self.devices
 
 
-def accumulation_for(global_batch: int, num_devices: int, micro_batch_size: int | None) -> int:
-    """Accumulation steps: the fewest that divide a device's images into parts of at most `micro_batch_size`.
+def micro_batch_for(global_batch: int, num_devices: int, limit: int | None) -> int:
+    """The largest number of images of one device in one forward pass, at most `limit`.
 
-    num_devices: of all ranks together.
+    If the batch is divisible by the number of devices, the largest divisor of a device's share, so that all
+    micro-batches are equal. Otherwise their sizes differ by one, and there are as few as possible.
+
+    num_devices: of all ranks together. limit: `train.micro_batch_size`.
     """
-    assert global_batch % num_devices == 0, "call batch_problem first"
-    share = global_batch // num_devices
-    limit = micro_batch_size or share
-    return next(k for k in range(1, share + 1) if share % k == 0 and share // k <= limit)
+    share, rest = divmod(global_batch, num_devices)
+    if rest == 0:
+        return next(size for size in range(min(limit or share, share), 0, -1) if share % size == 0)
+    return _ceil(global_batch, num_devices * _ceil(global_batch, num_devices * (limit or global_batch)))
 
 
-def micro_batch_for(train: TrainConfig, num_devices: int) -> int:
-    """The micro-batch size: images of one device in one forward pass. num_devices: of all ranks together."""
-    k = accumulation_for(train.global_batch_size, num_devices, train.micro_batch_size)
-    return train.global_batch_size // (num_devices * k)
+def part_sizes(images: int, parts: int) -> list[int]:
+    """The sizes of the parts of a batch, each once: one number, or two that differ by one."""
+    return sorted({images // parts, _ceil(images, parts)})
 
 
-def batch_problem(train: TrainConfig, num_devices: int, what: str = "ranks") -> Problem | None:
-    """The problem of a global batch that is not divisible by the number of devices, with the nearest that are."""
+def _ceil(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+def batch_problem(train: TrainConfig, num_devices: int, uneven: bool = False) -> Problem | None:
+    """The problem of a global batch that can't be divided among the devices, with the nearest sizes that can.
+
+    uneven: whether micro-batches may have different sizes, at least one image each.
+    """
     size = train.global_batch_size
-    if size % num_devices == 0:
+    if size % num_devices == 0 or (uneven and size > num_devices and train.micro_batch_size != 1):
         return None
-    below, above = size // num_devices * num_devices, -(-size // num_devices) * num_devices
+    below, above = size // num_devices * num_devices, _ceil(size, num_devices) * num_devices
     nearest = " or ".join(str(n) for n in (below, above) if n > 0)
-    message = f"{size} images do not divide among {num_devices} {what}; nearest that do: {nearest}"
+    how = " in micro-batches of one image" if uneven and size > num_devices else ""
+    message = f"{size} images do not divide among {num_devices} devices{how}; nearest that do: {nearest}"
     return Problem("train.global_batch_size", message)
 
 
@@ -74,13 +84,13 @@ def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int 
             f"the training set has {num_images} images an epoch, fewer than one batch (train.global_batch_size="
             f"{train.global_batch_size}).\nGive a train.global_batch_size of at most {num_images}, or more images."
         )
-    k = accumulation_for(train.global_batch_size, world_size * devices, train.micro_batch_size)
+    micro_batch = micro_batch_for(train.global_batch_size, world_size * devices, train.micro_batch_size)
     total = steps_per_epoch * train.epochs
     return Plan(
         world_size=world_size,
         global_batch=train.global_batch_size,
-        accumulation=k,
-        micro_batch=train.global_batch_size // (world_size * devices * k),
+        accumulation=_ceil(train.global_batch_size, world_size * devices * micro_batch),
+        micro_batch=micro_batch,
         steps_per_epoch=steps_per_epoch,
         epochs=train.epochs,
         total_steps=min(total, train.max_steps or total),

@@ -1,109 +1,150 @@
 """A training run in its folder: start or resume, what the loop reports and saves, and the end."""
 
 import copy
-import logging
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
+from contextlib import suppress
 from itertools import islice
 from math import isfinite
+from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
 from imagenet_cls.checkpoint.optimizer_state import base_optimizer
 from imagenet_cls.checkpoint.saver import CheckpointSaver
-from imagenet_cls.config.load import Loaded, dump_yaml
-from imagenet_cls.data import TrainBatch, worker_death
+from imagenet_cls.config.load import LoadedConfig, dump_yaml
+from imagenet_cls.config.schema import Config
+from imagenet_cls.data.loader import TrainBatch, worker_death
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
-from imagenet_cls.engine.dry_run import dry_run
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import micro_batch_for
-from imagenet_cls.engine.resume import restore
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions, open_run_folder
-from imagenet_cls.engine.saving import disk_space_warning, open_saver
-from imagenet_cls.engine.summary import final_message, startup_table
-from imagenet_cls.engine.train import train
-from imagenet_cls.errors import Stopped
+from imagenet_cls.engine.state import disk_space_warning, open_saver, restore
+from imagenet_cls.engine.summary import class_counts, final_message, start_warnings, startup_table
+from imagenet_cls.engine.train import forward_backward, train
+from imagenet_cls.errors import Stopped, UserError
 from imagenet_cls.guards.agreement import versions
-from imagenet_cls.guards.memory import explain_resource_errors, out_of_memory
+from imagenet_cls.guards.memory import explain_resource_errors
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.models.adapt import set_training
-from imagenet_cls.parallel.collectives import gather_to_main
-from imagenet_cls.parallel.process_group import Group, run_on_main
+from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main, run_on_main
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.signals import StopRequested, StopSignalHandler
-from imagenet_cls.report.log import open_log
+from imagenet_cls.report.console import open_log
 from imagenet_cls.report.reporter import Reporter
 
 
-def train_run(loaded: Loaded, options: RunOptions, group: Group) -> None:
+def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
     """A training run, or a dry run, on this rank. Raises Stopped (after a save) or another UserError."""
-    micro_batch = micro_batch_for(loaded.config.train, num_devices(loaded.config, group.world_size))
-    explain_memory = partial(out_of_memory, config=loaded.config, micro_batch=micro_batch)
-    with explain_resource_errors(explain_memory, worker_death):
+    with explain_resource_errors(worker_death, describe_batch_sizes(loaded.config, group.world_size)):
         if options.dry_run:
-            dry_run(loaded, group)
+            dry_run(loaded, options, group)
         else:
-            run_in_folder(loaded, options, group)
+            train_in_folder(loaded, options, group)
 
 
-def run_in_folder(loaded: Loaded, options: RunOptions, group: Group) -> None:
-    """Train in the run folder, which this process locks until the run ends."""
-    config, folder = loaded.config, RunFolder(options.work_dir)
-    jobs = gather_to_main(list(options.jobs), group)
-    options, resumes = open_run_folder(folder, config, options, group)
-    log = open_log(options.work_dir, group.rank)
+def describe_batch_sizes(config: Config, world_size: int) -> str:
+    """Batch and image size of a device as text, for the message of an out-of-memory error."""
+    train, devices = config.train, num_devices(config, world_size)
+    micro_batch = micro_batch_for(train.global_batch_size, devices, train.micro_batch_size)
+    return (
+        f"{micro_batch} images at once of {config.augment.size_px} px "
+        f"({config.eval.batch_size} of {config.eval.crop_px} px in evaluation)"
+    )
+
+
+def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
+    """Train in the run folder. Rank 0 locks it until the run ends."""
+    config = loaded.config
+    folder, options, resumes = open_run_folder(config, options, group)
+    log = open_log(None, group.rank)
     log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
-    stop = StopSignalHandler(group)
-    stop.install()
-    parts = None
+    stop_signals = StopSignalHandler(group)
+    stop_signals.install()
+    parts, progress, started = None, Progress(), False
     try:
         parts = build(config, group, load_initial_weights=not resumes)
         progress, messages = restore(parts, folder, options)
+        open_log(options.work_dir, group.rank)
+        started = True
         if options.overwrite:  # only now, so that a run that fails to start does not remove the existing one
             run_on_main(group, folder.clear)
+        launchers = gather_to_main(list(options.launchers), group)
         with (
-            open_reporter(parts, options, progress) as reporter,
+            open_reporter(parts, options.work_dir, progress) as reporter,
             open_saver(parts, progress, folder, reporter) as saver,
         ):
             if group.is_main:
-                folder.write_metadata(jobs, dump_yaml(config), versions())
+                folder.write_metadata(launchers, dump_yaml(config), versions())
                 messages += filter(None, [disk_space_warning(parts, folder.checkpoints)])
-            reporter.table(startup_table(parts, options.work_dir, progress))
-            reporter.config(dump_yaml(config))
-            for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages]:
-                reporter.message(message)
+            report_start(loaded, parts, reporter, options.work_dir, progress)
             for message in messages:
                 reporter.event(progress.step, message)
-            Run(parts, progress, reporter, saver, stop).train_to_last_step(folder)
+            run = Run(parts, progress, reporter, saver, stop_signals)
+            run.train_to_last_step(folder)
             run_on_main(group, saver.wait)
             if config.log.plots:
                 reporter.plot()
-            reporter.message(final_message(parts, progress, options.work_dir))
-    except Exception:
-        logging.getLogger("imagenet_cls").exception("the run ended early")
+            reporter.message(final_message(progress, options.work_dir, run.meter))
+    except Exception as error:
+        with suppress(UserError):
+            if not (started or isinstance(error, UserError)):
+                open_log(options.work_dir, group.rank)
+            log.exception("the run ended early")
+            if started and group.is_main and progress.step == 0 and not (options.resume or isinstance(error, Stopped)):
+                folder.clear()  # so that the corrected command needs no --overwrite
         raise
     finally:
-        stop.close()
+        stop_signals.close()
         if parts is not None:
             parts.train_loader.close()
+        if not started:
+            folder.discard()
         folder.close()
 
 
-def open_reporter(parts: TrainingParts, options: RunOptions, progress: Progress) -> Reporter:
+def dry_run(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
+    """All that a run does up to its first gradient, and the number of images of each class. Writes nothing."""
+    folder, options, resumes = open_run_folder(loaded.config, options, group)
+    parts = build(loaded.config, group, load_initial_weights=not resumes)
+    try:
+        progress, messages = restore(parts, folder, options)
+        with open_reporter(parts, None, progress) as reporter:
+            report_start(loaded, parts, reporter, None, progress)
+            for message in [*class_counts(parts.data), *messages]:
+                reporter.message(message)
+            set_training(parts.model, parts.config.model)
+            micro_batches = islice(parts.train_loader.epoch(0), parts.plan.accumulation)
+            loss = all_reduce_mean(forward_backward(parts, micro_batches, 0, 0), group)[0].item()
+            reporter.message(f"dry run: the first step has loss {loss:.4f}; no run folder was written")
+    finally:
+        parts.train_loader.close()
+
+
+def open_reporter(parts: TrainingParts, work_dir: Path | None, progress: Progress) -> Reporter:
     return Reporter(
-        options.work_dir,
-        progress.step,
-        parts.config.log.tensorboard,
-        parts.group.is_main,
-        parts.plan.total_steps,
-        parts.plan.epochs,
-        progress.evaluated_step,
-        parts.config.checkpoint.on_error == "continue",
+        work_dir,
+        resume_step=progress.step,
+        config=parts.config,
+        is_main=parts.group.is_main,
+        total_steps=parts.plan.total_steps,
+        total_epochs=parts.plan.epochs,
+        evaluated_step=progress.evaluated_step,
     )
+
+
+def report_start(
+    loaded: LoadedConfig, parts: TrainingParts, reporter: Reporter, work_dir: Path | None, progress: Progress
+) -> None:
+    """Print the start-up table, and warnings and messages about the config and the parts."""
+    reporter.table(startup_table(parts, work_dir, progress))
+    warnings = start_warnings(parts) if progress.step == 0 else []
+    for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages, *warnings]:
+        reporter.message(message)
 
 
 class Run:
@@ -115,19 +156,19 @@ class Run:
         progress: Progress,
         reporter: Reporter,
         saver: CheckpointSaver,
-        stop: StopSignalHandler,
+        stop_signals: StopSignalHandler,
     ):
         self.parts, self.progress = parts, progress
-        self.reporter, self.saver, self.stop = reporter, saver, stop
+        self.reporter, self.saver, self.stop_signals = reporter, saver, stop_signals
         self.meter = Meter(parts.group, parts.plan.global_batch)
-        self.nonfinite = NonFiniteGuard(
+        self.nonfinite_guard = NonFiniteGuard(
             parts.group,
             parts.config.train.max_nonfinite_steps,
             parts.plan.total_steps,
             fp16=parts.scaler.is_enabled(),
-            samples_of=self._image_names,
+            samples_of=self.sample_names,
         )
-        self.replicas = ReplicaCheck(
+        self.replica_check = ReplicaCheck(
             parts.group,
             parts.config.parallel.check_every_steps,
             progress.step,
@@ -137,7 +178,7 @@ class Run:
     def train_to_last_step(self, folder: RunFolder) -> None:
         """Train to the last step. Raises Stopped, after a save, if a signal stops the run."""
         try:
-            self.after_epoch()  # the run may have stopped between the last step of an epoch and its evaluation
+            self.evaluate_if_due()  # the run may have stopped between the last step of an epoch and its evaluation
             train(self)
         except StopRequested as request:
             self.log_steps()
@@ -147,11 +188,11 @@ class Run:
             raise Stopped(
                 f"stopped by {signal.Signals(request.signal_number).name} after step {step} of {total}, "
                 f"saved in {checkpoint_path(folder.checkpoints, step)}\nResume with the same command and --resume.",
-                128 + request.signal_number,
+                request.signal_number,
             ) from None
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        """This rank's micro-batches of an epoch from `first_step` on. The first one of a run is plotted."""
+        """This rank's micro-batches of an epoch from `first_step` on. TensorBoard shows the first one of a run."""
         parts = self.parts
         set_training(parts.model, parts.config.model)
         self.meter.restart_clock()
@@ -162,24 +203,28 @@ class Run:
                 is_first = False
             yield batch
 
-    def after_step(self, epoch: int, lr: float, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
+    def after_step(self, epoch: int, lr: float, loss_and_top1: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
         """Record a step; log, check replicas, stop and save where that is due, in this order. A collective."""
         step = self.progress.step
-        self.meter.add(step, epoch, lr, loss, grad_norm, skipped)
+        self.meter.add(step, epoch, lr, loss_and_top1, grad_norm, skipped)
         if step % self.parts.config.log.every_steps == 0:
             self.log_steps()  # waits for the device; raises after too many non-finite steps in a row
-        self.replicas.check_if_due(step)  # raises if replicas have diverged
-        self.stop.check()  # raises StopRequested, on all ranks at the same step
+        self.replica_check.check_if_due(step)  # raises if replicas have diverged
+        self.stop_signals.check()  # raises StopRequested, on all ranks at the same step
         self.saver.check()  # raises if a save in the background has failed
-        if self.save_scheduled() and not self.evaluation_due():  # an evaluation is followed by a save
-            self.log_steps()
+        if self.save_scheduled() and not self.evaluation_due():  # else saved after the evaluation
+            self.log_steps()  # before `save_due`, which reads whether this step was finite
             if self.save_due():
                 self.save()
             self.meter.restart_clock()
 
     def after_epoch(self) -> None:
-        """Log the epoch's last steps; evaluate and save where that is due."""
+        """Log the epoch's last steps; evaluate and save if that is due."""
         self.log_steps()
+        self.evaluate_if_due()
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate, if that is due, and save if the result is the best so far or a save is due."""
         if self.evaluation_due():
             improved = self.evaluate()
             if improved or self.save_due():
@@ -188,14 +233,14 @@ class Run:
     def log_steps(self) -> None:
         """Report the steps since the last call, and raise NonFiniteError after too many non-finite ones in a row."""
         records = self.meter.flush()
-        self.reporter.train(records)
-        if note := self.nonfinite.note(records):
-            self.reporter.event(self.progress.step, note)
-        self.nonfinite.check(records, self.meter.own_losses)
+        self.reporter.report_steps(records)
+        if line := self.nonfinite_guard.count_and_describe(records):
+            self.reporter.event(self.progress.step, line)
+        self.nonfinite_guard.check(records, self.meter.own_losses)
 
     def save(self) -> None:
         """Save in the background. Raises without saving if replicas have diverged or weights are not finite."""
-        self.replicas.check(self.progress.step)
+        self.replica_check.check(self.progress.step)
         check_finite_weights(self.parts.model, self.progress.step, self.parts.group)
         self.saver.save()
 
@@ -213,7 +258,7 @@ class Run:
 
     def save_due(self) -> bool:
         """`save_scheduled`, but false after a non-finite step before the end, so that older checkpoints are kept."""
-        return self.at_end or (self.save_scheduled() and self.nonfinite.last_step_finite)
+        return self.at_end or (self.save_scheduled() and self.nonfinite_guard.last_step_finite)
 
     def evaluation_due(self) -> bool:
         """Whether to evaluate: after every `eval.every_epochs` epochs and after the last step, unless already done."""
@@ -226,53 +271,54 @@ class Run:
 
         Raises StopRequested; then nothing is recorded, and a resumed run repeats the evaluation.
         """
-        parts, plan, progress = self.parts, self.parts.plan, self.progress
-        models: dict[str, nn.Module] = {"raw": parts.model} | (
-            {} if parts.ema.module is None else {"ema": parts.ema.module}
-        )
-        models = {kind: parts.evaluation.on_devices(model) for kind, model in models.items()}
+        parts, progress = self.parts, self.progress
+        models = {"raw": parts.model} if parts.ema.module is None else {"raw": parts.model, "ema": parts.ema.module}
         outputs = model_outputs(
-            models,
-            self._evaluation_batches(),
+            {name: parts.evaluation.on_devices(model) for name, model in models.items()},
+            self.evaluation_batches(),
             parts.evaluation.preprocess,
             parts.group.device,
             parts.evaluation.autocast_dtype,
             parts.config.eval.flip_tta,
         )
-        epoch, improved = (progress.step - 1) // plan.steps_per_epoch, False
-        for kind, result in evaluate(outputs, list(models), parts.group).items():
-            position = {"step": progress.step, "epoch": epoch}
-            self.reporter.eval_result({"kind": "eval", **position, "weights": kind, **result})
-            progress.latest[kind] = {name: value for name, value in result.items() if name != "seconds"}
+        position = {"step": progress.step, "epoch": (progress.step - 1) // parts.plan.steps_per_epoch}
+        improved = False
+        for name, result in evaluate(outputs, list(models), parts.group).items():
+            self.reporter.eval_result({"kind": "eval", **position, "weights": name, **result})
+            progress.latest[name] = {field: value for field, value in result.items() if field != "seconds"}
             # NaN logits have a top-1 too (topk sorts NaN first), so the loss must be finite.
-            if isfinite(result["loss"]) and result["top1_pct"] > progress.best.get(kind, {}).get("top1_pct", -1.0):
-                progress.best[kind] = {"top1_pct": result["top1_pct"], "step": progress.step}
+            if isfinite(result["loss"]) and result["top1_pct"] > progress.best.get(name, {}).get("top1_pct", -1.0):
+                progress.best[name] = {"top1_pct": result["top1_pct"], "step": progress.step}
                 improved = True
         progress.evaluated_step = progress.step
-        # False for an additional evaluation at the end of the run (`max_steps`, or epochs not divided by every_epochs).
-        if progress.step % (plan.steps_per_epoch * parts.config.eval.every_epochs) == 0:
+        # The plateau schedule does not count an extra evaluation after the last step (`max_steps`, or a number of
+        # epochs that is not a multiple of every_epochs).
+        if progress.step % (parts.plan.steps_per_epoch * parts.config.eval.every_epochs) == 0:
             progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
         return improved
 
-    def _evaluation_batches(self) -> Iterator[Batch]:
-        """This rank's validation batches, with a progress bar and a check for stop requests before each."""
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """This rank's validation batches, with a progress bar.
+
+        Before each batch that all ranks have, raises StopRequested after a stop signal.
+        """
         evaluation, world_size = self.parts.evaluation, self.parts.group.world_size
-        # Shards differ by at most one image. `stop.check` is a collective: not called before a batch that a rank lacks.
+        # Shards differ by at most one image. `check` is a collective: not called before a batch that a rank lacks.
         batch_size = self.parts.config.eval.batch_size * self.parts.plan.devices
         batches_on_all_ranks = -(-(evaluation.num_images // world_size) // batch_size)
         done = 0
         self.reporter.eval_progress(done, evaluation.num_images)
         for number, batch in enumerate(evaluation.batches()):
             if number < batches_on_all_ranks:
-                self.stop.check()
+                self.stop_signals.check()
             yield batch
             done = min(done + len(batch[1]) * world_size, evaluation.num_images)
             self.reporter.eval_progress(done, evaluation.num_images)
 
-    def _image_names(self, step: int) -> list[str]:
+    def sample_names(self, step: int) -> list[str]:
         """Names of the images that this rank reads in a step (counted from 1), each once."""
         source, sampler = self.parts.data.train, copy.copy(self.parts.train_loader.sampler)
         assert source is not None
         sampler.set_epoch(*divmod(step - 1, sampler.steps_per_epoch))
-        share = sampler.global_batch_size // sampler.world_size
-        return list(dict.fromkeys(source.name(index) for _, index, _ in islice(sampler, share)))
+        share = islice(sampler, sum(sampler.micro_batch_sizes))
+        return list(dict.fromkeys(source.name(index) for _, index, _ in share))

@@ -1,15 +1,17 @@
-"""One optimizer update: unscale, clip, step, and skip gradients that are not finite. Also autocast.
+"""One optimizer update: unscale, clip, step, and skip gradients that are not finite. Also autocast and SAM.
 
 All host synchronizations of a training step:
 * the first update of a process, and every update of an optimizer that is not fused, reads whether the gradient is
   finite;
 * `mix.mode` pair and elem copy the mixing ratios to the device, once for each micro-batch;
-* `engine.meter` reads the losses every `log.every_steps` steps;
-* with several ranks, `parallel.signals` waits for the flags that the ranks sent one step earlier.
+* `engine.meter` reads losses and accuracies every `log.every_steps` steps;
+* with several ranks, `parallel.signals` waits for the flags that the ranks sent one step earlier;
+* with several ranks, `guards.replicas` reads a hash of each tensor every `parallel.check_every_steps` steps;
+* before a save, the same hashes and a check of the weights are read, and the state is copied to the host.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.optimizer_state import base_optimizer
 from imagenet_cls.config.schema import TrainConfig
-from imagenet_cls.errors import ConfigError, UsageError
+from imagenet_cls.errors import UsageError
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype | None:
@@ -69,7 +71,11 @@ class Updater:
         self.clip = clipping(model, train, head_names)
         self.scaler = scaler
         # Fused kernels read `found_inf` from their optimizer's attribute; a wrapper (Lookahead) does not pass it on.
-        self.skips_on_device = bool(optimizer.defaults.get("fused")) and base_optimizer(optimizer) is optimizer
+        # Whether the fused kernels of MPS do so is untested.
+        on_mps = any(parameter.is_mps for parameter in self.parameters)
+        self.skips_on_device = (
+            bool(optimizer.defaults.get("fused")) and base_optimizer(optimizer) is optimizer and not on_mps
+        )
         self.has_stepped = False
 
     def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:
@@ -79,7 +85,7 @@ class Updater:
         leaves it unchanged.
 
         Returns the gradient's global norm before clipping (fp32 scalar on the device) and whether the update was
-        skipped (bool scalar on the device). Raises ConfigError for a momentum that the optimizer does not have.
+        skipped (bool scalar on the device).
         """
         self.scaler.unscale_(self.optimizer)
         with_grad = [p for p in self.parameters if p.grad is not None]
@@ -128,8 +134,52 @@ def set_momentum(group: dict[str, Any], momentum: float) -> None:
     """Write an optimizer's momentum, or its first beta, into a parameter group, as torch's OneCycleLR does."""
     if "betas" in group:
         group["betas"] = (momentum, *group["betas"][1:])
-    elif "momentum" in group:
-        group["momentum"] = momentum
     else:
-        remedy = "leave out its momentum arguments, or use an optimizer with momentum or betas"
-        raise ConfigError([f"schedule.kwargs: the schedule sets a momentum, which the optimizer lacks; {remedy}"])
+        group["momentum"] = momentum
+
+
+class Sam:
+    """Sharpness-aware minimization: the perturbed weights at which it takes its second gradient.
+
+    Foret et al. 2020, "Sharpness-Aware Minimization for Efficiently Improving Generalization". Without `rho` it is
+    disabled.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rho: float | None = None, every_steps: int = 1
+    ):
+        """model: not wrapped. rho: radius of the neighborhood (`train.sam_rho`)."""
+        self.model = model
+        self.optimizer = optimizer
+        self.rho = rho
+        self.every_steps = every_steps
+
+    def due(self, step: int) -> bool:
+        """Whether this step takes a second forward and backward pass inside `perturbed_weights`."""
+        return self.rho is not None and step % self.every_steps == 0
+
+    @contextmanager
+    def perturbed_weights(self) -> Iterator[None]:
+        """Inside, the weights are w + rho * g / |g| (equation 2, p = 2), where g is the gradient in `.grad`.
+
+        `.grad` is cleared on entry. On exit weights and buffers are restored exactly, so running statistics come from
+        the first pass only. Under DistributedDataParallel g is the mean over all ranks, where the paper lets each
+        accelerator use its own. A gradient that is zero or not finite leaves the weights unchanged.
+        """
+        assert self.rho is not None
+        perturbed = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        tensors = [*perturbed, *self.model.buffers()]
+        values = [tensor.detach().clone() for tensor in tensors]
+        gradients = [p.grad for p in perturbed if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        has_direction = torch.isfinite(norm) & (norm > 0)
+        with torch.no_grad():
+            for parameter, gradient in zip(perturbed, gradients, strict=True):
+                parameter.add_(torch.where(has_direction, gradient * (self.rho / norm), 0.0))
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)

@@ -2,83 +2,125 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
-from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.build import TrainingParts
+from imagenet_cls.data.datasets import DataSets
+from imagenet_cls.data.samplers import samples_per_epoch
+from imagenet_cls.data.sources import targets_of
+from imagenet_cls.engine.build import TrainingParts, batch_norm_images
+from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.plan import part_sizes
 from imagenet_cls.models.adapt import frozen_batch_norm
+
+# Of an epoch's images; more are worth a warning.
+_MOST_LEFT_OUT = 0.1
 
 
 def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progress) -> list[tuple[str, str]]:
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
     plan, group, config = parts.plan, parts.group, parts.config
+    mix, ema, loss = config.mix, config.ema, config.loss
     assert parts.data.train is not None
     parameters = sum(parameter.numel() for parameter in parts.model.parameters())
-    device = f"{group.device} ({torch.get_num_threads()} threads)"
+    device = f"{group.device} ({_count(torch.get_num_threads(), 'thread')})"
     if group.device.type == "cuda":
         device = f"{group.device} ({torch.cuda.get_device_name(group.device)})"
     precision = {None: "fp32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a loss scale"}
     devices = _count(plan.devices, "GPU") if plan.devices > 1 else _count(plan.world_size, "rank")
     steps = _count(plan.accumulation, "accumulation step")
-    rows = [
-        ("model", f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {parts.num_classes} classes"),
-        ("data", f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images"),
-        ("device", f"{device}, {precision[parts.evaluation.autocast_dtype]}"),
-        ("ranks", f"{group.world_size} (launcher: {group.rank_info.launcher})"),
-        ("batch", f"{plan.global_batch} = {devices} x {steps} x {plan.micro_batch} per device"),
-        *([("BatchNorm batch", _batch_norm_batch(parts))] if frozen_batch_norm(parts.model, config.model) else []),
-        ("steps", f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, {plan.epochs} epochs)"),
-        ("optimizer", f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}"),
-        *recipe_rows(config),
-        ("seed", str(config.seed)),
-        ("run folder", "none: a dry run writes nothing" if work_dir is None else str(work_dir)),
-    ]
-    return rows + ([("resumes at", f"step {progress.step}")] if progress.step else [])
+    per_pass = _numbers(part_sizes(plan.global_batch, plan.forward_passes))
+    mixing = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha or mix.cutmix_minmax}
+    average = f"half-life {ema.half_life_images:,.0f} images" if ema.half_life_images else f"decay {ema.decay}"
+    rows = {
+        "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
+        "data": f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images",
+        "device": f"{device}, {precision[parts.evaluation.autocast_dtype]}",
+        "ranks": f"{group.world_size} (launcher: {group.rank_info.launcher})",
+        "batch": f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device",
+        "BatchNorm batch": _batch_norm_batch(parts) if frozen_batch_norm(parts.model, config.model) else "",
+        "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, {_count(plan.epochs, 'epoch')})",
+        "optimizer": f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}",
+        "layer decay": config.optimizer.layer_decay,
+        "policy": config.augment.policy,
+        "mixing": ", ".join(f"{name} {alpha}" for name, alpha in mixing.items() if alpha),
+        "loss": f"{loss.name}, label smoothing {loss.label_smoothing:g}",
+        "teacher": config.distill.teacher.name,
+        "EMA": f"{average}, every {_count(ema.every_steps, 'step')}" if ema.decay or ema.half_life_images else "",
+        "seed": str(config.seed),
+        "run folder": "none: a dry run creates none" if work_dir is None else str(work_dir),
+        "resumes at": f"step {progress.step}" if progress.step else "",
+    }
+    return [(label, str(text)) for label, text in rows.items() if text]
+
+
+def class_counts(data: DataSets) -> list[str]:
+    """A line for each part: images, classes, and the smallest and the largest class."""
+    lines = []
+    for part, source in (("training", data.train), ("validation", data.val)):
+        targets = None if source is None else targets_of(source)
+        if targets is not None:
+            counts = np.bincount(targets, minlength=len(data.classes))
+            low, high = (f"{counts[i]} (class {data.classes[i]})" for i in (counts.argmin(), counts.argmax()))
+            each = f"{counts[0]} in each" if counts.min() == counts.max() else f"from {low} to {high}"
+            lines.append(f"{part}: {len(targets)} images in {_count(len(counts), 'class')}, {each}")
+    return lines
+
+
+def start_warnings(parts: TrainingParts) -> list[str]:
+    """Warnings about a new run whose config is valid but perhaps not what its user wants."""
+    plan, config, warnings = parts.plan, parts.config, []
+    assert parts.data.train is not None
+    samples = samples_per_epoch(len(parts.data.train), config.data.repeats_multiple)
+    left_out = samples - plan.steps_per_epoch * plan.global_batch
+    if left_out > _MOST_LEFT_OUT * samples:
+        warnings.append(
+            f"each epoch leaves out {left_out} of {samples} images, which do not fill a batch; "
+            "a smaller train.global_batch_size leaves out fewer"
+        )
+    limit = config.train.micro_batch_size
+    if limit is not None and plan.accumulation > 1 and 2 * plan.micro_batch < limit:
+        warnings.append(
+            f"a micro-batch has {_count(plan.micro_batch, 'image')}, since no larger number up to "
+            f"train.micro_batch_size={limit} divides a device's share; change train.global_batch_size"
+        )
+    if parts.num_classes > len(parts.data.classes):
+        warnings.append(
+            f"the model has {parts.num_classes} outputs (model.num_classes), the data {len(parts.data.classes)} classes"
+        )
+    starts_from_scratch = not config.model.pretrained and config.model.checkpoint is None
+    if starts_from_scratch and (config.model.head_only or config.model.freeze):
+        warnings.append("frozen parameters have random values; set model.pretrained=true or model.checkpoint")
+    return [f"warning: {text}" for text in warnings]
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def _numbers(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def _batch_norm_batch(parts: TrainingParts) -> str:
     """The images over which BatchNorm computes its statistics."""
-    config, world_size = parts.config, parts.group.world_size
-    images = parts.plan.micro_batch * (1 if config.model.split_bn else config.augment.splits)
-    if config.model.freeze_bn:
+    if parts.config.model.freeze_bn:
         return "none: running statistics are frozen (model.freeze_bn)"
-    if config.parallel.sync_bn and world_size > 1:
-        return f"{images * world_size} images over all ranks (SyncBatchNorm)"
-    return f"{images} images"
+    is_synced = parts.config.parallel.sync_bn and parts.plan.world_size > 1
+    images = _numbers(batch_norm_images(parts.config, parts.plan))
+    return f"{images} images{' over all ranks' if is_synced else ''}"
 
 
-def recipe_rows(config: Config) -> list[tuple[str, str]]:
-    """What the recipe adds to plain training."""
-    mix, ema, loss, distill = config.mix, config.ema, config.loss, config.distill
-    mixing = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha or (mix.cutmix_minmax and "by size")}
-    smoothing = f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
-    average = f"half-life {ema.half_life_images:,.0f} images" if ema.half_life_images is not None else ""
-    average = average or (f"decay {ema.decay:g}" if ema.decay is not None else "")
-    every = f", every {ema.every_steps} steps" if ema.every_steps > 1 else ""
-    rows = {
-        "layer decay": str(config.optimizer.layer_decay or ""),
-        "policy": config.augment.policy or "",
-        "mixing": ", ".join(f"{name} {alpha}" for name, alpha in mixing.items() if alpha),
-        "loss": loss.name + smoothing if smoothing or loss.name != "cross_entropy" else "",
-        "teacher": f"{distill.teacher.name}, {distill.kind}" if distill.kind != "none" else "",
-        "EMA": average and average + every,
-    }
-    return [(label, text) for label, text in rows.items() if text]
-
-
-def final_message(parts: TrainingParts, progress: Progress, work_dir: Path) -> str:
-    """One line for the raw weights and one for the EMA: the last and the best top-1."""
-    lines = ["done"]
-    for kind, best in progress.best.items():
+def final_message(progress: Progress, work_dir: Path, meter: Meter) -> str:
+    """A line for duration and speed, one for the raw weights and one for the EMA: the last and the best top-1."""
+    lines = ["done", f"trained {meter.describe_total()}"]
+    for name, best in progress.best.items():
         path = checkpoint_path(work_dir / "checkpoints", best["step"])
-        saved = str(path) if path.exists() else f"{path}, which could not be saved"
+        saved = str(path) if path.exists() else f"{path}, which is missing"
         lines.append(
-            f"{kind} weights: top-1 {progress.latest[kind]['top1_pct']:.2f} % at the end, "
+            f"{name} weights: top-1 {progress.latest[name]['top1_pct']:.2f} % at the end, "
             f"best {best['top1_pct']:.2f} % at step {best['step']} in {saved}"
         )
     return "\n".join(lines)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy
 import PIL
@@ -19,13 +18,13 @@ import torchvision
 
 import imagenet_cls
 from imagenet_cls.config.keys import keys_with
-from imagenet_cls.config.load import config_to_dict, flatten
+from imagenet_cls.config.load import comparable_values, values_by_key
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ConfigError, DataError, UsageError
-from imagenet_cls.lookup import import_from_here, is_factory_name
-from imagenet_cls.parallel.collectives import find_differences
+from imagenet_cls.lookup import import_from_cwd, is_factory_name
+from imagenet_cls.parallel.collectives import find_differences, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.process_group import Group, reported_by_main
+from imagenet_cls.parallel.process_group import Group
 
 
 def check_same_code(config: Config, group: Group) -> None:
@@ -34,7 +33,7 @@ def check_same_code(config: Config, group: Group) -> None:
 
     To be called before the configs are compared: other versions may have other keys.
     """
-    if group.control is None:
+    if group.cpu_group is None:
         return
     own = {"Python": "{}.{}".format(*sys.version_info), **versions()}
     sources = {"imagenet_cls": Path(imagenet_cls.__file__).parent} | user_modules(config)
@@ -42,7 +41,7 @@ def check_same_code(config: Config, group: Group) -> None:
     if different := find_differences(own | code, group):
         ranks = sorted({rank for listed in different.values() for rank in listed})
         names = [f"{name} {own[name]}" if name in own else name for name in different]
-        raise reported_by_main(
+        raise mark_printed_by_main(
             UsageError(
                 f"{name_ranks(ranks)} of {group.world_size} and rank 0 differ in: {', '.join(names)}\n"
                 "Install the same code and the same libraries on every machine."
@@ -56,12 +55,12 @@ def user_modules(config: Config) -> dict[str, Path]:
 
     Modules that can't be imported are left out: the check of names reports them.
     """
-    texts = [value for value in flatten(config_to_dict(config)).values() if isinstance(value, str)]
+    texts = [value for value in values_by_key(config).values() if isinstance(value, str)]
     names = {text.partition(":")[0] for text in texts if is_factory_name(text)} | set(config.imports)
     found = {}
     for name in sorted(names - {"torch", "torchvision", "timm"}):
         with suppress(Exception):
-            path = Path(str(import_from_here(name).__file__))
+            path = Path(str(import_from_cwd(name).__file__))
             found[name] = path.parent if path.name == "__init__.py" else path
     return found
 
@@ -83,13 +82,14 @@ def versions() -> dict[str, str]:
 
 def check_same_config(config: Config, group: Group) -> None:
     """Raise ConfigError, on all ranks, unless all have the same config but for `per_machine` keys. A collective."""
-    own = {key: repr(value) for key, value in settings_of(config).items() if key not in keys_with("per_machine")}
+    free = keys_with("per_machine", True)
+    own = {key: repr(value) for key, value in comparable_values(config).items() if key not in free}
     lines = [
         f"{key}: {name_ranks(ranks)} and rank 0 differ; start all ranks with the same config and overrides"
         for key, ranks in find_differences(own, group).items()
     ]
     if lines:
-        raise reported_by_main(ConfigError(lines), group)
+        raise mark_printed_by_main(ConfigError(lines), group)
 
 
 def check_same_data(digests: Mapping[str, str], group: Group) -> None:
@@ -98,15 +98,10 @@ def check_same_data(digests: Mapping[str, str], group: Group) -> None:
     digests: by what they are of, such as `training images`.
     """
     for name, ranks in find_differences(dict(digests), group).items():
-        raise reported_by_main(
+        raise mark_printed_by_main(
             DataError(
                 f"the {name} of {name_ranks(ranks)} are not those of rank 0: other files, or other classes.\n"
-                "Give every machine the same data set; its location (data.root) may differ."
+                "Give every machine the same dataset; its location (data.root) may differ."
             ),
             group,
         )
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """Every value by its dotted key, and the order of `optimizer.lr_scales`: the first pattern that matches counts."""
-    return flatten(config_to_dict(config)) | {"optimizer.lr_scales": list(config.optimizer.lr_scales)}

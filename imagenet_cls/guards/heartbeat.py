@@ -12,30 +12,28 @@ them.
 
 import contextlib
 import hashlib
-import logging
-import math
 import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
 
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.exit import abort_rank
+from imagenet_cls.parallel.exit import abort_rank, restart_advice
 from imagenet_cls.parallel.process_group import Group
 
 _DATAGRAM = struct.Struct("!8sIB")  # id of the run, sender's rank, state
 _ALIVE, _FAILED, _LEFT = range(3)
 
-# Each round sends to at most this many ranks; with more, each gets a datagram less often.
-_ROUND_SEC = 1.0
-_DATAGRAMS_PER_ROUND = 200
+# Seconds between two datagrams to the same rank, more with more ranks than this.
+_INTERVAL_SEC = 1.0
+_DATAGRAMS_PER_SEC = 200
 # A rank is silent after this many missed datagrams.
 _LOST_DATAGRAMS = 3
 # Collectives time out first: silence must exceed the timeout by this, at most a quarter of it.
@@ -53,15 +51,15 @@ class Member:
     process: int
 
 
-def start_heartbeat(group: Group, timeout_sec: float) -> Group:
-    """Start this rank's heartbeat and return the group with it. A collective. timeout_sec: of the collectives."""
-    if group.control is None:
-        return group
+def start_heartbeat(group: Group, timeout_sec: float) -> "Heartbeat | None":
+    """Start this rank's heartbeat; None for a single rank. A collective. timeout_sec: of the collectives."""
+    if group.cpu_group is None:
+        return None
     heartbeat = Heartbeat(group.rank, group.address, timeout_sec)
     members = [heartbeat.me] * group.world_size
-    dist.all_gather_object(members, heartbeat.me, group=group.control)
-    heartbeat.start(members, partial(abort_rank, group.rank_info.launched))
-    return replace(group, heartbeat=heartbeat)
+    dist.all_gather_object(members, heartbeat.me, group=group.cpu_group)
+    heartbeat.start(members, partial(abort_rank, group.rank_info))
+    return heartbeat
 
 
 class Heartbeat:
@@ -82,9 +80,8 @@ class Heartbeat:
         self._failed: dict[int, float] = {}
         self._left: set[int] = set()
         self._listened_sec, self._round_began = 0.0, time.monotonic()
-        self._round_sec = min(_ROUND_SEC, timeout_sec / 8)
-        self._interval_sec = self._round_sec  # between two datagrams to the same rank
-        self._aborts = True
+        self._interval_sec = min(_INTERVAL_SEC, timeout_sec / 8)
+        self.aborts = True  # to be set to False before this rank leaves the group together with the others
         self._lost_another = False
         self._closed = threading.Event()
 
@@ -94,10 +91,8 @@ class Heartbeat:
         self._others = {member.rank: member for member in members if member.rank != self.me.rank}
         numeric = {address: _ipv4_address(address) for address in {member.address for member in members}}
         self._addresses = [(ip, member.port) for member in self._others.values() if (ip := numeric[member.address])]
-        rounds = math.ceil(len(self._others) / _DATAGRAMS_PER_ROUND)
-        rounds = min(rounds, max(1, int(self.timeout_sec / 8 / self._round_sec)))
-        self._interval_sec = rounds * self._round_sec
-        threading.Thread(target=self._run_thread, args=(rounds, abort), name="heartbeat", daemon=True).start()
+        self._interval_sec = min(max(_INTERVAL_SEC, len(members) / _DATAGRAMS_PER_SEC), self.timeout_sec / 8)
+        threading.Thread(target=self._run_thread, args=(abort,), name="heartbeat", daemon=True).start()
 
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None:
         """After a failed collective: the error that names the lost ranks; None if all still send.
@@ -105,7 +100,7 @@ class Heartbeat:
         Waits up to `patience_sec` for silence to show, in which a launcher may end this process. From here on this
         heartbeat aborts nothing.
         """
-        self._lost_another, self._aborts = True, False
+        self._lost_another, self.aborts = True, False
         end = time.monotonic() + patience_sec
         while time.monotonic() < end and max(self._silence().values(), default=0.0) < self.timeout_sec / 2:
             time.sleep(0.05)
@@ -114,7 +109,7 @@ class Heartbeat:
     def lost_rank_error(self) -> ResourceError | None:
         """The error that names the ranks that were lost first, on which the others then failed. None without any.
 
-        `reported_by_main` is set if another rank of this machine reports the same.
+        `printed_elsewhere` is set if another rank of this machine reports the same.
         """
         silent = {rank: sec for rank, sec in self._silence().items() if sec >= _LOST_DATAGRAMS * self._interval_sec}
         failed = {rank: self._now() - at for rank, at in dict(self._failed).items()}
@@ -126,26 +121,22 @@ class Heartbeat:
         where = name_machines([self._others[rank] for rank in first])
         if set(first) <= failed.keys():
             problem = f"{where} failed {longest:.0f} s ago, and this rank with it: see logs/rank{first[0]}.log there."
-            advice = "Resume with the same command and --resume."
+            advice = restart_advice()
         else:
             problem = f"lost contact with {where}: no heartbeat for {longest:.0f} s"
-            advice = "Check that it is up and the network works. Resume with the same command and --resume."
+            advice = f"Check that it is up and the network works. {restart_advice()}"
         error = ResourceError(f"{problem}\n{advice}")
         here = (self.me.host, self.me.address)
         peers = {rank for rank, other in self._others.items() if (other.host, other.address) == here}
-        error.reported_by_main = any(rank < self.me.rank for rank in peers - lost.keys())
+        error.printed_elsewhere = any(rank < self.me.rank for rank in peers - lost.keys())
         return error
-
-    def stop_aborting(self) -> None:
-        """Call before leaving the group together with the others."""
-        self._aborts = False
 
     def close(self, failed: bool = False) -> None:
         """Tell the others that this rank ends. failed: because of its own error, so that it is the cause of theirs."""
-        self._aborts = False
+        self.aborts = False
         if not self._closed.is_set():
             self._closed.set()
-            self._send(_FAILED if failed and not self._lost_another else _LEFT, self._addresses)
+            self._send(_FAILED if failed and not self._lost_another else _LEFT)
 
     def _silence(self) -> dict[int, float]:
         """Seconds since each rank was last heard, without those never heard and those that have ended."""
@@ -154,30 +145,24 @@ class Heartbeat:
 
     def _now(self) -> float:
         # A longer round is not counted: the process was stopped, or its threads could not run.
-        return self._listened_sec + min(time.monotonic() - self._round_began, 2 * self._round_sec)
+        return self._listened_sec + min(time.monotonic() - self._round_began, 2 * self._interval_sec)
 
-    def _run_thread(self, rounds: int, abort: Callable[[ResourceError], None]) -> None:
-        self._send(_ALIVE, self._addresses)
+    def _run_thread(self, abort: Callable[[ResourceError], None]) -> None:
+        self._send(_ALIVE)
         self._round_began = time.monotonic()
-        number = 0
         longest_sec = self.timeout_sec + min(_GRACE_SEC, self.timeout_sec / 4)
         while not self._closed.is_set():
             self._listened_sec, self._round_began = self._now(), time.monotonic()
-            self._receive(until=self._round_began + self._round_sec)
-            number += 1
-            self._send(_ALIVE, self._addresses[number % rounds :: rounds])
-            if number == 30 + rounds:
-                self._log_unheard()
+            self._receive(until=self._round_began + self._interval_sec)
+            self._send(_ALIVE)
             absent = [*self._silence().values(), *(self._now() - at for at in self._failed.values())]
-            if self._aborts and max(absent, default=0.0) > longest_sec and (error := self.lost_rank_error()):
-                self._lost_another, self._aborts = True, False
+            if self.aborts and max(absent, default=0.0) > longest_sec and (error := self.lost_rank_error()):
+                self._lost_another, self.aborts = True, False
                 abort(error)
 
-    def _send(self, state: int, addresses: list[tuple[str, int]]) -> None:
+    def _send(self, state: int) -> None:
         datagram = _DATAGRAM.pack(self._run, self.me.rank, state)
-        for address in addresses:
-            if state == _ALIVE and self._closed.is_set():
-                return
+        for address in self._addresses:
             with contextlib.suppress(OSError):  # no route: the other side notices the silence
                 self._socket.sendto(datagram, address)
 
@@ -204,29 +189,19 @@ class Heartbeat:
         else:
             self._left.add(rank)
 
-    def _log_unheard(self) -> None:
-        unheard = sorted(self._others.keys() - self._heard.keys() - self._failed.keys() - self._left)
-        if unheard:
-            logging.getLogger("imagenet_cls").info(
-                "no heartbeat from %s: if UDP is blocked, a lost machine can't be named", name_ranks(unheard)
-            )
-
 
 def name_machines(members: Sequence[Member]) -> str:
     """Ranks by machine: `host b (10.9.1.3; ranks 2, 3)`; at most three machines, and eight ranks of each."""
-    ranks_on: dict[tuple[str, str], list[int]] = {}
+    ranks_on: dict[str, list[int]] = {}
     for member in members:
-        ranks_on.setdefault((member.host, member.address), []).append(member.rank)
-    parts = []
-    for (host, address), ranks in list(ranks_on.items())[:3]:
-        parts.append(f"host {host} ({'' if address == host else f'{address}; '}{name_ranks(ranks)})")
-    more = len(ranks_on) - len(parts)
-    return ", ".join(parts) + (f" and {more} more machines" if more else "")
+        ranks_on.setdefault(f"host {member.host} ({member.address}; ", []).append(member.rank)
+    machines = [f"{machine}{name_ranks(ranks)})" for machine, ranks in ranks_on.items()]
+    return ", ".join(machines[:3]) + (f" and {len(machines) - 3} more machines" if len(machines) > 3 else "")
 
 
 def _ipv4_address(address: str) -> str | None:
     """The IPv4 address of a host, or None: its ranks then get no heartbeat."""
     try:
-        return str(socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0])
+        return socket.gethostbyname(address)
     except OSError:
         return None

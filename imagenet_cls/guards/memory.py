@@ -3,65 +3,56 @@
 import contextlib
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 
-from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError
 
 _GIB = 2.0**30
 
 
 @contextlib.contextmanager
-def explain_resource_errors(*explanations: Callable[[RuntimeError], ResourceError | None]) -> Iterator[None]:
-    """Replace a RuntimeError by the first ResourceError that one of `explanations` makes of it, if any."""
+def explain_resource_errors(
+    worker_death: Callable[[RuntimeError], ResourceError | None], sizes: str = ""
+) -> Iterator[None]:
+    """Replace a RuntimeError by a ResourceError where memory ran out, or where `worker_death` returns one for it.
+
+    sizes: of the batches, such as "32 images at once of 224 px", for the message.
+    """
     try:
         yield
     except RuntimeError as error:
-        explained = next(filter(None, (explain(error) for explain in explanations)), None)
+        explained = out_of_memory_error(error, sizes) if is_out_of_memory(error) else worker_death(error)
         if explained is None:
             raise
         raise explained from error
 
 
-def out_of_memory(error: RuntimeError, config: Config | None = None, micro_batch: int = 0) -> ResourceError | None:
-    """The error to show where memory ran out, of a GPU or of the host; None for any other `error`.
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch raised this error because the memory of a GPU or of the host ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
-    config: of a training run; its sizes are shown. micro_batch: images of one device at once in it.
-    """
-    if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
-        return None
-    first, _, detail = str(error).splitlines()[0].partition("DefaultCPUAllocator: ")
-    where, peak, total = memory()
-    sizes, remedies = "", ["a smaller train.micro_batch_size", "a smaller eval.batch_size", "smaller images"]
-    if config is not None:
-        train, size_px = config.train, config.augment.size_px
-        sizes = (
-            f"{micro_batch} images at once of {size_px} px ({config.eval.batch_size} of {config.eval.crop_px} px in "
-            "evaluation), "
-        )
-        remedies = [
-            f"train.micro_batch_size={micro_batch // 2} (the global batch stays; in evaluation, eval.batch_size)"
-            if micro_batch > 1
-            else "a smaller eval.batch_size, in evaluation",
-            "train.precision=bf16" if train.precision == "fp32" and torch.cuda.is_initialized() else "",
-            "" if train.grad_checkpointing else "train.grad_checkpointing=true",
-            f"an augment.size_px below {size_px}",
-            "a smaller model",
-        ]
+
+def out_of_memory_error(error: RuntimeError, sizes: str) -> ResourceError:
+    """The error to show where memory ran out: device, sizes, peak and total, torch's first line, and remedies."""
+    where, total = "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if torch.cuda.is_initialized():
+        index = torch.cuda.current_device()
+        where, total = f"cuda:{index}", torch.cuda.get_device_properties(index).total_memory
+    batches = f"{sizes}, " if sizes else ""
+    detail = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
     return ResourceError(
-        f"out of memory on {where}: {sizes}peak {peak / _GIB:.2f} of {total / _GIB:.2f} GiB\n"
-        f"{(detail or first)[:200]}\n"
-        f"Try {', or '.join(list(filter(None, remedies))[:3])}."
+        f"out of memory on {where}: {batches}peak {peak_memory_bytes() / _GIB:.2f} of {total / _GIB:.2f} GiB\n"
+        f"{detail[:200]}\n"
+        "Try a smaller train.micro_batch_size (the global batch stays) or eval.batch_size, "
+        "train.grad_checkpointing=true, train.precision=bf16, or smaller images."
     )
 
 
-def memory() -> tuple[str, int, int]:
-    """The device of this process, the most bytes that it has used there, and its total bytes."""
+def peak_memory_bytes() -> int:
+    """The most bytes so far: of the CUDA allocator on this process's GPU, else the resident set size."""
     if torch.cuda.is_initialized():
-        index = torch.cuda.current_device()
-        total = torch.cuda.get_device_properties(index).total_memory
-        return f"cuda:{index}", torch.cuda.max_memory_allocated(index), total
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return "this machine", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, total
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_cls.errors import NonFiniteError, UserError
+from imagenet_cls.parallel.collectives import mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.process_group import Group, reported_by_main
+from imagenet_cls.parallel.process_group import Group
 
 # Samples that the error lists; the log lists all.
 _SHOWN = 3
@@ -42,10 +43,10 @@ class NonFiniteGuard:
     samples_of: Callable[[int], Sequence[str]] = lambda step: ()
     last_step_finite: bool = field(default=True, init=False)
     count: int = field(default=0, init=False)
-    in_a_row: int = field(default=0, init=False)
+    consecutive: int = field(default=0, init=False)
 
-    def note(self, records: Sequence[dict[str, Any]]) -> str | None:
-        """A line about the non-finite steps among `records`; None where there are none."""
+    def count_and_describe(self, records: Sequence[dict[str, Any]]) -> str | None:
+        """Add the non-finite steps among `records` to `count`, and return a line about them; None if there are none."""
         steps = [record["step"] for record in records if not self._is_fine(record)]
         if not steps:
             return None
@@ -66,9 +67,9 @@ class NonFiniteGuard:
         for row, record in enumerate(records):
             finite_loss = math.isfinite(record["loss"])
             self.last_step_finite = self._is_fine(record)
-            self.in_a_row = 0 if finite_loss and "skipped" not in record else self.in_a_row + 1
+            self.consecutive = 0 if finite_loss and "skipped" not in record else self.consecutive + 1
             patience = _LOSS_SCALE_SEARCH_STEPS if self.fp16 and finite_loss else 0
-            if self.in_a_row >= self.max_steps + patience:
+            if self.consecutive >= self.max_steps + patience:
                 assert own_losses is not None
                 raise self._error(record, own_losses[row].item())
 
@@ -83,15 +84,15 @@ class NonFiniteGuard:
         samples = self.samples_of(step)
         mine = (math.isfinite(own_loss), len(samples), list(samples[:_SHOWN]))
         seen: list[Any] = [mine]
-        if self.group.control is not None:
+        if self.group.cpu_group is not None:
             seen = [None] * self.group.world_size
-            dist.all_gather_object(seen, mine, group=self.group.control)
+            dist.all_gather_object(seen, mine, group=self.group.cpu_group)
         with_nan = [rank for rank, (is_finite, _, _) in enumerate(seen) if not is_finite]
         suspects = with_nan or list(range(self.group.world_size))
         if self.group.rank in suspects:
             logging.getLogger("imagenet_cls").info("the samples of step %d on this rank: %s", step, ", ".join(samples))
         lines = [
-            f"loss or gradient was NaN or infinite in {self.in_a_row} steps in a row, the last one step {step} "
+            f"loss or gradient was NaN or infinite in {self.consecutive} steps in a row, the last one step {step} "
             f"(loss {record['loss']:g}, lr {record['lr']:g}).",
             "Lower optimizer.lr, warm up longer, or set train.clip_norm.",
         ]
@@ -101,7 +102,7 @@ class NonFiniteGuard:
             what = "the loss" if with_nan else "the gradient (the losses were finite)"
             where = f"{name_ranks(suspects)} of {self.group.world_size}"
             lines.insert(1, f"It was {what} on {where}, from {', '.join(shown)}{more}.")
-        return reported_by_main(NonFiniteError("\n".join(lines)), self.group)
+        return mark_printed_by_main(NonFiniteError("\n".join(lines)), self.group)
 
 
 def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
@@ -116,4 +117,4 @@ def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
             f"weights are NaN or infinite after step {step}: the update was too large. This state is not saved.\n"
             "Lower optimizer.lr, warm up longer, or set train.clip_norm; older checkpoints are unchanged."
         )
-        raise reported_by_main(error, group)
+        raise mark_printed_by_main(error, group)

@@ -18,37 +18,39 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.errors import ResourceError
+from imagenet_cls.parallel.collectives import mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.process_group import Group, reported_by_main
+from imagenet_cls.parallel.process_group import Group
 
 # 2**64 divided by the golden ratio, as a signed number: its multiples are spread evenly over 64 bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-# By element size, what bits are read as. At most 32 at once: of the highest of 64 bits a product keeps only the lowest.
+# Integer dtype by element size; larger elements are read as several int32, since the top bits of an int64 change only
+# the top bits of a product.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
-# Numbers in a row: they and their products fit into the cache of a CPU core. On a GPU a kernel launch costs more, so
-# more rows are processed at once.
+# Elements per row, chosen so that a row and its products fit in a core's cache. On a GPU a kernel launch costs more, so
+# a kernel processes more rows.
 _ROW = 2**16
 _ROWS_ON_CPU, _ROWS_ON_GPU = 1, 64
 
-# Tensors that an error names.
+# Hosts and tensors that an error names.
 _SHOWN = 3
 
 
 class ReplicaCheck:
     """Compares the ranks during a run. Every rank makes the same calls.
 
-    every_steps: `parallel.check_every_steps`, None for never. start_step: where all ranks got rank 0's state. tensors:
-    returns all tensors that must be equal, by name (`replicated_tensors`).
+    every_steps: `parallel.check_every_steps`, None for never. start_step: where all ranks got rank 0's state.
+    get_tensors: returns all tensors that must be equal, by name (`replicated_tensors`).
     """
 
     def __init__(
-        self, group: Group, every_steps: int | None, start_step: int, tensors: Callable[[], Mapping[str, Tensor]]
+        self, group: Group, every_steps: int | None, start_step: int, get_tensors: Callable[[], Mapping[str, Tensor]]
     ):
         self.group = group
         self.every_steps = every_steps if group.world_size > 1 else None
-        self.agreed_at = start_step
-        self.tensors = tensors
+        self.last_equal_step = start_step
+        self.get_tensors = get_tensors
 
     def check_if_due(self, step: int) -> None:
         """`check`, every `every_steps` steps."""
@@ -60,10 +62,19 @@ class ReplicaCheck:
 
         Does nothing for a step that was checked already, or where checks are off.
         """
-        if self.every_steps is None or self.agreed_at == step:
+        if self.every_steps is None or self.last_equal_step == step:
             return
-        check_replicas(self.tensors(), step, self.agreed_at, self.group)
-        self.agreed_at = step
+        # A device, a memory or the network is defective, not the config: hence exit code 5.
+        check_equal_on_ranks(
+            self.get_tensors(),
+            self.group,
+            f"after step {step}",
+            "Possible causes: a faulty GPU or memory on that host, mixed GPU models, or a forward pass that updates "
+            "parameters or buffers from its input (parallel.check_every_steps=null turns this check off).\n"
+            f"All ranks were equal after step {self.last_equal_step}, and no checkpoint was saved since: resume with "
+            "--resume.",
+        )
+        self.last_equal_step = step
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -120,7 +131,7 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def _hash(integers: Tensor, factors: Tensor) -> Tensor:
     """An int64 scalar, on the device of `integers` (elements,). factors: of the positions in a row, then of the rows.
 
-    The factor of an element is the product of both, so that few are enough for any length.
+    The factor of an element is the product of both. They suffice for fewer than 2**32 elements.
     """
     in_row, of_row = factors.split(_ROW)
     in_rows = integers.numel() // _ROW * _ROW
@@ -153,67 +164,40 @@ def _digest(rows: object) -> str:
     return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
 
 
-def diverged_ranks(tensors: Mapping[str, Tensor], group: Group) -> tuple[dict[int, str], list[str]]:
-    """The ranks whose tensors differ from the majority's, with their hosts, and the names of these tensors.
-
-    A collective, with the same result on all ranks; ({}, []) where all agree. Without a majority, rank 0 is the
-    reference. Each rank sends 32 bytes, and its hashes only where the ranks differ.
-    """
-    if group.control is None:
-        return {}, []
-    sums = tensor_hashes(tensors)
-    digests: list[str] = [""] * group.world_size
-    dist.all_gather_object(digests, _digest(sums), group=group.control)
-    if len(set(digests)) == 1:
-        return {}, []
-    (common, count), *_ = Counter(digests).most_common()
-    reference = digests.index(common) if count > group.world_size / 2 else 0
-    everything: list[tuple[str, dict[str, int]]] = [("", {})] * group.world_size
-    dist.all_gather_object(everything, (socket.gethostname(), sums), group=group.control)
-    expected = everything[reference][1]
-    diverged = {rank: everything[rank][0] for rank, digest in enumerate(digests) if digest != digests[reference]}
-    names = dict.fromkeys([*expected, *(name for rank in diverged for name in everything[rank][1])])
-    return diverged, [
-        name for name in names if any(everything[rank][1].get(name) != expected.get(name) for rank in diverged)
-    ]
-
-
 def check_same_weights(model: nn.Module, group: Group) -> None:
     """Raise ResourceError, on all ranks, unless they start with the same weights and buffers. A collective."""
-    _raise_if_diverged(
-        weights_of(model),
-        group,
-        "at the start",
-        "Check that all machines have the same code, config and versions; else suspect the network or memory.",
-    )
+    remedy = "Check that all machines have the same code, config and versions; else suspect the network or memory."
+    check_equal_on_ranks(weights_of(model), group, "at the start", remedy)
 
 
-def check_replicas(tensors: Mapping[str, Tensor], step: int, agreed_at: int, group: Group) -> None:
-    """Raise ResourceError, on all ranks, unless all have the same bits after `step`. A collective.
+def check_equal_on_ranks(tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str) -> None:
+    """Raise ResourceError, on all ranks, unless the tensors have the same bits on all ranks. A collective.
 
-    A device, a memory or the network is defective, not the config: hence exit code 5. agreed_at: the last step after
-    which all ranks agreed.
+    The error names the ranks that differ from the majority, their hosts and tensors. Without a majority, rank 0 is the
+    reference. Each rank sends 32 bytes, and its hashes only where the ranks differ.
     """
-    _raise_if_diverged(
-        tensors,
-        group,
-        f"after step {step}",
-        "Suspect a GPU or memory there, GPUs of different kinds, or a model that changes itself by its input; "
-        "parallel.check_every_steps=null turns this check off.\n"
-        f"All ranks agreed after step {agreed_at}, and no checkpoint was saved since: resume with --resume.",
+    if group.cpu_group is None:
+        return
+    sums = tensor_hashes(tensors)
+    digests: list[str] = [""] * group.world_size
+    dist.all_gather_object(digests, _digest(sums), group=group.cpu_group)
+    if len(set(digests)) == 1:
+        return
+    everything: list[tuple[str, dict[str, int]]] = [("", {})] * group.world_size
+    dist.all_gather_object(everything, (socket.gethostname(), sums), group=group.cpu_group)
+    (common, count), *_ = Counter(digests).most_common()
+    reference = digests.index(common) if count > group.world_size / 2 else 0
+    ranks = [rank for rank, digest in enumerate(digests) if digest != digests[reference]]
+    hosts = list(dict.fromkeys(everything[rank][0] for rank in ranks))
+    expected = everything[reference][1]
+    names = [
+        name
+        for name in dict.fromkeys(chain(expected, *(everything[rank][1] for rank in ranks)))
+        if any(everything[rank][1].get(name) != expected.get(name) for rank in ranks)
+    ]
+    error = ResourceError(
+        f"diverged replicas: {name_ranks(ranks)} ({', '.join(hosts[:_SHOWN])}{', ...' if len(hosts) > _SHOWN else ''}) "
+        f"of {group.world_size} differ from the rest {when}, in {', '.join(names[:_SHOWN])}"
+        f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}.\n{remedy}"
     )
-
-
-def _raise_if_diverged(tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str) -> None:
-    diverged, names = diverged_ranks(tensors, group)
-    if diverged:
-        hosts = list(dict.fromkeys(diverged.values()))
-        where = f"{name_ranks(list(diverged))} ({', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''})"
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise reported_by_main(
-            ResourceError(
-                f"diverged replicas: {where} of {group.world_size} differ from the rest {when}, in "
-                f"{', '.join(names[:_SHOWN])}{more}.\n{remedy}"
-            ),
-            group,
-        )
+    raise mark_printed_by_main(error, group)

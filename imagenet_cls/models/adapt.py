@@ -1,10 +1,9 @@
 """Changes to a built model that keep its parameters' names: frozen parts, another image size, split BatchNorm, and
-gradient checkpointing.
+gradient checkpointing. And the names of its head.
 
 Frozen parameters lose `requires_grad`, frozen BatchNorm is put into evaluation mode.
 """
 
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -14,19 +13,64 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import ConfigError, Problem, first_line
+from imagenet_cls.errors import ConfigError, first_line
 from imagenet_cls.lookup import did_you_mean_part, keyword_names
-from imagenet_cls.models.build import head_names
+
+# What models raise for images of another size.
+_SIZE_ERRORS = (AssertionError, RuntimeError, ValueError)
+
+
+def head_names(model: nn.Module, num_classes: int) -> list[str]:
+    """Names of the head's parameters, such as `["fc.weight", "fc.bias"]`; empty where the model has no linear head.
+
+    timm's models name their classifier (some have two); of others it is the last linear layer or convolution with
+    `num_classes` outputs.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
+    owners = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    names = [name for name in parameters if any(name.startswith(owner + ".") for owner in owners)]
+    if names:
+        return names
+    for owner, module in reversed(list(model.named_modules())):
+        outputs = getattr(module, "out_features", None) or getattr(module, "out_channels", None)
+        if isinstance(module, nn.Linear | nn.Conv2d) and outputs == num_classes:
+            return [f"{owner}.{name}" if owner else name for name, _ in module.named_parameters()]
+    return []
 
 
 def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
     """Freeze parameters as the config says, in place. Returns a sentence about what is trained; None if nothing is
     frozen.
 
-    num_classes: outputs of the head, to find it. Raises ConfigError for what `freeze_problems` finds.
+    num_classes: outputs of the head, to find it. Raises ConfigError for patterns that match nothing, a missing head or
+    BatchNorm, and where nothing is left to train.
     """
-    _raise_problems(freeze_problems(model, cfg, num_classes))
-    frozen = _frozen_names(model, cfg, num_classes)
+    names = [name for name, _ in model.named_parameters()]
+    head = head_names(model, num_classes)
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    problems = []
+    if cfg.head_only and not head:
+        problems.append(f"model.head_only: {cfg.name} has no recognized head; list the other layers in model.freeze")
+    for pattern in cfg.freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            parts = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names)
+            hint = did_you_mean_part(pattern, names) or f" (its parts: {', '.join(parts)})"
+            problems.append(f"model.freeze: {pattern!r} matches no parameter of {cfg.name}{hint}")
+    if cfg.freeze_bn and not layers:
+        problems.append(f"model.freeze_bn: {cfg.name} has no BatchNorm; set it to false")
+    frozen = {
+        name
+        for name in names
+        if any(fnmatchcase(name, pattern) for pattern in cfg.freeze)
+        or (cfg.head_only and name not in head)
+        or (cfg.freeze_bn and name.rpartition(".")[0] in layers)
+    }
+    if not problems and frozen and len(frozen) == len(names):
+        key = "model.freeze" if cfg.freeze else "model.freeze_bn"
+        problems.append(f"{key}: leaves no parameter of {cfg.name} to train; freeze less")
+    if problems:
+        raise ConfigError(problems)
     if not frozen:
         return None
     for name, parameter in model.named_parameters():
@@ -34,9 +78,9 @@ def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
             parameter.requires_grad_(False)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    layers = sum(frozen_batch_norm(model, cfg).values())
+    fixed = sum(frozen_batch_norm(model, cfg).values())
     sentence = f"{trained:,} of {total:,} parameters are trained"
-    return sentence + (f"; {layers} BatchNorm layers keep their running statistics" if layers else "")
+    return sentence + (f"; {fixed} BatchNorm layers keep their running statistics" if fixed else "")
 
 
 def set_training(model: nn.Module, cfg: ModelConfig) -> None:
@@ -69,36 +113,6 @@ def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[_BatchNorm, bo
     return frozen
 
 
-def freeze_problems(model: nn.Module, cfg: ModelConfig, num_classes: int) -> list[Problem]:
-    """What is wrong with `model.freeze`, `model.head_only` and `model.freeze_bn` for this model, on any device."""
-    names = [name for name, _ in model.named_parameters()]
-    if cfg.head_only and not head_names(model, num_classes):
-        return [Problem("model.head_only", f"{cfg.name} has no recognised head; list the other layers in model.freeze")]
-    problems = []
-    for pattern in cfg.freeze:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            parts = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names)
-            hint = did_you_mean_part(pattern, names) or f" (its parts: {', '.join(parts)})"
-            problems.append(Problem("model.freeze", f"{pattern!r} matches no parameter of {cfg.name}{hint}"))
-    if cfg.freeze_bn and not frozen_batch_norm(model, cfg):
-        problems.append(Problem("model.freeze_bn", f"{cfg.name} has no BatchNorm; set it to false"))
-    if not problems and names and _frozen_names(model, cfg, num_classes) >= set(names):
-        key = "model.freeze" if cfg.freeze else "model.freeze_bn"
-        problems.append(Problem(key, f"leaves no parameter of {cfg.name} to train; freeze less"))
-    return problems
-
-
-def _frozen_names(model: nn.Module, cfg: ModelConfig, num_classes: int) -> set[str]:
-    names = [name for name, _ in model.named_parameters()]
-    frozen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in cfg.freeze)}
-    if cfg.head_only:
-        frozen |= set(names) - set(head_names(model, num_classes))
-    if cfg.freeze_bn:
-        layers = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
-        frozen |= {name for name in names if name.rpartition(".")[0] in layers}
-    return frozen
-
-
 def resize_model(model: nn.Module, size_px: int) -> str | None:
     """Make a model that was built for one size take square images of `size_px`, in place, on the CPU.
 
@@ -106,31 +120,28 @@ def resize_model(model: nn.Module, size_px: int) -> str | None:
     error, where it can't. timm's `set_input_size` resamples position embeddings as its loading does (and scales Swin's
     windows with the image).
     """
-    error = _forward_error(model, size_px)
-    if error is None:
+    try:
+        _try_size(model, size_px)
         return None
-    if hasattr(model, "set_input_size"):
-        try:
-            model.set_input_size(img_size=(size_px, size_px))  # type: ignore[operator]
-            error = _forward_error(model, size_px)
-        except Exception as raised:
-            error = raised
-    if error is not None:
+    except _SIZE_ERRORS as error:
+        if not hasattr(model, "set_input_size"):
+            raise ValueError(first_line(error)) from error
+    try:
+        model.set_input_size(img_size=(size_px, size_px))  # type: ignore[operator]
+        _try_size(model, size_px)
+    except Exception as error:
         raise ValueError(first_line(error)) from error
     return f"made for another size; its position embeddings were resized for {size_px} px"
 
 
 @torch.no_grad()
-def _forward_error(model: nn.Module, size_px: int) -> Exception | None:
-    """The error that the model raises for one black image in evaluation mode, if any."""
+def _try_size(model: nn.Module, size_px: int) -> None:
+    """Run the model on one black image in evaluation mode."""
     was_training = model.training
     try:
         model.eval()(torch.zeros(1, 3, size_px, size_px, device=next(model.parameters()).device))
-    except (AssertionError, RuntimeError, ValueError) as error:
-        return error
     finally:
         model.train(was_training)
-    return None
 
 
 def size_remedy(model: nn.Module, size_px: int) -> str:
@@ -151,22 +162,17 @@ def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Modu
 
     By timm's conversion, in place: the first part goes through the existing layer, which evaluation uses too; the
     others through its `aux_bn` layers, which start with its weights and statistics. The batch must be a multiple of
-    `splits`. Call it before freezing: it creates parameters. Raises ConfigError for what `split_bn_problems` finds.
+    `splits`. Call it before freezing: it creates parameters. Raises ConfigError for a model without BatchNorm, or whose
+    BatchNorm is not of images (LeViT's is of tokens).
     """
     if not cfg.split_bn:
         return model
-    _raise_problems(split_bn_problems(model))
-    return convert_splitbn_model(model, splits)
-
-
-def split_bn_problems(model: nn.Module) -> list[Problem]:
-    """A model without BatchNorm, or whose BatchNorm is not of images (LeViT's is of tokens)."""
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     others = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, nn.BatchNorm2d)})
-    if layers and not others:
-        return []
-    has = f"has {', '.join(others)}, and only BatchNorm2d can be split" if layers else "has no BatchNorm to split"
-    return [Problem("model.split_bn", f"{type(model).__name__} {has}; set it to false, or use another model")]
+    if others or not layers:
+        has = f"has {', '.join(others)}, and only BatchNorm2d can be split" if others else "has no BatchNorm to split"
+        raise ConfigError([f"model.split_bn: {type(model).__name__} {has}; set it to false, or use another model"])
+    return convert_splitbn_model(model, splits)
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -175,36 +181,18 @@ def checkpoint_activations(model: nn.Module) -> None:
 
     Unlike in timm's and torchvision's scripts, the recomputation does not update BatchNorm's running statistics a
     second time, so that they are the same as without. Call it after SyncBN conversion, which creates layers. Raises
-    ConfigError for what `checkpointing_problems` finds.
+    ConfigError for a model that has no gradient checkpointing.
     """
-    _raise_problems(checkpointing_problems(model))
+    try:
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+    except (AttributeError, AssertionError, NotImplementedError, TypeError) as error:
+        text = f"{type(model).__name__} has no gradient checkpointing; set it to false"
+        key = "train.grad_checkpointing"
+        raise ConfigError([f"{key}: {text}, and train.micro_batch_size lower if memory is short"]) from error
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             # In place: names, buffers and checkpoints stay. (mypy takes the hash of a class for that of its objects.)
             layer.__class__ = _updating_once(type(layer))  # type: ignore[arg-type]
-
-
-def checkpointing_problems(model: nn.Module) -> list[Problem]:
-    """A model that has no gradient checkpointing. Switches it on where there is."""
-    try:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
-    except (AttributeError, AssertionError, NotImplementedError, TypeError):
-        text = f"{type(model).__name__} has no gradient checkpointing; set it to false, and train.micro_batch_size"
-        return [Problem("train.grad_checkpointing", f"{text} lower if memory is short")]
-    return []
-
-
-def _raise_problems(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise ConfigError([f"{problem.key}: {problem.message}" for problem in problems])
-
-
-def _is_recomputing() -> bool:
-    """Whether this forward pass runs within a backward pass; torch.utils.checkpoint asks the same way.
-
-    The recomputation of a compiled model does not call this.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @cache
@@ -213,7 +201,9 @@ def _updating_once(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 
     def forward(self: _BatchNorm, *inputs: Tensor) -> Tensor:
         output: Tensor
-        if not (self.training and _is_recomputing()):
+        # Within a backward pass; torch.utils.checkpoint asks the same way. A compiled model does not recompute this.
+        is_recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if not (self.training and is_recomputing):
             output = kind.forward(self, *inputs)
             return output
         kept = dict(self._buffers)

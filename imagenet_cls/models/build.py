@@ -1,20 +1,33 @@
 """Builds the model of a config's `model` section on the CPU: timm's, torchvision's, or that of the user's factory.
+Checks the section before ranks start: names, tags, published weights and arguments.
 
-Nothing here draws random numbers but the initial weights: the same seed gives the same bits.
+Random numbers are drawn only to initialize weights: the same seed gives the same weights.
 """
 
-from collections.abc import Collection, Sequence
+import inspect
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
 
 import timm
+import torch
 import torchvision
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import CheckpointError, ResourceError, UserError, first_line
-from imagenet_cls.lookup import import_factory, is_factory_name
+from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, UserError, first_line
+from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, keyword_names, kwargs_problems
+from imagenet_cls.models.adapt import checkpoint_activations, freeze, head_names, split_batch_norm
 
 TORCHVISION = "torchvision:"
+
+if "HF_HUB_VERBOSITY" not in os.environ:  # a warning for each of its ten retries; the error is reported here
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 # Arguments that a config can't give in model.kwargs: they have a key elsewhere, or the program decides them.
 RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
@@ -23,8 +36,8 @@ RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "devic
 def build_model(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build the model on the CPU, in float32 and training mode, with `num_classes` outputs.
 
-    Published weights (`model.pretrained`) are downloaded once; a head of another size is initialised.
-    `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError where published weights can't be
+    Published weights (`model.pretrained`) are downloaded once; a head of another size is initialized.
+    `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError if published weights can't be
     downloaded, CheckpointError where they don't fit the kwargs, UserError where the user's factory does not return a
     module.
     """
@@ -34,11 +47,13 @@ def build_model(model: ModelConfig, num_classes: int) -> nn.Module:
         build = _build_from_factory
     else:
         build = _build_timm
+    if model.pretrained:
+        print(f"loading the published weights of {model.name!r}, downloading them if they are not cached", flush=True)
     try:
         return build(model, num_classes)
     except Exception as error:
         if model.pretrained and _is_download_error(error):
-            raise ResourceError(_download_advice(model.name, error)) from error
+            raise ResourceError(_download_advice(model, error)) from error
         if model.pretrained and isinstance(error, RuntimeError):  # load_state_dict, or torch.hub's check of the hash
             raise CheckpointError(
                 f"the published weights of {model.name!r} can't be loaded: {first_line(error)}\n"
@@ -53,6 +68,9 @@ def _build_timm(model: ModelConfig, num_classes: int) -> nn.Module:
 
 def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
     name = model.name.removeprefix(TORCHVISION)
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        # Those for other tasks download a backbone if a checkpoint's `weights_backbone` names one.
+        raise LookupError(f"torchvision has no classification model {name!r}")
     if not model.pretrained:
         # Other ranks and checkpoints build this model without the weights that the run started from.
         kwargs = {key: value for key, value in model.kwargs.items() if key != "weights"}
@@ -71,7 +89,7 @@ def _build_from_factory(model: ModelConfig, num_classes: int) -> nn.Module:
 
 
 def replace_head(model: nn.Module, num_classes: int) -> None:
-    """Replace the last linear layer (or 1x1 convolution) by an initialised one if its size is not `num_classes`."""
+    """Replace the last linear layer (or 1x1 convolution) by an initialized one if its size is not `num_classes`."""
     name, head = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
     new: nn.Module
     if isinstance(head, nn.Linear):
@@ -85,28 +103,29 @@ def replace_head(model: nn.Module, num_classes: int) -> None:
 
 def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
     """One sentence: where the weights of a model built by `build_model` come from, and whether its head is new."""
-    is_torchvision = model.name.startswith(TORCHVISION)
     if not model.pretrained:
-        by_factory = is_factory_name(model.name) and not is_torchvision
-        return "starts from scratch" + (f": weights as initialised by {model.name}" if by_factory else "")
-    if is_torchvision:
-        name = model.name.removeprefix(TORCHVISION)
-        weights = torchvision.models.get_model_weights(name)[model.kwargs.get("weights", "DEFAULT")]
-        source, had = f"torchvision {name}, {weights.name}", len(weights.meta["categories"])
-    else:
-        cfg = getattr(built, "pretrained_cfg", None) or {}
-        tagged = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")])) or model.name
-        source, had = f"timm {tagged}", cfg.get("num_classes", num_classes)
-        if cfg.get("file"):
-            source += f", read from {cfg['file']}"
+        by_factory = is_factory_name(model.name) and not model.name.startswith(TORCHVISION)
+        return "starts from scratch" + (f": weights as initialized by {model.name}" if by_factory else "")
+    source, had = published_weights(model, built)
     sentence = f"starts from published weights ({source})"
     if had != num_classes:
         sentence += f"; {new_head_note(head_names(built, num_classes), had, num_classes)}"
     return sentence
 
 
+def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
+    """Name of the published weights that `built` started from, and the number of their classes."""
+    if model.name.startswith(TORCHVISION):
+        name = model.name.removeprefix(TORCHVISION)
+        weights = torchvision.models.get_model_weights(name)[model.kwargs.get("weights", "DEFAULT")]
+        return f"torchvision {name}, {weights.name}", len(weights.meta["categories"])
+    cfg: dict[str, Any] = built.pretrained_cfg  # type: ignore[assignment]
+    tagged = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
+    return f"timm {tagged}" + (f", read from {cfg['file']}" if cfg.get("file") else ""), cfg["num_classes"]
+
+
 def new_head_note(head: Sequence[str], had: int, num_classes: int) -> str:
-    return f"the head ({', '.join(head)}) is newly initialised: it had {had} outputs, the model has {num_classes}"
+    return f"the head ({', '.join(head)}) is newly initialized: it had {had} outputs, the model has {num_classes}"
 
 
 def _is_download_error(error: Exception) -> bool:
@@ -115,14 +134,18 @@ def _is_download_error(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in libraries
 
 
-def _download_advice(name: str, error: Exception) -> str:
+def _download_advice(model: ModelConfig, error: Exception) -> str:
     """Three lines: what failed, which file to download elsewhere, how to use it."""
+    while isinstance(error.__cause__, Exception):  # the hub's own error only says that there was one
+        error = error.__cause__
+    name = model.name
     if name.startswith(TORCHVISION):
-        where = str(torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))["DEFAULT"].url)
+        weights = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
+        where = str(weights[model.kwargs.get("weights", "DEFAULT")].url)
     else:
         cfg = timm.models.get_pretrained_cfg(name)
         hub_id = getattr(cfg, "hf_hub_id", None)
-        where = f"'model.safetensors' of {hub_id} on the hub" if hub_id else str(getattr(cfg, "url", None))
+        where = f"'model.safetensors' of {hub_id} on the Hugging Face Hub" if hub_id else str(getattr(cfg, "url", None))
     return (
         f"can't download the published weights of {name!r}: {first_line(error)}\n"
         f"without a network: download {where} elsewhere and copy it here,\n"
@@ -137,25 +160,6 @@ def model_mean_std(model: nn.Module) -> tuple[list[float], list[float]]:
     """
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     return list(cfg.get("mean", IMAGENET_DEFAULT_MEAN)), list(cfg.get("std", IMAGENET_DEFAULT_STD))
-
-
-def head_names(model: nn.Module, num_classes: int) -> list[str]:
-    """Names of the head's parameters, such as `["fc.weight", "fc.bias"]`; empty where the model has no linear head.
-
-    timm's models name their classifier (some have two); of others it is the last linear layer or convolution with
-    `num_classes` outputs.
-    """
-    parameters = [name for name, _ in model.named_parameters()]
-    classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
-    owners = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    names = [name for name in parameters if any(name.startswith(owner + ".") for owner in owners)]
-    if names:
-        return names
-    for owner, module in reversed(list(model.named_modules())):
-        outputs = getattr(module, "out_features", None) or getattr(module, "out_channels", None)
-        if isinstance(module, nn.Linear | nn.Conv2d) and outputs == num_classes:
-            return [f"{owner}.{name}" if owner else name for name, _ in module.named_parameters()]
-    return []
 
 
 def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str) -> None:
@@ -176,6 +180,152 @@ def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collectio
     for name in RESERVED:
         if name in model.kwargs:
             raise CheckpointError(
-                f"{where}: its config sets model.kwargs.{name}, which no run sets; nothing was run\n"
+                f"{where}: its config sets model.kwargs.{name}, which is not allowed in a checkpoint; nothing was run\n"
                 "use another checkpoint"
             )
+
+
+def model_problems(model: ModelConfig, grad_checkpointing: bool = False) -> list[Problem]:
+    """All problems of the section that can be found without data. grad_checkpointing: `train`'s. Downloads nothing.
+
+    Builds on the meta device, which takes no memory and about 0.1 s; the few models that can't be built there are built
+    on the CPU. timm's and torchvision's factories take `**kwargs`, so only this trial shows which argument the
+    constructor rejects.
+    """
+    is_torchvision = model.name.startswith(TORCHVISION)
+    if is_factory_name(model.name) and not is_torchvision:
+        return _factory_problems(model)
+    if problem := _name_problem(model.name):
+        return [problem]
+    built, problems = _try_build(model)
+    problems += _torchvision_problems(model, built) if is_torchvision else _timm_weights_problems(model, built)
+    return problems if built is None else problems + _change_problems(model, built, grad_checkpointing)
+
+
+def _change_problems(model: ModelConfig, built: nn.Module, grad_checkpointing: bool) -> list[Problem]:
+    """Of what the section changes about the built model. Makes these changes."""
+    changes: list[Callable[[], object]] = [partial(freeze, built, model, model.num_classes or 1000)]
+    changes += [partial(checkpoint_activations, built)] if grad_checkpointing else []
+    changes += [partial(split_batch_norm, built, model, splits=2)]
+    problems = []
+    for change in changes:
+        try:
+            with next(built.parameters()).device:  # new layers of freeze and split_batch_norm are on the same device
+                change()
+        except ConfigError as error:
+            parts = (line.partition(": ") for line in error.lines)
+            problems += [Problem(key, text) for key, _, text in parts]
+    return problems
+
+
+def _name_problem(name: str) -> Problem | None:
+    """A model that the libraries do not have, or a tag that is none of timm's for it."""
+    classifiers = torchvision.models.list_models(module=torchvision.models)
+    architecture, _, tag = name.partition(".")
+    if name.startswith(TORCHVISION):
+        is_known = name.removeprefix(TORCHVISION) in classifiers
+    else:
+        is_known = ":" not in name and "/" not in name and timm.is_model(architecture)
+    if not is_known:
+        candidates = [*timm.list_models(), *(TORCHVISION + other for other in classifiers)]
+        remedy = did_you_mean(name, candidates) or "; use a timm name, torchvision:NAME or my_module:my_factory"
+        return Problem("model.name", f"unknown model {name!r}{remedy}")
+    tags = [tagged.partition(".")[2] for tagged in timm.list_models(architecture, include_tags=True)]
+    if tag and tags and tag not in tags:  # names that timm has renamed list no tags
+        listing = ", ".join(filter(None, tags)) or "none"
+        text = f"{architecture!r} has no weights tagged {tag!r}{did_you_mean(tag, tags)} (tags: {listing})"
+        return Problem("model.name", text)
+    return None
+
+
+def _timm_weights_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
+    cfg = getattr(built, "pretrained_cfg", None)
+    if not model.pretrained or cfg is None or any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
+        return []
+    tagged = timm.list_models(model.name.partition(".")[0], include_tags=True, pretrained=True)
+    remedy = f"; with weights: {', '.join(tagged)}" if tagged else "; set it to false, or use model.checkpoint"
+    return [Problem("model.pretrained", f"no weights are published for {model.name!r}{remedy}")]
+
+
+def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
+    """Wrong weights, ignored arguments, auxiliary outputs, and models that normalize their input."""
+    problems = []
+    published = list(torchvision.models.get_model_weights(model.name.removeprefix(TORCHVISION)).__members__)
+    given = model.kwargs.get("weights", "DEFAULT")
+    if "weights" in model.kwargs and not model.pretrained:
+        problems.append(Problem("model.kwargs.weights", "has no effect without model.pretrained=true"))
+    elif given not in (*published, "DEFAULT"):
+        text = f"unknown {given!r}{did_you_mean(str(given), published)} (allowed: {', '.join(published)})"
+        problems.append(Problem("model.kwargs.weights", text))
+    if built is None:
+        return problems
+    if keyword_names(type(built))[1]:
+        # The constructor takes `**kwargs`. An argument that it uses appears as a word in its module.
+        words = re.findall(r"\w+", inspect.getsource(sys.modules[type(built).__module__]))
+        ignored = [name for name in model.kwargs if name not in (*words, *RESERVED, "weights")]
+        problems += [_unknown_argument(name, built) for name in ignored]
+    if model.pretrained and hasattr(built, "transform_input"):
+        text = "normalizes its input again if it has published weights; use timm's model of that name"
+        problems.append(Problem("model.pretrained", text))
+    if getattr(built, "aux_logits", False):
+        text = f"{model.name!r} has auxiliary outputs in training; add model.kwargs.aux_logits=false"
+        problems.append(Problem("model.name", text))
+    return problems
+
+
+def _factory_problems(model: ModelConfig) -> list[Problem]:
+    """Of the user's factory, which is not called here: building may be slow or need data."""
+    try:
+        factory = import_factory(model.name)
+    except LookupError as error:
+        return [Problem("model.name", str(error))]
+    problems = kwargs_problems("model.kwargs", factory, model.kwargs, passed=("num_classes",), reserved=RESERVED)
+    names, takes_any = keyword_names(factory)
+    if "num_classes" not in names and not takes_any:
+        problems.append(Problem("model.name", f"{model.name!r} must take the argument num_classes"))
+    if model.pretrained:
+        problems.append(Problem("model.pretrained", "is not for your own factory; use model.checkpoint"))
+    return problems
+
+
+def _try_build(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
+    """The model without the arguments that it rejects (None if it can't be built), and the problems of arguments."""
+    reserved = [name for name in model.kwargs if name in RESERVED]
+    problems = [Problem(f"model.kwargs.{name}", "is set by the program; remove it") for name in reserved]
+    kwargs = {name: value for name, value in model.kwargs.items() if name not in (*RESERVED, "weights")}
+    rejected: list[str] = []
+    while True:
+        trial = ModelConfig(model.name, kwargs=kwargs)
+        try:
+            built = _build_on_meta_or_cpu(trial, model.num_classes or 1000)
+            return built, problems + [_unknown_argument(name, built) for name in rejected]
+        except Exception as error:
+            _, _, quoted = str(error).partition("unexpected keyword argument")
+            names = [n for n in re.findall(r"'(\w+)'", quoted.partition("Did you mean")[0]) if n in kwargs]
+            if not names:
+                text = f"the model can't be built: {type(error).__name__}: {first_line(error)}"
+                unknown = [_unknown_argument(name, None) for name in rejected]
+                return None, [*problems, *unknown, Problem("model.kwargs" if kwargs else "model.name", text)]
+            rejected += names
+            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+
+
+def _build_on_meta_or_cpu(model: ModelConfig, num_classes: int) -> nn.Module:
+    """Build on the meta device, and where that fails on the CPU, whose error counts."""
+    try:
+        with torch.device("meta"):
+            return build_model(model, num_classes)
+    except Exception:
+        return build_model(model, num_classes)
+
+
+def _unknown_argument(name: str, built: nn.Module | None) -> Problem:
+    """built: the model, whose class and, while these take `**kwargs`, base classes have the allowed arguments."""
+    allowed: dict[str, None] = {}
+    for owner in type(built).__mro__ if built is not None else ():
+        names, takes_any = keyword_names(owner)
+        allowed |= dict.fromkeys(n for n in names if n not in (*RESERVED, "cfg"))
+        if not takes_any:
+            break
+    listing = f" (arguments of {type(built).__name__}: {', '.join(allowed)})" if allowed else ""
+    return Problem(f"model.kwargs.{name}", f"unknown argument{did_you_mean(name, allowed)}{listing}")

@@ -1,38 +1,35 @@
-"""The teacher of a distillation (`distill.teacher`): its checks, weights and input normalisation.
+"""The teacher of a distillation (`distill.teacher`): its checks, weights and input normalization.
 
 Any model that `model` can name can teach. Its loss is in `optim.losses`.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-import timm
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import DistillConfig, ModelConfig, TeacherConfig
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, first_line
-from imagenet_cls.lookup import is_factory_name
-from imagenet_cls.models.build import TORCHVISION, build_model, head_names, model_mean_std
-from imagenet_cls.models.check import model_problems
+from imagenet_cls.models.adapt import head_names
+from imagenet_cls.models.build import build_model, model_mean_std, model_problems, published_weights
+from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors
-from imagenet_cls.parallel.collectives import broadcast_tensors
-from imagenet_cls.parallel.process_group import Group, run_on_main
+from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
+from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.seeding import hash_key, seed_generators
 
 # Mean and standard deviation of each channel, of pixel values scaled to 0..1.
 MeanStd = tuple[Sequence[float], Sequence[float]]
-# Reads a file or checkpoint folder: its weights, and the normalisation that they were trained with where it is known.
+# Reads a file or checkpoint folder: its weights, and the normalization that they were trained with where it is known.
 WeightsReader = Callable[[Path], tuple[Mapping[str, Tensor], MeanStd | None]]
 
 
 class Teacher(nn.Module):
     """Images as the student takes them, float (B, 3, H, W) -> logits (B, classes), without gradients.
 
-    Frozen, in evaluation mode. Images normalised with the student's mean and std are converted to the teacher's:
+    Frozen, in evaluation mode. Images normalized with the student's mean and std are converted to the teacher's:
     (x * std + mean - own mean) / own std, which holds for mixed and erased images too.
     """
 
@@ -66,12 +63,13 @@ def build_teacher(
     sizes_px: Collection[int],
     seed: int,
     memory_format: torch.memory_format = torch.preserve_format,
+    classes: Sequence[str] = (),
 ) -> Teacher:
     """The teacher on `group.device`. A collective: rank 0 reads the weights and broadcasts them.
 
-    num_classes: outputs of the student. read: called for `teacher.checkpoint`. mean_std: the student's normalisation.
+    num_classes: outputs of the student. read: called for `teacher.checkpoint`. mean_std: the student's normalization.
     sizes_px: sides of the training images; each is tried with one black image. seed: keys the initial weights of a
-    factory's model without a checkpoint.
+    factory's model without a checkpoint. classes: of the data, in the order in which the outputs must be.
 
     Raises ConfigError for other classes or unsupported sizes, and what `build_model`, `load_weights` and `read` raise,
     with the keys of `distill.teacher`: the same error on every rank.
@@ -80,7 +78,7 @@ def build_teacher(
 
     def build_with_weights() -> None:
         seed_generators(hash_key("teacher", seed))
-        network, own_mean_std = _load_network(teacher, num_classes, read)
+        network, own_mean_std = _load_network(teacher, num_classes, read, classes)
         built.append(Teacher(network, mean_std, own_mean_std))
         _check_outputs(built[0], teacher, num_classes, sizes_px)
 
@@ -113,37 +111,32 @@ def distillation_problems(distill: DistillConfig) -> list[Problem]:
     return [Problem(_teacher_keys(problem.key), _teacher_keys(problem.message)) for problem in model_problems(model)]
 
 
-def _load_network(teacher: TeacherConfig, num_classes: int, read: WeightsReader) -> tuple[nn.Module, MeanStd]:
-    """The network with its weights, on the CPU, and the normalisation that they expect."""
-    if teacher.pretrained:
-        _check_classes(teacher, _published_classes(teacher), num_classes)
+def _load_network(
+    teacher: TeacherConfig, num_classes: int, read: WeightsReader, classes: Sequence[str]
+) -> tuple[nn.Module, MeanStd]:
+    """The network with its weights, on the CPU, and the normalization that they expect."""
     assert teacher.name is not None, "checked by the rules across keys"
-    with _errors_with_teacher_keys():
-        model = ModelConfig(name=teacher.name, pretrained=teacher.pretrained, kwargs=teacher.kwargs)
+    model = ModelConfig(name=teacher.name, pretrained=teacher.pretrained, kwargs=teacher.kwargs)
+    try:
         network = build_model(model, num_classes)
-        own_mean_std: MeanStd | None = None
-        if teacher.checkpoint is not None:
-            with prefix_errors("model.checkpoint"):
-                state, own_mean_std = read(Path(teacher.checkpoint))
-                heads = [state[name].shape[0] for name in head_names(network, num_classes) if name in state]
-                _check_classes(teacher, heads[0] if heads else None, num_classes)
-                load_weights(network, state, num_classes, head_may_differ=False)
-    return network, own_mean_std or model_mean_std(network)
+        if teacher.pretrained:
+            _check_classes(teacher, published_weights(model, network)[1], num_classes)
+            if num_classes == IMAGENET_CLASSES:
+                match_outputs(network, classes)
+        if teacher.checkpoint is None:
+            return network, model_mean_std(network)
+        with prefix_errors("model.checkpoint"):
+            state, mean_std = read(Path(teacher.checkpoint))
+            heads = [state[name].shape[0] for name in head_names(network, num_classes) if name in state]
+            _check_classes(teacher, heads[0] if heads else num_classes, num_classes)
+            load_weights(network, state, num_classes, head_may_differ=False)
+    except (CheckpointError, ResourceError) as error:
+        raise type(error)(_teacher_keys(str(error))) from error
+    return network, mean_std or model_mean_std(network)
 
 
-def _published_classes(teacher: TeacherConfig) -> int | None:
-    """Classes of the library's published weights, where known; nothing is downloaded."""
-    name = teacher.name or ""
-    if name.startswith(TORCHVISION):
-        published = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
-        categories = published[teacher.kwargs.get("weights", "DEFAULT")].meta.get("categories")
-        return len(categories) if categories else None
-    cfg = None if is_factory_name(name) else timm.models.get_pretrained_cfg(name)
-    return cfg.num_classes if cfg is not None else None
-
-
-def _check_classes(teacher: TeacherConfig, classes: int | None, num_classes: int) -> None:
-    if classes is not None and classes != num_classes:
+def _check_classes(teacher: TeacherConfig, classes: int, num_classes: int) -> None:
+    if classes != num_classes:
         text = f"{teacher.name} was trained for {classes} classes, but the student has {num_classes}"
         raise ConfigError([f"distill.teacher: {text}; use a teacher of the same classes"])
 
@@ -159,14 +152,6 @@ def _check_outputs(teacher: Teacher, config: TeacherConfig, num_classes: int, si
         if shape != (1, num_classes):
             text = f"{config.name} returns {shape} for one image, not {(1, num_classes)}"
             raise ConfigError([f"distill.teacher: {text}; use a teacher of the same classes"])
-
-
-@contextmanager
-def _errors_with_teacher_keys() -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointError, ResourceError) as error:
-        raise type(error)(_teacher_keys(str(error))) from error
 
 
 def _teacher_keys(text: str) -> str:

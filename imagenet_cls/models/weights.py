@@ -1,6 +1,6 @@
 """Reads the weights of any checkpoint file and loads them into a model. No code in a checkpoint is run.
 
-Formats, recognised by content and not by suffix: safetensors, and what `torch.save` wrote for timm (`state_dict`),
+Formats, recognized by content and not by suffix: safetensors, and what `torch.save` wrote for timm (`state_dict`),
 torchvision's reference scripts (`model`), pytorch/examples (`state_dict`), or a bare state dict; with a moving average
 as in timm's files (`state_dict_ema`) or torchvision's and DeiT's (`model_ema`); of a model that was wrapped by
 DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order.
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import safetensors
 import safetensors.torch
@@ -22,7 +23,8 @@ from torchvision.models.vision_transformer import VisionTransformer as Torchvisi
 from torchvision.models.vision_transformer import interpolate_embeddings
 
 from imagenet_cls.errors import CheckpointError, shorten
-from imagenet_cls.models.build import head_names, new_head_note
+from imagenet_cls.models.adapt import head_names
+from imagenet_cls.models.build import new_head_note
 
 # Where the libraries put a state dict inside a checkpoint, in order of preference: trained weights, and their average.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
@@ -38,19 +40,14 @@ def prefix_errors(key: str) -> Iterator[None]:
         raise CheckpointError(f"{key}: {error}") from error
 
 
-def read_weights(path: Path, averaged: bool = True) -> dict[str, Tensor]:
-    """The weights in a file, by parameter name, on the CPU, without prefixes of wrappers.
+def read_weights(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], str]:
+    """The weights in a file, by parameter name, on the CPU, without prefixes of wrappers; and a description: the file,
+    and if it has a moving average, which state dict was used.
 
-    path: a safetensors file, or one that `torch.save` wrote. averaged: of a file with trained weights and their moving
-    average, return the average, as timm's `create_model(checkpoint_path=)` does; False: the trained weights. A file
-    with one of the two gives that. Raises CheckpointError (at most three lines) for a file that is missing, truncated,
-    no checkpoint, or needs code to load.
+    path: a safetensors file, or one that `torch.save` wrote. averaged: prefer the EMA weights if the file has both, as
+    timm's `create_model(checkpoint_path=)` does; a file with only one kind returns that one. Raises CheckpointError (at
+    most three lines) for a file that is missing, truncated, no checkpoint, or needs code to load.
     """
-    return read_weights_and_origin(path, averaged)[0]
-
-
-def read_weights_and_origin(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], str]:
-    """As `read_weights`, and a description: the file, and if it has a moving average, which state dict was used."""
     if not path.is_file():
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such file; check the path")
     if _is_safetensors(path):
@@ -86,8 +83,13 @@ def _read_pickle(path: Path) -> Any:
     attributes, to which the same restriction applies.
     """
     try:
-        # A file and not its path, whose suffix torch would believe.
+        # Pass a file object: for a path, torch.load uses the suffix.
         with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
+            is_zip = file.read(4) == b"PK\x03\x04"
+            # torch.save does not compress: a larger content costs memory and is not its own.
+            if is_zip and sum(entry.file_size for entry in ZipFile(file).infolist()) > path.stat().st_size:
+                raise ValueError("its content is larger than the file")
+            file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
     # A broken file makes torch.load raise nearly anything: UnpicklingError, EOFError, KeyError, RuntimeError, ...
     except Exception as error:
@@ -105,12 +107,16 @@ def _one_line(error: Exception) -> str:
 
 
 def _find_state_dict(content: Any, path: Path, averaged: bool) -> tuple[dict[str, Tensor], str]:
-    """The state dict of a checkpoint, the content itself or under one of the libraries' keys, without prefixes; and the
-    note of `_choose_nested`."""
+    """The state dict of a checkpoint, the content itself or under one of the libraries' keys, without prefixes; and a
+    note on the choice if there is an average."""
     if isinstance(content, Mapping):
         nested = {key: _tensors_in(content.get(key)) for key in (*NESTED_KEYS, *AVERAGE_KEYS)}
-        if any(nested.values()):
-            return _choose_nested({key: _strip_prefixes(state) for key, state in nested.items() if state}, averaged)
+        trained = next((key for key in NESTED_KEYS if nested[key]), None)
+        average = next((key for key in AVERAGE_KEYS if nested[key]), None)
+        if average is not None and (averaged or trained is None):
+            return _strip_prefixes(nested[average]), f" (its average {average}{f', not {trained}' if trained else ''})"
+        if trained is not None:
+            return _strip_prefixes(nested[trained]), f" ({trained}, not its average {average})" if average else ""
         # A checkpoint's top level may hold a single tensor (pytorch/examples' best_acc1), which is no model.
         if len(state := _tensors_in(content)) * 2 > len(content):
             return _strip_prefixes(state), ""
@@ -119,24 +125,6 @@ def _find_state_dict(content: Any, path: Path, averaged: bool) -> tuple[dict[str
         f"{str(path)!r} holds no weights: found {keys or 'nothing'}\n"
         f"expected a state dict, bare or under one of {', '.join((*NESTED_KEYS, *AVERAGE_KEYS))}"
     )
-
-
-def _choose_nested(nested: Mapping[str, dict[str, Tensor]], averaged: bool) -> tuple[dict[str, Tensor], str]:
-    """One of the state dicts, which come in the order of NESTED_KEYS and AVERAGE_KEYS; and a note on the choice.
-
-    An average with other names than the trained weights is incomplete or in a library's own form: not used.
-    """
-    trained = next(iter(nested))
-    average = next((key for key in AVERAGE_KEYS if key in nested), None)
-    if average is None:
-        return nested[trained], ""
-    if average == trained:
-        return nested[average], f" (its average {average})"
-    if nested[average].keys() != nested[trained].keys():
-        return nested[trained], f" ({trained}; its average {average} has other names and is not used)"
-    if averaged:
-        return nested[average], f" (its average {average}, not {trained})"
-    return nested[trained], f" ({trained}, not its average {average})"
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
@@ -160,43 +148,43 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
     """Load `state` into `model`, in place. Returns one sentence about what was done.
 
     All names and shapes must match, with these exceptions: a head of another size (its first dimension) stays as
-    initialised, unless head_may_differ is False; position embeddings of another grid are resized, and an original
+    initialized, unless head_may_differ is False; position embeddings of another grid are resized, and an original
     author's names translated, by the model's library; further BatchNorm layers of `model.split_bn` are ignored;
     counters `num_batches_tracked` may be missing (torch < 0.4.1). num_classes: the model's, to find its head. Raises
     CheckpointError with counts and the first three names of each kind.
     """
-    own = model.state_dict()
-    head = [name for name in head_names(model, num_classes) if name in own]
-    state, notes = _fit(model, without_split_bn(state), head)
-    left_out: list[str] = []
-    if head_may_differ and any(name in state and _differs_in_size(own[name], state[name]) for name in head):
-        left_out = [name for name in head if name in state]
+    expected = model.state_dict()
+    head = [name for name in head_names(model, num_classes) if name in expected]
+    state, notes = _convert_if_needed(model, without_split_bn(state), head)
+    resized = [name for name in head if name in state and _differs_in_size(expected[name], state[name])]
+    left_out = [name for name in head if name in state] if head_may_differ and resized else []
     loaded = {name: value for name, value in state.items() if name not in left_out}
-    wanted = {name: value for name, value in own.items() if name not in left_out and not _is_counter(name)}
-    if mismatch := state_dict_mismatch(wanted | {name: own[name] for name in loaded if name in own}, loaded):
-        raise CheckpointError(
-            f"the checkpoint's weights don't fit this model: {mismatch}\n"
-            "set model.name and model.kwargs to what the checkpoint was trained with"
-        )
+    may_lack = {name for name in expected if name not in loaded and (name in left_out or _is_counter(name))}
+    required = {name: value for name, value in expected.items() if name not in may_lack}
+    if mismatch := state_dict_mismatch(required, loaded):
+        remedy = "set model.name and model.kwargs to what the checkpoint was trained with"
+        if resized and required.keys() == loaded.keys() and _names_with_other_shape(required, loaded) == resized:
+            remedy = f"set model.num_classes={state[resized[0]].shape[0]}, or use data of the classes of its training"
+        raise CheckpointError(f"the checkpoint's weights don't fit this model: {mismatch}\n{remedy}")
     try:
         model.load_state_dict(loaded, strict=False)  # only the head and counters may be missing
-    except RuntimeError as error:  # sparse or quantised tensors
+    except RuntimeError as error:  # sparse or quantized tensors
         text = f"the checkpoint's weights can't be copied into this model: {_one_line(error)}"
         raise CheckpointError(f"{text}\nuse another checkpoint") from error
     sentence = ", ".join([f"loaded {len(loaded)} tensors", *notes])
     if left_out:
-        sentence += f"; {new_head_note(left_out, state[left_out[0]].shape[0], own[left_out[0]].shape[0])}"
+        sentence += f"; {new_head_note(left_out, state[left_out[0]].shape[0], expected[left_out[0]].shape[0])}"
     return sentence
 
 
-def state_dict_mismatch(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
-    """How `state` differs from a model's `own` names and shapes, in one line: counts, and the first three names of each
-    kind; "" if it doesn't."""
-    shapes = [f"{n} {tuple(state[n].shape)} for {tuple(own[n].shape)}" for n in _differing_shapes(state, own)]
+def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
+    """How the names and shapes of two state dicts differ, in one line: counts, and the first three names of each kind;
+    "" if they don't."""
+    other_shape = _names_with_other_shape(expected, actual)
     kinds = {
-        "missing": [name for name in own if name not in state],
-        "unexpected": [name for name in state if name not in own],
-        "of another shape": shapes,
+        "missing": [name for name in expected if name not in actual],
+        "unexpected": [name for name in actual if name not in expected],
+        "of another shape": [f"{n} {tuple(actual[n].shape)} for {tuple(expected[n].shape)}" for n in other_shape],
     }
     return "; ".join(
         f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
@@ -210,41 +198,41 @@ def without_split_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if ".aux_bn." not in name}
 
 
-def _differs_in_size(own: Tensor, given: Tensor) -> bool:
-    """In the first dimension only."""
-    return own.ndim == given.ndim > 0 and own.shape[0] != given.shape[0] and own.shape[1:] == given.shape[1:]
+def _differs_in_size(expected: Tensor, actual: Tensor) -> bool:
+    """Whether two shapes differ in the first dimension only."""
+    same_rank = expected.ndim == actual.ndim > 0
+    return same_rank and expected.shape[0] != actual.shape[0] and expected.shape[1:] == actual.shape[1:]
 
 
 def _is_counter(name: str) -> bool:
     return name.endswith("num_batches_tracked")
 
 
-def _differing_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    """In the order of `state`."""
-    return [name for name, value in state.items() if name in own and own[name].shape != value.shape]
+def _names_with_other_shape(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> list[str]:
+    """Names in both, in the order of `expected`."""
+    return [name for name, value in expected.items() if name in actual and actual[name].shape != value.shape]
 
 
-def _fit(model: nn.Module, state: dict[str, Tensor], head: list[str]) -> tuple[dict[str, Tensor], list[str]]:
+def _convert_if_needed(
+    model: nn.Module, state: dict[str, Tensor], head: list[str]
+) -> tuple[dict[str, Tensor], list[str]]:
     """The state as converted by the model's library, if names or shapes differ beyond the head; and notes about it.
 
     Only position embeddings may be resized: timm would also resample the patches of a ViT for another patch size, which
     is another model.
     """
-    own = model.state_dict()
-    same_names = all(_is_counter(name) for name in own.keys() ^ state.keys())
-    if same_names and set(_differing_shapes(own, state)) <= set(head):
+    expected = model.state_dict()
+    same_names = all(_is_counter(name) for name in expected.keys() ^ state.keys())
+    if same_names and set(_names_with_other_shape(expected, state)) <= set(head):
         return state, []
-    fitted = _convert_state_dict(model, state)
-    changed = _differing_shapes(state, fitted)
-    resized = [name for name in changed if fitted[name].numel() != state[name].numel()]
+    converted = _convert_state_dict(model, state)
+    reshaped = _names_with_other_shape(state, converted)
+    resized = [name for name in reshaped if converted[name].numel() != state[name].numel()]
     if not all("pos" in name for name in resized):
         return state, []
-    notes = ["their names translated as timm does"] if set(fitted) != set(state) else []
-    if resized:
-        first = f"{resized[0]} {tuple(state[resized[0]].shape)} to {tuple(fitted[resized[0]].shape)}"
-        more = f" and {len(resized) - 1} more" if len(resized) > 1 else ""
-        notes.append(f"position embeddings resized to this model's grid ({first}{more})")
-    return fitted, notes
+    notes = ["their names translated as timm does"] if set(converted) != set(state) else []
+    notes += [f"{len(resized)} position embeddings resized to this model's grid"] if resized else []
+    return converted, notes
 
 
 def _convert_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

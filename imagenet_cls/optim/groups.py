@@ -26,20 +26,23 @@ _TIMM_NORMS = {
 _TOKEN = re.compile(
     r"(cls|class|dist|distillation|reg|register)_tokens?|pos(ition)?(al)?_embed(ding)?s?|relative_position_bias_table"
 )
+# timm's optimizers that use AdamW for groups with `use_fallback`.
+_MUON = re.compile(r"timm:(lookahead_)?n?(ada)?muon", re.IGNORECASE)
 _SCALE = re.compile(r"(layer_?scale|gamma)(_?\d+)?")
 
 
 def parameter_kind(name: str, parameter: Tensor, owner: nn.Module, no_decay: Collection[str] = ()) -> Kind:
-    """The kind of a parameter, for weight decay.
+    """The weight decay class of a parameter: which key of `optimizer` sets its decay. It is not a type of module.
 
     name: its full name. owner: the module that holds it. no_decay: patterns of the model's `no_weight_decay()`.
 
-    * `token`: class, distillation, register and position tokens and relative position tables by name, and whatever
-      matches `no_decay`, norms and biases included;
-    * `norm`: weights and biases of normalisation layers, by class;
+    * `token` (`token_weight_decay`): class, distillation, register and position tokens and relative position tables by
+      name, and whatever matches `no_decay`, norms and biases included;
+    * `norm`: weights and biases of normalization layers, by class;
     * `bias`: any other bias, by name (so also `in_proj_bias` of torch's attention, which torchvision's reference
       script takes for a weight, since its name does not equal `bias`);
-    * `scale`: layer scales by name (torchvision's have three dimensions), and all else of at most one dimension;
+    * `scale` (`scale_weight_decay`): layer scales by name (torchvision's have three dimensions), and everything else of
+      at most one dimension;
     * `weight`: everything else.
     """
     last = name.rpartition(".")[2]
@@ -54,47 +57,53 @@ def parameter_kind(name: str, parameter: Tensor, owner: nn.Module, no_decay: Col
     return "weight"
 
 
-def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> list[dict[str, Any]]:
     """Groups for an optimizer: `params` (tensors), `names` (theirs, in parallel), `weight_decay` and `lr_scale`.
+
+    head: names of the head's parameters. With timm's Muon, the groups of the head and of tokens and embeddings (kind
+    `token`) have `use_fallback`: AdamW updates them, since Muon is for hidden layers (Jordan et al. 2024).
 
     Parameters with the same decay and the same factor share a group. Frozen parameters are left out, and a parameter
     shared by two modules is there once. Groups, and the members of each, are in the order of
     `model.named_parameters()`. `names` lets a checkpoint store the optimizer's state by parameter name.
 
-    With all four decays of kinds 0 this is timm's `param_groups_weight_decay` with the model's `no_weight_decay()`,
-    except for tokens that a model does not list there and layer scales of several dimensions, which have no decay here.
-    With `norm_weight_decay` alone it is `set_weight_decay` of torchvision's reference scripts. There, a decay for
-    biases holds for those of norms, too; here those follow `norm_weight_decay`.
+    If norm, bias, token and scale decay are 0, the groups are those of timm's `param_groups_weight_decay` with the
+    model's `no_weight_decay()`. Two exceptions have no decay here: tokens that a model does not list there, and layer
+    scales of several dimensions. If only `norm_weight_decay` is set, the decays are those of torchvision's
+    `set_weight_decay`. Its bias decay includes the biases of norms; here these use `norm_weight_decay`.
 
     Raises ConfigError for `optimizer.layer_decay` with a model without known layers, and for a pattern of
     `optimizer.lr_scales` that matches no parameter.
     """
     decays = {
-        "norm": optimizer.norm_weight_decay,
-        "bias": optimizer.bias_weight_decay,
-        "token": optimizer.token_weight_decay,
-        "scale": optimizer.scale_weight_decay,
+        "norm": config.norm_weight_decay,
+        "bias": config.bias_weight_decay,
+        "token": config.token_weight_decay,
+        "scale": config.scale_weight_decay,
     }
     names = [name for name, _ in model.named_parameters()]
-    layers = {} if optimizer.layer_decay is None else layer_scales(model, optimizer.layer_decay)
-    factors = pattern_scales(names, optimizer.lr_scales)
+    layers = {} if config.layer_decay is None else layer_lr_scales(model, config.layer_decay)
+    factors = pattern_lr_scales(names, config.lr_scales)
     no_decay: Collection[str] = getattr(model, "no_weight_decay", tuple)()
 
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    has_fallback = _MUON.fullmatch(config.name) is not None
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         kind = parameter_kind(name, parameter, model.get_submodule(name.rpartition(".")[0]), no_decay)
         kind_decay = decays.get(kind)
-        decay = optimizer.weight_decay if kind_decay is None else kind_decay
+        decay = config.weight_decay if kind_decay is None else kind_decay
         scale = layers.get(name, 1.0) * factors.get(name, 1.0)
-        group = groups.setdefault((decay, scale), {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale})
+        flags = {"use_fallback": True} if has_fallback and (kind == "token" or name in head) else {}
+        new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale, **flags}
+        group = groups.setdefault((decay, scale, bool(flags)), new)
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())
 
 
-def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+def layer_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     """Factor of the learning rate by parameter name: layer_decay to the power of the number of layers after its own.
 
     As in the script of BEiT (Bao et al. 2021), through timm: the model's `group_matcher` defines the layers. The
@@ -110,7 +119,7 @@ def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     return {name: layer_decay ** (last - layer) for name, layer in layers.items()}
 
 
-def pattern_scales(names: Collection[str], patterns: Mapping[str, float]) -> dict[str, float]:
+def pattern_lr_scales(names: Collection[str], patterns: Mapping[str, float]) -> dict[str, float]:
     """The factor of the first pattern (as in `fnmatch`, case-sensitive) that matches each name.
 
     Raises ConfigError for patterns that match none.

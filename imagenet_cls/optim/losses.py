@@ -13,41 +13,22 @@ ratios of the weights matter.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from imagenet_cls.config.fields import NOT_NEGATIVE, Range
-from imagenet_cls.config.schema import DistillConfig, LossConfig
-from imagenet_cls.errors import ConfigError, Problem, UserError, format_value
-from imagenet_cls.lookup import (
-    did_you_mean,
-    import_factory,
-    is_factory_name,
-    kwargs_problems,
-    number_problem,
-)
+from imagenet_cls.config.schema import SHARE_BELOW_1, DistillConfig, LossConfig
+from imagenet_cls.errors import ConfigError, Problem, UserError
+from imagenet_cls.lookup import find_factory, kwargs_problems
+from imagenet_cls.optim.arguments import NotNegative, value_problems
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Logits (N, classes); of a model with a distillation token, those of the class token and those of that one.
 Outputs = Tensor | tuple[Tensor, Tensor]
 Criterion = Callable[[Outputs, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """Settings that all built-in losses share.
-
-    weights: float32 (classes,) with mean 1, or None. splits: views of an image in a batch.
-    """
-
-    smoothing: float
-    weights: Tensor | None
-    splits: int
 
 
 def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
@@ -61,45 +42,54 @@ def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
     return (1 - smoothing) * targets + smoothing / logits.shape[1]
 
 
-class CrossEntropy(nn.Module):
+class BuiltInLoss(nn.Module):
+    """weights: of the classes, float32 (classes,) with mean 1, or None. splits: views of an image in a batch."""
+
+    weights: Tensor | None
+
+    def __init__(self, smoothing: float, weights: Tensor | None, splits: int, /):
+        super().__init__()
+        self.smoothing, self.splits = smoothing, splits
+        self.register_buffer("weights", weights)
+
+
+class CrossEntropy(BuiltInLoss):
     """torch's cross-entropy, divided by the number of images with class weights too."""
 
-    def __init__(self, settings: LossSettings, /):
-        super().__init__()
-        reduction = "mean" if settings.weights is None else "none"
-        self.loss = nn.CrossEntropyLoss(settings.weights, reduction=reduction, label_smoothing=settings.smoothing)
-
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.loss(logits, targets)
-        return loss if loss.ndim == 0 else loss.mean()
+        if self.weights is None:
+            return functional.cross_entropy(logits, targets, label_smoothing=self.smoothing)
+        smoothing = self.smoothing
+        return functional.cross_entropy(
+            logits, targets, self.weights, reduction="none", label_smoothing=smoothing
+        ).mean()
 
 
-class SmoothedBinaryCrossEntropy(nn.Module):
+class SmoothedBinaryCrossEntropy(BuiltInLoss):
     """timm's BinaryCrossEntropy with smoothing of mixed targets too, which timm leaves to its Mixup.
 
     Smoothing first, then the threshold, as there (Wightman et al., "ResNet strikes back", 2021, section 2).
     """
 
-    def __init__(self, settings: LossSettings, /, target_threshold: float | None = None, sum_classes: bool = False):
-        super().__init__()
-        self.smoothing = settings.smoothing
-        self.loss = BinaryCrossEntropy(0.0, target_threshold, settings.weights, sum_classes=sum_classes)
+    def __init__(
+        self, *common: Any, target_threshold: Annotated[float | None, SHARE_BELOW_1] = None, sum_classes: bool = False
+    ):
+        smoothing, weights, splits = common
+        super().__init__(smoothing, None, splits)  # timm's loss holds the weights
+        self.loss = BinaryCrossEntropy(0.0, target_threshold, weights, sum_classes=sum_classes)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.loss(logits, smooth_targets(targets, logits, self.smoothing))
         return loss
 
 
-class FocalLoss(nn.Module):
+class FocalLoss(BuiltInLoss):
     """- sum_c w_c t_c (1 - p_c)^gamma log p_c: Lin et al., "Focal Loss for Dense Object Detection", 2017, section 3,
     with the softmax in place of the sigmoid, and class weights as its alpha."""
 
-    weights: Tensor | None
-
-    def __init__(self, settings: LossSettings, /, gamma: float = 2.0):
-        super().__init__()
-        self.gamma, self.smoothing = gamma, settings.smoothing
-        self.register_buffer("weights", settings.weights)
+    def __init__(self, *common: Any, gamma: NotNegative = 2.0):
+        super().__init__(*common)
+        self.gamma = gamma
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         log_p = logits.log_softmax(1)
@@ -111,7 +101,7 @@ class FocalLoss(nn.Module):
         return -terms.sum(1).mean()
 
 
-class JensenShannonLoss(nn.Module):
+class JensenShannonLoss(BuiltInLoss):
     """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all views of an image.
 
     Hendrycks et al., "AugMix", 2020, section 3. The batch has all images' first views, then all second ones, and so on;
@@ -120,10 +110,9 @@ class JensenShannonLoss(nn.Module):
     computed from logits: timm computes them from probabilities, and where one is 0 its gradients are NaN.
     """
 
-    def __init__(self, settings: LossSettings, /, alpha: float = 12.0):
-        super().__init__()
-        self.splits, self.alpha = settings.splits, alpha
-        self.cross_entropy = nn.CrossEntropyLoss(label_smoothing=settings.smoothing)
+    def __init__(self, *common: Any, alpha: NotNegative = 12.0):
+        super().__init__(*common)
+        self.alpha = alpha
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         assert len(logits) % self.splits == 0, (logits.shape, self.splits)
@@ -132,19 +121,17 @@ class JensenShannonLoss(nn.Module):
         p = log_p.exp()
         log_mean = p.mean(0).clamp(1e-7, 1).log()
         divergence = (p * (log_p - log_mean)).sum(2).mean()
-        clean: Tensor = self.cross_entropy(logits[:images], targets[:images])
+        clean = functional.cross_entropy(logits[:images], targets[:images], label_smoothing=self.smoothing)
         return clean + self.alpha * divergence
 
 
-# Called as factory(settings, **kwargs).
-BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+# Called as factory(smoothing, weights, splits, **kwargs).
+BUILT_IN: dict[str, type[BuiltInLoss]] = {
     "cross_entropy": CrossEntropy,
     "bce": SmoothedBinaryCrossEntropy,
     "focal": FocalLoss,
     "jsd": JensenShannonLoss,
 }
-# Ranges of the numbers in kwargs.
-RANGES = {"target_threshold": Range(0, 1, high_open=True), "gamma": NOT_NEGATIVE, "alpha": NOT_NEGATIVE}
 # Keys of the section that only built-in losses use.
 BUILT_IN_KEYS = ("label_smoothing", "class_weights")
 
@@ -156,16 +143,16 @@ def build_loss(loss: LossConfig, num_classes: int, splits: int = 1) -> Loss:
     mixing. num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`.
 
     A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits, targets)`, which must return
-    the mean. Raises UserError where it returns no function, ConfigError for a wrong number of class weights.
+    the mean. Raises UserError if it returns no function, ConfigError for a wrong number of class weights.
     """
+    factory = find_factory("loss", loss.name, BUILT_IN)
     if loss.name in BUILT_IN:
-        settings = LossSettings(loss.label_smoothing, _normalized_weights(loss, num_classes), splits)
-        compute: Any = BUILT_IN[loss.name](settings, **loss.kwargs)
+        compute = factory(loss.label_smoothing, _normalized_weights(loss, num_classes), splits, **loss.kwargs)
     else:
-        compute = import_factory(loss.name)(**loss.kwargs)
-        if not callable(compute):
-            returned = type(compute).__name__
-            raise UserError(f"loss.name: {loss.name!r} returned {returned}; return a function of logits and targets")
+        compute = factory(**loss.kwargs)
+    if not callable(compute):
+        returned = type(compute).__name__
+        raise UserError(f"loss.name: {loss.name!r} returned {returned}; return a function of logits and targets")
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         if isinstance(compute, nn.Module):
@@ -224,59 +211,37 @@ def build_criterion(
 ) -> Criterion:
     """The mean loss as a function of outputs, targets and the images that the model saw; called under autocast.
 
-    images: as the model takes them, normalised and mixed. teacher: images -> logits; called without gradients, and only
+    images: as the model takes them, normalized and mixed. teacher: images -> logits; called without gradients, and only
     if `distill.kind` is not none. Targets and the teacher's logits are moved to the device of the model's logits, which
     with DataParallel may be another.
     """
-    if distill.kind == "none":
+    distilled = None if distill.kind == "none" else distillation_loss(distill, base_loss)
 
-        def without_teacher(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
-            assert isinstance(outputs, Tensor), "two outputs need a teacher"
-            return base_loss(outputs, targets.to(outputs.device, non_blocking=True))
-
-        return without_teacher
-
-    assert teacher is not None
-    loss = distillation_loss(distill, base_loss)
-
-    def with_teacher(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
+    def criterion(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
         device = outputs.device if isinstance(outputs, Tensor) else outputs[0].device
+        targets = targets.to(device, non_blocking=True)
+        if distilled is None:
+            assert isinstance(outputs, Tensor), "two outputs need a teacher"
+            return base_loss(outputs, targets)
+        assert teacher is not None
         with torch.no_grad():
             teacher_logits = teacher(images).to(device, non_blocking=True)
-        return loss(outputs, targets.to(device, non_blocking=True), teacher_logits)
+        return distilled(outputs, targets, teacher_logits)
 
-    return with_teacher
+    return criterion
 
 
 def loss_problems(loss: LossConfig) -> list[Problem]:
     """All problems of the section that can be found without data."""
-    if loss.name in BUILT_IN:
-        return _built_in_problems(loss)
-    if not is_factory_name(loss.name):
-        allowed = f"(built in: {', '.join(BUILT_IN)}; or my_module:my_factory)"
-        return [Problem("loss.name", f"unknown loss {loss.name!r}{did_you_mean(loss.name, BUILT_IN)} {allowed}")]
     try:
-        factory = import_factory(loss.name)
+        factory = find_factory("loss", loss.name, BUILT_IN)
     except LookupError as error:
         return [Problem("loss.name", str(error))]
     problems = kwargs_problems("loss.kwargs", factory, loss.kwargs)
-    text = f"is for built-in losses only; {loss.name!r} gets its arguments from loss.kwargs"
-    return problems + [Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)]
-
-
-def _built_in_problems(loss: LossConfig) -> list[Problem]:
-    misplaced = [name for name in BUILT_IN_KEYS if name in loss.kwargs]
-    problems = [Problem(f"loss.kwargs.{name}", f"use the key loss.{name}") for name in misplaced]
-    kwargs = {name: value for name, value in loss.kwargs.items() if name not in misplaced}
-    unknown = kwargs_problems("loss.kwargs", BUILT_IN[loss.name], kwargs)
-    problems += unknown
-    for name, value in [] if unknown else kwargs.items():
-        text = None
-        if name == "sum_classes" and not isinstance(value, bool):
-            text = f"{format_value(value)} is not true or false"
-        elif name in RANGES and not (name == "target_threshold" and value is None):
-            text = number_problem(value, RANGES[name])
-        problems += [Problem(f"loss.kwargs.{name}", text)] if text else []
+    if loss.name not in BUILT_IN:
+        text = f"is for built-in losses only; {loss.name!r} gets its arguments from loss.kwargs"
+        return problems + [Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)]
+    problems = problems or value_problems("loss.kwargs", factory, loss.kwargs)
     if loss.class_weights is not None:
         if loss.name == "jsd":
             text = "'jsd' has no class weights; use cross_entropy, bce or focal"

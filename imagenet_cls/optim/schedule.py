@@ -8,44 +8,42 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Literal
 
-from imagenet_cls.config.fields import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
-from imagenet_cls.config.schema import OptimizerConfig, ScheduleConfig
-from imagenet_cls.errors import ConfigError, Problem, UserError, format_value
-from imagenet_cls.lookup import (
-    did_you_mean,
-    import_factory,
-    is_factory_name,
-    kwargs_problems,
-    number_problem,
-)
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from imagenet_cls.config.schema import NOT_NEGATIVE, SHARE, SHARE_BELOW_1, OptimizerConfig, ScheduleConfig
+from imagenet_cls.errors import Problem, UserError, format_value
+from imagenet_cls.lookup import find_factory, kwargs_problems
+from imagenet_cls.optim.arguments import Count, NotNegative, Positive, value_problems
 
 # Arguments that the program passes: to the built-in curves, and to a user's factory.
 RESERVED = ("t", "span", "evaluations")
 RESERVED_OF_FACTORY = ("base_lr", "total_steps", "steps_per_epoch")
 
-# (steps made until then, top-1 in per cent of the raw weights) of each evaluation so far, in order.
+# Annotations of arguments, by which they are checked. A list of epochs must be in ascending order, with none twice.
+Numbers = Annotated[list[float], NOT_NEGATIVE]
+Momentum = Annotated[float | None, SHARE_BELOW_1]
+Anneal = Literal["cos", "linear"]
+
+# (step, top-1 of the raw weights in percent) of each evaluation after `eval.every_epochs` epochs, in order.
 Evaluations = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Span:
-    """The time of a curve, in units of an optimizer step, or of an epoch if the rate changes between epochs only.
+    """What a curve is computed from. A unit of time is one optimizer step, or one epoch with `schedule.by_epoch`.
 
-    base_lr: the highest learning rate. length: in units of time. per_epoch: units in an epoch.
+    base_lr: the highest learning rate. length: of the curve, in units. per_epoch: units in an epoch.
     """
 
     base_lr: float
     length: float
     per_epoch: int
 
-    def share(self, t: float) -> float:
-        """Share of the span before t, 0 to 1."""
-        return t / self.length if self.length > 0 else 0.0
 
-
-def cosine(t: float, span: Span, min_lr: float = 0.0, cycles: int = 1, cycle_decay: float = 1.0) -> float:
+def cosine(t: float, span: Span, min_lr: NotNegative = 0.0, cycles: Count = 1, cycle_decay: NotNegative = 1.0) -> float:
     """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5).
 
     cycles: number of cycles of equal length in the span. cycle_decay: factor of the highest rate from one cycle to the
@@ -60,12 +58,13 @@ def cosine(t: float, span: Span, min_lr: float = 0.0, cycles: int = 1, cycle_dec
     return min_lr + (highest - min_lr) * 0.5 * (1 + math.cos(math.pi * (position / span.length)))
 
 
-def polynomial(t: float, span: Span, power: float = 1.0, min_lr: float = 0.0) -> float:
-    """From base_lr down to min_lr with the given power of what remains; 1 is a straight line."""
-    return min_lr + (span.base_lr - min_lr) * (1 - span.share(t)) ** power
+def polynomial(t: float, span: Span, power: NotNegative = 1.0, min_lr: NotNegative = 0.0) -> float:
+    """min_lr + (base_lr - min_lr) * (1 - t / length) ** power. A power of 1 is linear."""
+    passed = t / span.length if span.length > 0 else 0.0
+    return min_lr + (span.base_lr - min_lr) * (1 - passed) ** power
 
 
-def step_decay(t: float, span: Span, every_epochs: float = 30, gamma: float = 0.1) -> float:
+def step_decay(t: float, span: Span, every_epochs: Positive = 30, gamma: NotNegative = 0.1) -> float:
     """Multiplied by gamma every `every_epochs` epochs, but not at the end of the span.
 
     He et al., "Deep Residual Learning", 2016, and pytorch/examples: 30 and 0.1.
@@ -74,7 +73,7 @@ def step_decay(t: float, span: Span, every_epochs: float = 30, gamma: float = 0.
     return span.base_lr * gamma ** max(0, min(t // every, math.ceil(span.length / every) - 1))
 
 
-def multistep(t: float, span: Span, milestones_epochs: list[float], gamma: float = 0.1) -> float:
+def multistep(t: float, span: Span, milestones_epochs: Numbers, gamma: NotNegative = 0.1) -> float:
     """Times gamma at the start of each of the given epochs (counted from 0, so 30 is after thirty epochs).
 
     As torch's MultiStepLR. timm's fires one unit of time earlier: its milestone 30 is 29 here.
@@ -83,7 +82,7 @@ def multistep(t: float, span: Span, milestones_epochs: list[float], gamma: float
     return span.base_lr * gamma ** sum(milestone <= t and milestone < span.length for milestone in milestones)
 
 
-def exponential(t: float, span: Span, gamma: float) -> float:
+def exponential(t: float, span: Span, gamma: NotNegative) -> float:
     """Times gamma at the start of each epoch but the first, as torchvision's reference script steps its
     ExponentialLR."""
     return step_decay(t, span, 1, gamma)
@@ -92,12 +91,12 @@ def exponential(t: float, span: Span, gamma: float) -> float:
 def one_cycle(
     t: float,
     span: Span,
-    pct_start: float = 0.3,
-    anneal: str = "cos",
-    div_factor: float = 25.0,
-    final_div_factor: float = 1e4,
-    min_momentum: float | None = None,
-    max_momentum: float | None = None,
+    pct_start: Annotated[float, SHARE] = 0.3,
+    anneal: Anneal = "cos",
+    div_factor: Positive = 25.0,
+    final_div_factor: Positive = 1e4,
+    min_momentum: Momentum = None,
+    max_momentum: Momentum = None,
 ) -> float:
     """Up from base_lr / div_factor to base_lr in the first share pct_start of the span, then down to the start's rate /
     final_div_factor in the last step (Smith and Topin, "Super-Convergence", 2018). As torch's
@@ -111,9 +110,9 @@ def one_cycle_momentum(
     t: float,
     span: Span,
     pct_start: float = 0.3,
-    anneal: str = "cos",
-    min_momentum: float | None = None,
-    max_momentum: float | None = None,
+    anneal: Anneal = "cos",
+    min_momentum: Momentum = None,
+    max_momentum: Momentum = None,
     **_: float,
 ) -> float | None:
     """The momentum of `one_cycle`: from max_momentum to min_momentum and back. None if they are not given.
@@ -125,7 +124,7 @@ def one_cycle_momentum(
     return _two_phases(t, span, (max_momentum, min_momentum, max_momentum), pct_start, anneal)
 
 
-def _two_phases(t: float, span: Span, values: tuple[float, float, float], pct_start: float, anneal: str) -> float:
+def _two_phases(t: float, span: Span, values: tuple[float, float, float], pct_start: float, anneal: Anneal) -> float:
     """From the first value to the second, reached one unit before pct_start of the span, then to the third, reached in
     the last unit."""
     turn, last = pct_start * span.length - 1, span.length - 1
@@ -137,7 +136,7 @@ def _two_phases(t: float, span: Span, values: tuple[float, float, float], pct_st
     return end + (begin - end) * remains
 
 
-def piecewise(t: float, span: Span, epochs: list[float], factors: list[float]) -> float:
+def piecewise(t: float, span: Span, epochs: Numbers, factors: Numbers) -> float:
     """base_lr times a factor, given at some epochs; linear between them, constant before and after.
 
     FFCV's ramp over 16 epochs is epochs [0, 2, 16] and factors [1e-4, 1, 0] with the rate changing in each step.
@@ -152,34 +151,25 @@ def piecewise(t: float, span: Span, epochs: list[float], factors: list[float]) -
     return span.base_lr * factors[-1]
 
 
-# torch's `eps`: smaller changes of the learning rate are ignored.
-_MIN_CHANGE = 1e-8
-
-
 def plateau(
     t: float,
     span: Span,
     evaluations: Sequence[float],
-    patience: int = 10,
-    gamma: float = 0.1,
-    min_lr: float = 0.0,
-    threshold: float = 1e-4,
+    patience: Annotated[int, NOT_NEGATIVE] = 10,
+    gamma: NotNegative = 0.1,
+    min_lr: NotNegative = 0.0,
+    threshold: NotNegative = 1e-4,
 ) -> float:
     """Times gamma, but not below min_lr, after more than `patience` evaluations in a row without a better one.
 
-    evaluations: top-1 (%) of each evaluation up to now; better is more than the best so far times 1 + threshold. As
-    torch's ReduceLROnPlateau with mode `max`, and timm's, which is built on it.
+    evaluations: top-1 (%) of each evaluation up to now; better is more than the best so far times 1 + threshold.
+    Replays torch's ReduceLROnPlateau with mode `max`, on which timm's is built.
     """
-    lr, best, bad_evaluations = span.base_lr, -math.inf, 0
+    optimizer = torch.optim.SGD([torch.empty(0)], lr=span.base_lr)
+    scheduler = ReduceLROnPlateau(optimizer, "max", gamma, patience, threshold, min_lr=min_lr)
     for top1_pct in evaluations:
-        if top1_pct > best * (1 + threshold):
-            best, bad_evaluations = top1_pct, 0
-        else:
-            bad_evaluations += 1
-        if bad_evaluations > patience:
-            lower = max(lr * gamma, min_lr)
-            lr, bad_evaluations = lower if lr - lower > _MIN_CHANGE else lr, 0
-    return lr
+        scheduler.step(top1_pct)
+    return float(optimizer.param_groups[0]["lr"])
 
 
 def constant(t: float, span: Span) -> float:
@@ -236,39 +226,35 @@ class Schedule:
 
     def __call__(self, step: int, evaluations: Evaluations = ()) -> float:
         """The learning rate. evaluations: all recorded so far, before a resume too; only `plateau` uses them."""
-        now = self._now(step)
-        if self.settings.name == "plateau":
-            return self._warm(now, evaluations=[top1 for when, top1 in evaluations if self._counts(when, now)])
-        return self._warm(now)
+        now, settings = self._time(step), self.settings
+        more = {"evaluations": self._counted(evaluations, now)} if settings.name == "plateau" else {}
+        rate = self.curve(self._since_start(now), self.span, **more)
+        if now >= self.warmup:
+            return rate
+        target = rate if settings.warmup_prefix else self.span.base_lr
+        if settings.warmup_start_lr is not None:
+            return settings.warmup_start_lr + (target - settings.warmup_start_lr) * now / self.warmup
+        return (settings.warmup_start_factor + (1 - settings.warmup_start_factor) * now / self.warmup) * target
 
     def momentum(self, step: int) -> float | None:
         """The momentum (Adam's first beta) if the schedule changes it, else None."""
         if self.settings.name != "one_cycle":
             return None
-        return one_cycle_momentum(self._since_start(self._now(step)), self.span, **self.settings.kwargs)
+        return one_cycle_momentum(self._since_start(self._time(step)), self.span, **self.settings.kwargs)
 
-    def _now(self, step: int) -> float:
+    def _time(self, step: int) -> float:
         """The time of a step; if the rate changes between epochs only, that of its epoch's first step."""
         return step // self.steps_per_epoch if self.settings.by_epoch else step
 
     def _since_start(self, now: float) -> float:
         return min(max(now - self.start, 0), self.span.length)
 
-    def _counts(self, step: int, now: float) -> bool:
-        """Whether `plateau` uses the evaluation after a step: only those between epochs, after the warm-up (as
-        timm does) and before the cooldown. A run may also have evaluated within an epoch."""
-        when = self._now(step)
-        return step % self.steps_per_epoch == 0 and self.warmup < when <= min(now, self.start + self.span.length)
-
-    def _warm(self, now: float, **more: Any) -> float:
-        """The curve, or the linear warm-up before it."""
-        if now >= self.warmup:
-            return self.curve(self._since_start(now), self.span, **more)
-        settings = self.settings
-        target = self.curve(self._since_start(now), self.span, **more) if settings.warmup_prefix else self.span.base_lr
-        if settings.warmup_start_lr is not None:
-            return settings.warmup_start_lr + (target - settings.warmup_start_lr) * now / self.warmup
-        return (settings.warmup_start_factor + (1 - settings.warmup_start_factor) * now / self.warmup) * target
+    def _counted(self, evaluations: Evaluations, now: float) -> list[float]:
+        """The top-1 of each evaluation that `plateau` uses: between epochs, after the warm-up (as timm does) and before
+        the cooldown. A run may also have evaluated within an epoch."""
+        last = min(now, self.start + self.span.length)
+        between_epochs = [(step, top1) for step, top1 in evaluations if step % self.steps_per_epoch == 0]
+        return [top1 for step, top1 in between_epochs if self.warmup < self._time(step) <= last]
 
 
 def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int) -> Schedule:
@@ -279,86 +265,39 @@ def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: in
     torch's LinearLR). With warmup_prefix the curve starts after the warm-up, whose target is the curve's first value
     (torchvision's SequentialLR, timm's warmup_prefix). Without, the curve starts with the run, the warm-up replaces its
     first part, and the target is base_lr (timm's default). The curve ends cooldown_epochs before the run, and its last
-    value stays: cosine's min_lr, or the last step of a staircase.
+    value stays: cosine's min_lr, or the last value of a step decay.
 
     With by_epoch time is counted in epochs from the start, so that the curve equals a scheduler that is stepped once an
     epoch; a warm-up or cooldown of 2.5 epochs is then not rounded.
 
     A user's factory is called as `factory(base_lr=..., total_steps=..., steps_per_epoch=..., **kwargs)` and returns a
     function of the step, counted from the run's start; total_steps: until the cooldown. With warmup_prefix the warm-up
-    multiplies that function. Raises UserError where it returns something else, and ConfigError where a built-in
-    schedule has unusable rates (`lr_problem`).
+    multiplies that function. Raises UserError if it returns something else.
     """
-    built = _build_unchecked(schedule, base_lr, steps_per_epoch, epochs)
-    if schedule.name in BUILT_IN and (text := lr_problem(built, steps_per_epoch * epochs)):
-        raise ConfigError([f"schedule.kwargs: {text}"])
-    return built
-
-
-def _build_unchecked(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int) -> Schedule:
     per_epoch = 1 if schedule.by_epoch else steps_per_epoch
     warmup, cooldown = schedule.warmup_epochs * per_epoch, schedule.cooldown_epochs * per_epoch
     if not schedule.by_epoch:
         warmup, cooldown = round(warmup), round(cooldown)
-    built_in = schedule.name in BUILT_IN
-    start = warmup if schedule.warmup_prefix and built_in else 0
+    factory, is_built_in = find_factory("schedule", schedule.name, BUILT_IN), schedule.name in BUILT_IN
+    start = warmup if schedule.warmup_prefix and is_built_in else 0
     span = Span(base_lr, max(epochs * per_epoch - cooldown - start, 0), per_epoch)
-    curve: Callable[..., float]
-    if built_in:
-        curve = partial(BUILT_IN[schedule.name], **schedule.kwargs)
-    else:
-        curve = _curve_from_factory(schedule, span, steps_per_epoch)
-    return Schedule(schedule, curve, span, start, warmup, steps_per_epoch)
-
-
-def _curve_from_factory(schedule: ScheduleConfig, span: Span, steps_per_epoch: int) -> Callable[..., float]:
-    """A user's function of the step as a curve, whose time may be counted in epochs."""
-    steps = steps_per_epoch // span.per_epoch
-    function = import_factory(schedule.name)(
-        base_lr=span.base_lr,
-        total_steps=round(span.length * steps),
-        steps_per_epoch=steps_per_epoch,
-        **schedule.kwargs,
-    )
+    if is_built_in:
+        return Schedule(schedule, partial(factory, **schedule.kwargs), span, start, warmup, steps_per_epoch)
+    unit = steps_per_epoch // per_epoch  # of time, in steps
+    given = {"base_lr": base_lr, "total_steps": round(span.length * unit), "steps_per_epoch": steps_per_epoch}
+    function = factory(**given, **schedule.kwargs)
     if not callable(function):
         returned = type(function).__name__
         raise UserError(f"schedule.name: {schedule.name!r} returned {returned}; return a function of the step")
-    return lambda t, span: function(round(t * steps))
-
-
-# Ranges of the numbers in kwargs, and which of them are whole.
-RANGES: dict[str, Range] = {
-    "min_lr": NOT_NEGATIVE,
-    "cycles": COUNT,
-    "cycle_decay": NOT_NEGATIVE,
-    "power": NOT_NEGATIVE,
-    "every_epochs": POSITIVE,
-    "gamma": NOT_NEGATIVE,
-    "pct_start": SHARE,
-    "div_factor": POSITIVE,
-    "final_div_factor": POSITIVE,
-    "min_momentum": Range(0, 1, high_open=True),
-    "max_momentum": Range(0, 1, high_open=True),
-    "patience": NOT_NEGATIVE,
-    "threshold": NOT_NEGATIVE,
-}
-WHOLE = ("cycles", "patience")
-OPTIONAL = ("min_momentum", "max_momentum")
-# Lists of epochs.
-EPOCHS = ("milestones_epochs", "epochs")
-ANNEALS = ("cos", "linear")
+    return Schedule(schedule, lambda t, _: function(round(t * unit)), span, start, warmup, steps_per_epoch)
 
 
 def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
     """All problems of the section that can be found without data: name, kwargs, unusable rates, points in time after
     the end of the run, and rates above `lr`, the run's highest rate, scaled for the batch."""
-    is_factory = is_factory_name(schedule.name)
-    if not is_factory and schedule.name not in BUILT_IN:
-        allowed = f"(built in: {', '.join(BUILT_IN)}; or my_module:my_factory)"
-        hint = did_you_mean(schedule.name, BUILT_IN)
-        return [Problem("schedule.name", f"unknown schedule {schedule.name!r}{hint} {allowed}")]
+    is_factory = schedule.name not in BUILT_IN
     try:
-        factory: Callable[..., Any] = import_factory(schedule.name) if is_factory else BUILT_IN[schedule.name]
+        factory = find_factory("schedule", schedule.name, BUILT_IN)
     except LookupError as error:
         return [Problem("schedule.name", str(error))]
     reserved = RESERVED_OF_FACTORY if is_factory else RESERVED
@@ -366,90 +305,59 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
     # A user's factory is not called with trial numbers, which it may reject.
     if problems or is_factory:
         return problems
-    values = {name: _value_problem(name, value) for name, value in schedule.kwargs.items()}
-    problems = [Problem(f"schedule.kwargs.{name}", text) for name, text in values.items() if text]
-    problems = problems or _combination_problems(schedule, epochs) or _rates_above(schedule, lr)
-    return problems or _trial_problems(schedule, epochs, lr)
+    problems = value_problems("schedule.kwargs", factory, schedule.kwargs)
+    return problems or _combination_problems(schedule, epochs, lr) or _trial_problems(schedule, epochs, lr)
 
 
-def _value_problem(name: str, value: Any) -> str | None:
-    """What is wrong with an argument of a built-in curve by itself."""
-    if name == "anneal" and value not in ANNEALS:
-        return f"{format_value(value)} is not one of {', '.join(ANNEALS)}"
-    if name in EPOCHS and not (_is_list_of_numbers(value) and sorted(set(value)) == value):
-        return f"{format_value(value)} is not a list of different epochs in ascending order"
-    if name == "factors" and not _is_list_of_numbers(value):
-        return f"{format_value(value)} is not a list of numbers, each {NOT_NEGATIVE}"
-    if name in RANGES and not (name in OPTIONAL and value is None):
-        return number_problem(value, RANGES[name], whole=name in WHOLE)
-    return None
-
-
-def _is_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and not any(number_problem(x, NOT_NEGATIVE) for x in value)
-
-
-def _combination_problems(schedule: ScheduleConfig, epochs: int) -> list[Problem]:
-    """Arguments of a built-in curve that do not fit each other, or the run."""
-    kwargs, problems = schedule.kwargs, []
+def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
+    """Arguments of a built-in curve that do not fit each other, the run, or its highest learning rate."""
+    kwargs = schedule.kwargs
+    epoch_lists = {f"kwargs.{name}": kwargs[name] for name in ("milestones_epochs", "epochs") if name in kwargs}
+    found = {
+        key: f"{format_value(values)} is not in ascending order, none twice"
+        for key, values in epoch_lists.items()
+        if sorted(set(values)) != values
+    }
     if "factors" in kwargs and len(kwargs["factors"]) != len(kwargs["epochs"]):
         counts = f"{len(kwargs['factors'])} factors for {len(kwargs['epochs'])} epochs"
-        problems.append(Problem("schedule.kwargs.factors", f"{counts}; give one for each"))
+        found["kwargs.factors"] = f"{counts}; give one for each"
     low, high = kwargs.get("min_momentum"), kwargs.get("max_momentum")
     if (low is None) != (high is None):
         absent = "min_momentum" if low is None else "max_momentum"
-        problems.append(Problem(f"schedule.kwargs.{absent}", "is missing: give both momenta, or none"))
-    elif low is not None and high is not None and low > high:
-        problems.append(Problem("schedule.kwargs.min_momentum", f"{low} is more than max_momentum {high}"))
-    warmup = schedule.warmup_epochs if schedule.warmup_prefix else 0
-    length = epochs - warmup - schedule.cooldown_epochs
-    for name in EPOCHS:
-        latest = max(kwargs.get(name, [0]))
-        if latest > length:
+        found[f"kwargs.{absent}"] = "is missing: give both momenta, or none"
+    length = epochs - schedule.cooldown_epochs - (schedule.warmup_epochs if schedule.warmup_prefix else 0)
+    for key, values in epoch_lists.items():
+        if max(values) > length:
             without = " without warm-up and cooldown" if length < epochs else ""
-            text = f"{latest:g} is after the end of the run: {length:g} epochs{without} (train.epochs {epochs})"
-            problems.append(Problem(f"schedule.kwargs.{name}", f"{text}; to end early use train.max_steps"))
-    return problems
-
-
-def _rates_above(schedule: ScheduleConfig, lr: float) -> list[Problem]:
-    """Rates above the run's highest, with which the rate would rise where it should fall, or fall where it should
-    rise."""
-    rates = {"kwargs.min_lr": schedule.kwargs.get("min_lr", 0.0)}
-    if schedule.warmup_epochs > 0:
-        rates["warmup_start_lr"] = schedule.warmup_start_lr or 0.0
-    text = f"is more than the learning rate {lr:.4g} (optimizer.lr, scaled for the batch); give at most that"
-    return [Problem(f"schedule.{key}", f"{rate:g} {text}") for key, rate in rates.items() if rate > lr]
+            text = f"{max(values):g} is after the end of the run: {length:g} epochs{without} (train.epochs {epochs})"
+            found[key] = f"{text}; to end early use train.max_steps"
+    # With these the rate would rise where it should fall, or fall where it should rise.
+    start_lr = schedule.warmup_start_lr if schedule.warmup_epochs > 0 else None
+    for key, rate in (("kwargs.min_lr", kwargs.get("min_lr")), ("warmup_start_lr", start_lr)):
+        if rate is not None and rate > lr:
+            text = f"{rate:g} is more than the learning rate {lr:.4g} (optimizer.lr, scaled for the batch)"
+            found[key] = f"{text}; give at most {lr:.4g}"
+    return [Problem(f"schedule.{key}", text) for key, text in found.items()]
 
 
 # A learning rate range test starts at about 1e-7 and rises to 10. Higher rates are errors, such as a gamma above 1 in
 # short intervals, and end in NaN or overflow.
 _MAX_FACTOR = 1e4
-# Steps per epoch of trials before the real number is known: the fewest, and as many as matter.
-_TRIAL_STEPS = (1, 10_000)
-# A longer run is tried at this number of evenly spaced steps, and at the last one.
-_MAX_TRIED = 5000
+# Steps per epoch of the trial, before the real number is known: enough for curves that change within an epoch.
+_TRIAL_STEPS = 10_000
 
 
 def _trial_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
-    """Evaluate a built-in schedule over its epochs, finely enough for curves that change within an epoch."""
-    texts = [lr_problem(_build_unchecked(schedule, lr, steps, epochs), epochs * steps) for steps in _TRIAL_STEPS]
-    return [Problem("schedule.kwargs", text) for text in texts if text is not None][:1]
-
-
-def lr_problem(schedule: Schedule, total_steps: int) -> str | None:
-    """What is wrong with the learning rates of a built-in schedule; None if nothing.
-
-    Each must be finite, not negative, and at most 10,000 times the run's highest rate, or 10,000 if that is below 1.
-    """
-    name, kwargs = schedule.settings.name, format_value(schedule.settings.kwargs)
-    highest = _MAX_FACTOR * max(schedule.span.base_lr, 1.0)
-    for step in (*range(0, total_steps, math.ceil(total_steps / _MAX_TRIED)), total_steps - 1):
-        try:
-            rate = schedule(step)
-        except ArithmeticError as error:
-            return f"{name!r} can't be computed with {kwargs}: {error.args[-1]}"
-        if isinstance(rate, complex) or not 0 <= rate <= highest:
-            when = f"after {step / schedule.steps_per_epoch:.4g} epochs"
-            return f"{name!r} has a learning rate of {rate:g} {when} with {kwargs}; allowed are 0 to {highest:g}"
-    return None
+    """Unusable learning rates of a built-in schedule: each must be finite, not negative, and at most 10,000 times the
+    run's highest rate, or 10,000 if that is below 1. Tries 5000 evenly spaced steps and the last one."""
+    built, last = build_schedule(schedule, lr, _TRIAL_STEPS, epochs), epochs * _TRIAL_STEPS - 1
+    what, highest = f"{schedule.name!r} with {format_value(schedule.kwargs)}", _MAX_FACTOR * max(lr, 1.0)
+    try:
+        rates = [built(step) for step in (*range(0, last, 2 * epochs), last)]
+    except (ArithmeticError, ValueError) as error:
+        return [Problem("schedule.kwargs", f"{what} can't be computed: {error.args[-1]}")]
+    unusable = [rate for rate in rates if not 0 <= rate <= highest]
+    if not unusable:
+        return []
+    text = f"{what} has a learning rate of {unusable[0]:g}; allowed are 0 to {highest:g}"
+    return [Problem("schedule.kwargs", text)]

@@ -1,12 +1,17 @@
 """Collectives; with a single rank they do nothing."""
 
 import json
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imagenet_cls.errors import UserError
 from imagenet_cls.parallel.process_group import Group
+
+T = TypeVar("T")
 
 
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
@@ -23,39 +28,39 @@ def all_reduce_mean(tensor: Tensor, group: Group) -> Tensor:
 
 def gather_to_main(rows: list, group: Group) -> list:
     """Concatenate all ranks' lists on rank 0, in the order of ranks; an empty list elsewhere. For small host data."""
-    if group.control is None:
+    if group.cpu_group is None:
         return rows
     parts: list | None = [None] * group.world_size if group.is_main else None
-    dist.gather_object(rows, parts, dst=0, group=group.control)
+    dist.gather_object(rows, parts, dst=0, group=group.cpu_group)
     return [row for part in parts or [] for row in part]
 
 
 def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int]]:
     """Names of values that differ from rank 0's, with the ranks where they do; the same result on every rank."""
-    if group.control is None:
+    if group.cpu_group is None:
         return {}
     reference: list[dict[str, str]] = [values]
-    dist.broadcast_object_list(reference, src=0, group=group.control)
+    dist.broadcast_object_list(reference, src=0, group=group.cpu_group)
     mine = sorted(name for name in {*values, *reference[0]} if values.get(name) != reference[0].get(name))
     all_names: list[list[str]] = [[] for _ in range(group.world_size)]
-    dist.all_gather_object(all_names, mine, group=group.control)
+    dist.all_gather_object(all_names, mine, group=group.cpu_group)
     names = sorted({name for listed in all_names for name in listed})
     return {name: [rank for rank, listed in enumerate(all_names) if name in listed] for name in names}
 
 
 def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """Broadcast rank 0's named CPU tensors over the control group, so that no shared disk is needed.
+    """Broadcast rank 0's named CPU tensors over the CPU group, so that no shared disk is needed.
 
     tensors: rank 0's, of any shapes and dtypes; ignored on other ranks. Returns them in the same order on every rank.
     """
-    if group.control is None:
+    if group.cpu_group is None:
         assert tensors is not None
         return tensors
     listing: list[str] = [""]
     if group.is_main:
         assert tensors is not None
         listing = [json.dumps([[name, str(t.dtype).split(".")[1], list(t.shape)] for name, t in tensors.items()])]
-    dist.broadcast_object_list(listing, src=0, group=group.control)
+    dist.broadcast_object_list(listing, src=0, group=group.cpu_group)
     received = {}
     for name, dtype, shape in json.loads(listing[0]):
         if group.is_main:
@@ -65,6 +70,32 @@ def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[s
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         # As bytes: gloo does not support every dtype. An empty tensor is not sent.
         if tensor.numel():
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=group.control)
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=group.cpu_group)
         received[name] = tensor
     return received
+
+
+def run_on_main(group: Group, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and return its result on every rank, or raise its UserError on every rank.
+
+    The result is pickled and broadcast over the CPU group. Any other exception is a bug: it ends rank 0, and with
+    it the others.
+    """
+    if group.cpu_group is None:
+        return action()
+    outcome: list[Any] = [None, None]
+    if group.is_main:
+        try:
+            outcome = [action(), None]
+        except UserError as error:
+            outcome = [None, error]
+    dist.broadcast_object_list(outcome, src=0, group=group.cpu_group)
+    if outcome[1] is not None:
+        raise mark_printed_by_main(outcome[1], group)
+    return outcome[0]
+
+
+def mark_printed_by_main(error: UserError, group: Group) -> UserError:
+    """Mark an error that every rank raises, so that only rank 0 prints it."""
+    error.printed_elsewhere = not group.is_main
+    return error

@@ -11,9 +11,8 @@ import struct
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from imagenet_cls.errors import UsageError
+from imagenet_cls.errors import UsageError, command_line
 
 LAUNCHERS = ("auto", "none", "pytorch", "spawn", "slurm", "mpi")
 
@@ -49,15 +48,13 @@ _PYTORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # The step's, not the job's: a shell in an allocation is a step of one task in a job of many.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 _OPEN_MPI = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
 _PMI = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH's and Intel's mpirun
 _MPI = (_OPEN_MPI, _PMI)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY_OTHER_MACHINE = "192.0.2.1"  # reserved for documentation (RFC 5737), so its route is the default route
 
 # Set by our launching process for its ranks.
 LAUNCHED_VARIABLE = "IMAGENET_CLS_LAUNCHED"
@@ -74,8 +71,10 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
     """
     if launcher == "none":
         return None
-    if env.get("RANK") is not None:  # the most explicit
-        return _read(env, _PYTORCH, "pytorch" if launcher in ("auto", "pytorch") else launcher)
+    if "RANK" in env:  # the most explicit
+        return _read(env, _PYTORCH, "pytorch" if launcher == "auto" else launcher)
+    if launcher == "spawn":  # its ranks have torch's variables
+        launcher = "auto"
     if launcher in ("auto", "mpi"):
         for names in _MPI:
             # srun (--mpi=pmi2) sets PMI_RANK, but no local rank by that name.
@@ -87,38 +86,34 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
         variable, starter = ("SLURM_STEP_ID", "srun") if launcher == "slurm" else (_OPEN_MPI[0], "mpirun")
         raise UsageError(
             f"--launcher {launcher}: {variable} is not set, so this process was not started as a rank.\n"
-            f"Start it with `{starter} ... python tools/train.py CONFIG`, or leave --launcher out."
+            f"Start it with `{starter} ... {command_line('train')} CONFIG`, or leave --launcher out."
         )
     return None
 
 
 def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> RankInfo:
-    def number(name: str, default: int | None) -> int:
-        text = env.get(name)
-        if text is None and default is not None:
-            return default
-        if not (text or "").isdigit():
-            reason = "is not set" if text is None else f"is {text!r}, which is not a whole number"
-            others = "" if name == names[0] else f"{names[0]} is set to {env[names[0]]!r}, but "
+    def number(name: str, default: int | None = None) -> int:
+        text = env.get(name, "not set" if default is None else str(default))
+        if not text.isdigit():
             raise UsageError(
-                f"{others}{name} {reason}.\n"
+                f"{name} is {text}; it must be a whole number.\n"
                 "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
             )
-        return int(text or "")
+        return int(text)
 
-    rank, world_size = number(names[0], None), number(names[2], None)
+    rank, world_size = number(names[0]), number(names[2])
     local_rank = number(names[1], rank if world_size == 1 else None)
-    if launcher == "slurm" and names is _SLURM:
+    if names is _SLURM:
         local_world_size = tasks_here(env.get(names[3], ""), int(env.get("SLURM_NODEID", "0"))) or local_rank + 1
     else:
         all_here = env.get("MASTER_ADDR") in _LOOPBACK  # started by hand, without a count
         local_world_size = number(names[3], world_size if all_here else min(world_size, local_rank + 1))
-    if not 0 <= rank < world_size or local_rank < 0:
+    if rank >= world_size:
         raise UsageError(
             f"{names[0]}={rank} with {names[2]}={world_size}: ranks count from 0 to {names[2]} - 1.\n"
             "Give each process its own rank below the world size."
         )
-    return RankInfo(rank, local_rank, world_size, local_world_size, launcher, env.get(LAUNCHED_VARIABLE) is not None)
+    return RankInfo(rank, local_rank, world_size, local_world_size, launcher, LAUNCHED_VARIABLE in env)
 
 
 def tasks_here(tasks_per_node: str, node: int) -> int:
@@ -155,17 +150,15 @@ def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) 
 
 
 def port_of_job(env: Mapping[str, str], launcher: str) -> int:
-    """A port computed from the job's id, most likely different for another job: 20000 to 31999.
+    """A port computed from the id of the job, 20000 to 31999, below Linux's ephemeral ports.
 
-    Below Linux's ephemeral ports. Neighbouring SLURM jobs, and steps of one job, never share one.
+    SLURM: of job and step, different for neighboring ones. Others: most likely different.
     """
     if launcher == "slurm":
-        job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
-        if job.isdigit() and step.isdigit():
-            return 20000 + (int(job) + 4001 * int(step)) % 12000
+        return 20000 + (int(env.get("SLURM_JOB_ID", "0")) + 4001 * int(env.get("SLURM_STEP_ID", "0"))) % 12000
     ids = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
-    found = next((env[name] for name in ids if env.get(name)), "")
-    return 20000 + zlib.crc32(found.encode()) % 12000
+    job = next((env[name] for name in ids if env.get(name)), "")
+    return 20000 + zlib.crc32(job.encode()) % 12000
 
 
 def first_host(node_list: str) -> str:
@@ -174,33 +167,20 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group()) if match else "127.0.0.1"
 
 
-def choose_interface(env: MutableMapping[str, str], master_addr: str, several_machines: bool) -> str | None:
+def choose_interface(env: MutableMapping[str, str], master_addr: str, several_machines: bool) -> None:
     """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards the master, unless the user has.
 
     By default gloo uses the address to which the host's name resolves. That is often loopback, and then two machines
     wait for each other until the timeout. The master's route to its own name may be loopback, too: with several
     machines, it uses the interface of the default route.
-
-    Returns the interface, or None if unknown.
     """
     interface = interface_towards(master_addr)
     if interface == "lo" and several_machines and master_addr not in _LOOPBACK:
-        interface = default_interface()
+        interface = interface_towards(_ANY_OTHER_MACHINE)
     if interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         if interface != "lo":  # on one machine nccl uses shared memory and NVLink
             env.setdefault("NCCL_SOCKET_IFNAME", interface)
-    return interface
-
-
-def default_interface() -> str | None:
-    """The interface of the default route (IPv4, Linux), or None."""
-    try:
-        rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    except OSError:
-        return None
-    defaults = [(int(row[6]), row[0]) for row in rows if row[1] == "00000000"]  # (metric, interface)
-    return min(defaults)[1] if defaults else None
 
 
 def interface_towards(host: str) -> str | None:
@@ -241,6 +221,6 @@ def cpu_threads(local_world_size: int) -> int:
 
     With SLURM's --cpus-per-task, those cores.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
     own = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
     return max(1, min(cores, int(own)) if own.isdigit() else cores // local_world_size)

@@ -1,50 +1,81 @@
-"""The end of a rank: error files in torchelastic's format, exit codes, messages, SLURM's requeue. Imports no torch."""
+"""The end of a process: Ctrl-C, error files in torchelastic's format, exit codes, messages, SLURM's requeue.
+
+Imports no torch.
+"""
 
 import contextlib
 import ctypes
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
-from imagenet_cls.errors import Stopped, UserError
-from imagenet_cls.interrupts import ignore_interrupts
-from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
+from imagenet_cls.errors import Stopped, UserError, printable
+from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo
 
-# What stops a run after saving. SLURM sends SIGUSR2 before a time limit; SIGUSR1 is used by NCCL.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-# Two interrupts closer than this are one: `timeout` and some launchers deliver a single Ctrl-C twice.
-SECOND_INTERRUPT_SEC = 0.5
+# What stops a run after saving. A terminal that closes sends SIGHUP; SLURM sends SIGUSR2 before the time limit of a
+# job that was submitted with --signal=USR2@SECONDS; SIGUSR1 is used by NCCL.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
-# torchelastic's variables: the file for a failing rank's message, and how often ranks may be restarted.
+# torchelastic's variable: the file for a failing rank's message.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
-# Beside the error file: the exit code of a rank that stopped on request.
-STOPPED_FILE = "stopped"
+
+# The name of the command that this process, or its launching process, runs.
+COMMAND_VARIABLE = "IMAGENET_CLS_COMMAND"
+
+Handler = Callable[[int, FrameType | None], object]
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _REQUEUE_TIMEOUT_SEC = 30
+_OUTPUT_TIMEOUT_SEC = 5
+# Two interrupts closer than this are one: `timeout` and some launchers deliver a single Ctrl-C twice.
+_SECOND_INTERRUPT_SEC = 0.5
 
 
-def terminate_with_launcher() -> None:
+def handle_interrupts(handler: Handler | signal.Handlers) -> None:
+    """Set the handler of Ctrl-C, unless it is ignored, as in a background job of a shell script.
+
+    Does nothing outside of the main thread.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
+def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal handler that ends this process silently."""
+    os._exit(128 + number)
+
+
+def exit_on_second_interrupt(handler: Handler) -> Handler:
+    """The signal handler `handler`, but a second Ctrl-C ends this process."""
+    times: list[float] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            times.append(time.monotonic())
+            if times[-1] - times[0] > _SECOND_INTERRUPT_SEC:
+                exit_on_signal(number, frame)
+        handler(number, frame)
+
+    return handle
+
+
+def terminate_with_launching_process() -> None:
     """In a rank started by our launching process: receive SIGTERM when that process ends, even by SIGKILL (Linux).
 
     Called first in a rank, from its main thread. A rank in training then saves and exits.
     """
     launcher = os.environ.get(LAUNCHED_VARIABLE)
-    if launcher is None or not set_parent_death_signal(signal.SIGTERM):
-        return
-    try:
-        os.kill(int(launcher), 0)
-    except ProcessLookupError:  # it ended before the call to prctl
-        os._exit(128 + signal.SIGTERM)
+    if launcher is not None and set_parent_death_signal(signal.SIGTERM) and os.getppid() != int(launcher):
+        os._exit(128 + signal.SIGTERM)  # the launching process ended before the call to prctl
 
 
 def set_parent_death_signal(number: signal.Signals) -> bool:
@@ -53,110 +84,115 @@ def set_parent_death_signal(number: signal.Signals) -> bool:
     return prctl is not None and prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0
 
 
-def write_error_file(message: str, exit_code: int) -> None:
-    """Write this rank's error where its launcher looks for it, in torchelastic's format."""
-    path = os.environ.get(ERROR_FILE_VARIABLE)
-    if path:
-        extra = {"timestamp": str(int(time.time())), "py_callstack": ""}
-        record = {"message": {"message": message, "errorCode": exit_code, "extraInfo": extra}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(record))
+def signal_launching_process(number: int) -> None:
+    """Send our launching process, if there is one, the signal by which this rank was stopped.
 
-
-def read_error_file(path: Path | None) -> tuple[str, int]:
-    """(message, exit code) of an error file; ("", 1) if there is none."""
-    try:
-        error = json.loads(path.read_text())["message"] if path else {}
-        return error["message"], int(error["errorCode"])
-    except (OSError, ValueError, KeyError):
-        return "", 1
-
-
-def exit_code_of_stopped_rank(code: int) -> int:
-    """The exit code of a rank that stopped on request: `code`, or 0 if torchrun would restart it for that.
-
-    torchrun restarts ranks that exit with anything but 0 (--max-restarts). Then `code` is left in a file for our
-    launching process.
+    The launching process then exits with 128 + the signal, and does not count the exits of its ranks as failures, after
+    which it would restart them. SIGINT is sent as SIGTERM (exit code 143), since a second SIGINT would exit at once.
     """
-    error_file = os.environ.get(ERROR_FILE_VARIABLE)
-    if LAUNCHED_VARIABLE not in os.environ or os.environ.get(_RESTARTS_VARIABLE, "0") == "0" or not error_file:
-        return code
-    try:
-        Path(error_file).with_name(STOPPED_FILE).write_text(str(code))
-    except OSError:
-        return code
-    return 0
+    if os.environ.get(LAUNCHED_VARIABLE) == str(os.getppid()):
+        for forwarded in STOP_SIGNALS:
+            signal.signal(forwarded, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM if number == signal.SIGINT else number)
 
 
-def report_failure(rank: int, code: int, error_file: Path | None) -> int:
-    """Print the message of the rank that failed first, in the launching process. Returns the shell's exit code.
+@contextlib.contextmanager
+def exit_if_blocked(code: int) -> Iterator[None]:
+    """Around the last output: end this process if it takes more than five seconds, as in a pipe that nobody reads.
 
-    code: the process's exit code; -n after signal n, for which a shell has 128 + n.
+    Errors, such as of a closed stream, are ignored.
     """
-    shell_code = 128 - code if code < 0 else code
-    if code - 128 in STOP_SIGNALS:
-        return shell_code  # stopped on request; rank 0 has reported it
-    message, _ = read_error_file(error_file)
+    timer = threading.Timer(_OUTPUT_TIMEOUT_SEC, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+    try:
+        with contextlib.suppress(OSError, ValueError):
+            yield
+    finally:
+        timer.cancel()
+
+
+def print_error(text: object, code: int) -> None:
+    """Print an error on stderr, after which this process exits with `code`."""
+    with exit_if_blocked(code):
+        print("\n".join(map(printable, str(text).split("\n"))), file=sys.stderr, flush=True)
+
+
+def restart_advice() -> str:
+    """What to do after a failure of the machine or of another rank: only training can be resumed."""
+    trains = os.environ.get(COMMAND_VARIABLE, "train") == "train"
+    return "Resume with the same command and --resume." if trains else "Run the same command again."
+
+
+def print_rank_failure(rank: int, code: int, message: str) -> int:
+    """Print the error of the rank that failed first, in the launching process. Returns the shell's exit code.
+
+    code: the process's exit code; -n after signal n, for which a shell has 128 + n. message: "" if it left none.
+    """
     if not message and code < 0:
         hint = "out of memory, perhaps (see `dmesg`)" if -code == signal.SIGKILL else "sent by another process"
         message = (
             f"rank {rank} was killed by {signal.Signals(-code).name}: {hint}; the other ranks were ended.\n"
-            "Resume with the same command and --resume."
+            + restart_advice()
         )
     elif not message:
         message = f"rank {rank} exited with code {code} and no message; see logs/rank{rank}.log in the run folder."
-    print(message, file=sys.stderr, flush=True)
-    return shell_code
+    code = 128 - code if code < 0 else code
+    print_error(message, code)
+    return code
 
 
-def report_error(text: str, code: int, launched: bool, reported_elsewhere: bool = False) -> None:
-    """Log a rank's error, write its error file, and print it unless our launching process will.
+def report_error(text: str, code: int, rank: int, printed_elsewhere: bool = False) -> None:
+    """Log a rank's error and write it to the error file that the launcher has set, if any.
 
-    reported_elsewhere: another rank of this machine prints the same error.
+    Our launching process prints it from there. Under another launcher print it, unless another rank prints the same;
+    rank 0 first, since a launcher may end the others once one has exited.
     """
     log = logging.getLogger("imagenet_cls")
     if log.hasHandlers():  # without a handler, logging would print it
         log.error("this rank exits with code %d: %s", code, text)
-    write_error_file(text, code)
-    if reported_elsewhere and not launched:
-        time.sleep(1.0)  # the launcher may kill the other rank once this one has exited
-    elif not launched:
-        print(text, file=sys.stderr, flush=True)
+    if path := os.environ.get(ERROR_FILE_VARIABLE):
+        record = {"message": text, "exit_code": code, "timestamp": int(time.time())}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(record))
+    if LAUNCHED_VARIABLE in os.environ:
+        return
+    if not printed_elsewhere:
+        if rank != 0:
+            time.sleep(1.0)
+        print_error(text, code)
 
 
-def abort_rank(launched: bool, error: UserError) -> NoReturn:
+def abort_rank(rank_info: RankInfo, error: UserError) -> NoReturn:
     """Report `error` and end this process, from any thread."""
-    report_error(str(error), error.exit_code, launched, error.reported_by_main)
+    report_error(str(error), error.exit_code, rank_info.rank, error.printed_elsewhere)
     end_process(error.exit_code)
 
 
 def end_process(code: int) -> NoReturn:
     """Flush and exit without the interpreter's finalization, in which gloo's threads sometimes abort (code 134)."""
-    ignore_interrupts()
-    with contextlib.suppress(OSError, ValueError):
+    handle_interrupts(signal.SIG_IGN)
+    with exit_if_blocked(code):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
-def requeue(stopped: Stopped, env: Mapping[str, str]) -> Stopped:
-    """`stopped`; if SLURM sent SIGUSR2 before a time limit, ask it to requeue the job and add the outcome.
+def requeue_if_slurm(stopped: Stopped, env: Mapping[str, str]) -> Stopped:
+    """Ask SLURM to requeue the job if it sent SIGUSR2. Returns the exception to report, with the outcome.
 
     The job is one submitted with `--signal=USR2@SECONDS` and `--requeue` (`scripts/slurm_train.sh` with BATCH=1). After
-    the requeue, `engine.run` resumes. Called on rank 0 after the save; never raises.
+    the requeue, `open_run_folder` resumes. Called on rank 0 after the save; never raises.
     """
     job = env.get("SLURM_JOB_ID", "")
-    if stopped.exit_code != 128 + signal.SIGUSR2 or not job:
+    if stopped.signal_number != signal.SIGUSR2 or not job:
         return stopped
     try:
-        command = [shutil.which("scontrol") or "scontrol", "requeue", job]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_SEC)
-        failure = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}" if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        failure = str(error)
-    outcome = (
-        f"SLURM did not requeue job {job}: {failure}\nResume with the same command and --resume."
-        if failure
-        else f"SLURM will restart job {job}, which resumes by itself."
-    )
-    return Stopped(f"{str(stopped).splitlines()[0]}\n{outcome}", stopped.exit_code)
+        subprocess.run(
+            ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_SEC
+        )
+        outcome = f"SLURM will restart job {job}, which resumes by itself."
+    except (OSError, subprocess.SubprocessError) as error:
+        failure = " ".join(str(getattr(error, "stderr", "") or error).split())[:200]
+        outcome = f"SLURM did not requeue job {job}: {failure}\nResume with the same command and --resume."
+    return Stopped(f"{str(stopped).splitlines()[0]}\n{outcome}", stopped.signal_number)

@@ -1,6 +1,6 @@
-"""The ranks of a run as one group: device, backend, rendezvous, and process groups.
+"""The ranks of a run as one group: backend, rendezvous, and process groups.
 
-The main process group (nccl or gloo) reduces gradients. A gloo group on the CPU carries control messages: stop
+The main process group (nccl or gloo) reduces gradients. The CPU group (gloo) carries what is not a gradient: stop
 requests, rank 0's results, checkpoint state.
 """
 
@@ -8,48 +8,48 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Timer
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.errors import UsageError, UserError
-from imagenet_cls.parallel.environment import RankInfo, address_towards, choose_interface, complete_master_address
-from imagenet_cls.parallel.exit import abort_rank
-from imagenet_cls.parallel.rendezvous import (
-    check_rendezvous_file,
-    find_rendezvous,
-    open_store,
-    rendezvous_error,
-    wait_for_all_ranks,
-    wait_until_reachable,
+from imagenet_cls.errors import ResourceError, UsageError, first_line
+from imagenet_cls.parallel.environment import (
+    RankInfo,
+    address_towards,
+    choose_interface,
+    complete_master_address,
+    name_ranks,
 )
+from imagenet_cls.parallel.exit import abort_rank
 
-T = TypeVar("T")
-
-# nccl's watchdog aborts a process whose collective times out and names no rank. So its timeout is longer than those of
-# the control group and the heartbeat, which name the rank.
-_NCCL_EXTRA = timedelta(seconds=10)
+_RETRY_SEC = 0.2
+# If ranks are missing, rank 0 serves the store this much longer: the others read there which ones.
+_SERVE_SEC = 2.0
 # A rendezvous has several steps, each with the timeout. After two timeouts and this it has failed.
 _RENDEZVOUS_EXTRA_SEC = 10.0
+# nccl's watchdog aborts a process whose collective times out and names no rank. So its timeout is longer than those of
+# the CPU group and the heartbeat, which name the rank.
+_NCCL_EXTRA = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
 class Group:
     """One rank's view of all ranks.
 
-    control: the gloo group; None for a single rank. rendezvous_file: the file of a file:// rendezvous, else None.
-    address: this machine's, as other ranks reach it. heartbeat: see `guards.heartbeat.start_heartbeat`.
+    cpu_group: the gloo group; None for a single rank. rendezvous_file: the file of a file:// rendezvous, else None.
+    address: this machine's, as other ranks reach it. heartbeat: a `guards.heartbeat.Heartbeat` or None.
     """
 
     rank_info: RankInfo
     device: torch.device
-    control: Any = None
+    cpu_group: Any = None
     rendezvous_file: Path | None = None
     address: str = "127.0.0.1"
     heartbeat: Any = None
@@ -67,47 +67,17 @@ class Group:
         return self.rank_info.is_main
 
 
-def choose_device(device: str, rank_info: RankInfo, device_ids: Sequence[int] | None = None) -> torch.device:
-    """The device of this rank; with `auto` and `cuda`, each rank of a machine gets its own GPU (`gpu_index`).
+@dataclass(frozen=True)
+class Rendezvous:
+    """Either an address and a port, or a file. served: torchrun's agent serves the store there."""
 
-    Raises UsageError for a GPU that is missing, or one fixed GPU for several ranks.
-    """
-    gpus = torch.cuda.device_count()
-    if device == "cpu" or (device == "auto" and gpus == 0):
-        return torch.device("cpu")
-    if gpus == 0:
-        raise UsageError(
-            f"device={device}, but torch {torch.__version__} sees no GPU here.\nUse device=cpu or device=auto."
-        )
-    return torch.device("cuda", gpu_index(device, rank_info, gpus, device_ids))
+    host: str = ""
+    port: int = 0
+    file: Path | None = None
+    served: bool = False
 
-
-def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[int] | None = None) -> int:
-    """The GPU of a rank among the `gpus` visible ones: `device_ids[local_rank]`, by default the local rank.
-
-    Raises UsageError if there is none for it.
-    """
-    local_rank = rank_info.local_rank
-    if rank_info.world_size > 1 and ":" in device:
-        raise UsageError(
-            f"device={device} with {rank_info.world_size} ranks: each rank needs its own GPU.\nUse device=cuda."
-        )
-    if device_ids is not None and local_rank >= len(device_ids):
-        raise UsageError(
-            f"rank {rank_info.rank} (local rank {local_rank}) has no GPU: parallel.device_ids has {len(device_ids)}.\n"
-            "Start as many ranks on this machine as it has GPUs, or add GPUs to it."
-        )
-    index = int(device.partition(":")[2] or (local_rank if device_ids is None else device_ids[local_rank]))
-    if rank_info.launcher in ("slurm", "mpi") and gpus == 1 and rank_info.local_world_size > 1:
-        index = 0  # each task sees only its own GPU (--gpus-per-task)
-    if index >= gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise UsageError(
-            f"rank {rank_info.rank} (local rank {local_rank}) needs GPU {index}, but {gpus} are visible here"
-            + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
-            + f".\nStart at most {gpus} ranks on this machine, or use device=cpu."
-        )
-    return index
+    def __str__(self) -> str:
+        return str(self.file or f"{self.host}:{self.port}")
 
 
 def check_backend(backend: str, launcher: str) -> None:
@@ -116,20 +86,17 @@ def check_backend(backend: str, launcher: str) -> None:
     MPI numbers the ranks that mpirun or srun starts; each rank of torchrun or spawn would be alone.
     """
     if backend != "auto" and not dist.is_backend_available(backend):
-        raise UsageError(
-            f"parallel.backend={backend}: torch {torch.__version__} was built without it.\n"
-            "Use parallel.backend=auto (nccl on GPUs, gloo on CPUs), also under mpirun."
-        )
-    if backend == "nccl" and torch.cuda.device_count() == 0:
-        raise UsageError(
-            f"parallel.backend=nccl needs GPUs, and torch {torch.__version__} sees none here.\n"
-            "Use parallel.backend=auto (nccl on GPUs, gloo on CPUs)."
-        )
-    if backend == "mpi" and launcher in ("spawn", "pytorch"):
-        raise UsageError(
-            f"parallel.backend=mpi does not work with --launcher {launcher}.\n"
-            "Start ranks with `mpirun -np N python tools/train.py CONFIG`, or use parallel.backend=auto."
-        )
+        problem = f"torch {torch.__version__} was built without it"
+    elif backend == "nccl" and torch.cuda.device_count() == 0:
+        problem = f"torch {torch.__version__} sees no GPU here"
+    elif backend == "mpi" and launcher in ("spawn", "pytorch"):
+        problem = f"its ranks are started by mpirun, not by --launcher {launcher}"
+    else:
+        return
+    raise UsageError(
+        f"parallel.backend={backend}: {problem}.\n"
+        "Use parallel.backend=auto (nccl on GPUs, gloo on CPUs), also under mpirun."
+    )
 
 
 def init_group(
@@ -157,25 +124,21 @@ def init_group(
     if rank_info.launched and init_method.startswith("tcp:"):
         init_method = "env://"  # the launching processes use that address; the ranks have another port
     rendezvous = find_rendezvous(os.environ, init_method, rank_info)
-    try:
-        wait_until_reachable(rendezvous, timeout_sec, rank_info.is_main)
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
-        raise rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
     several_machines = rank_info.local_world_size < rank_info.world_size
+    if rendezvous.file is not None and rank_info.is_main:
+        check_rendezvous_file(rendezvous.file, timeout_sec)
     # With a file, the machine of rank 0 is unknown.
     master = rendezvous.host or (socket.gethostname() if several_machines else "127.0.0.1")
-    if rendezvous.file is None or not several_machines:
-        choose_interface(os.environ, master, several_machines)
     timeout = timedelta(seconds=timeout_sec)
-    if rendezvous.file is not None:
-        check_rendezvous_file(rendezvous.file, timeout_sec if rank_info.is_main else None)
     # torch has no timeout for a server that accepts connections and does not answer, and for a file with other
     # contents.
     no_answer = rendezvous_error(TimeoutError("the program there does not answer"), rendezvous, rank_info, timeout_sec)
-    watchdog = Timer(2 * timeout_sec + _RENDEZVOUS_EXTRA_SEC, abort_rank, (rank_info.launched, no_answer))
+    watchdog = Timer(2 * timeout_sec + _RENDEZVOUS_EXTRA_SEC, abort_rank, (rank_info, no_answer))
     watchdog.daemon = True
-    watchdog.start()
     try:
+        wait_until_reachable(rendezvous, timeout_sec, rank_info.is_main)
+        choose_interface(os.environ, master, several_machines)
+        watchdog.start()
         store = open_store(rendezvous, rank_info, timeout_sec)
         wait_for_all_ranks(store, rank_info, timeout_sec)
         store.set_timeout(timeout)
@@ -186,25 +149,127 @@ def init_group(
         )  # fmt: skip
         # Separate even if gloo reduces the gradients: collectives in flight on one group need the same order on every
         # rank, and a stop request may come between any two.
-        control = dist.new_group(backend="gloo", timeout=timeout)
-    except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
+        cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:  # UnicodeError, for a bad host name, too
         raise rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
     finally:
         watchdog.cancel()
-    return Group(rank_info, device, control, rendezvous.file, address_towards(master))
+    return Group(rank_info, device, cpu_group, rendezvous.file, address_towards(master))
 
 
-def destroy_group(group: Group) -> None:
-    """Wait for all ranks at the end of a run or at a stop, then destroy the process groups.
+def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInfo) -> Rendezvous:
+    """The rendezvous named by a checked `parallel.init_method`, or with `env://` by the environment.
 
-    Rank 0 may still be saving, and a launcher ends all ranks once one has exited with a code other than 0.
+    Raises UsageError if MASTER_ADDR or MASTER_PORT is missing or not valid.
     """
-    if group.control is not None:
+    if init_method.startswith("file:"):
+        return Rendezvous(file=Path(init_method.removeprefix("file://")))
+    if init_method != "env://":
+        host, _, port = init_method.removeprefix("tcp://").rpartition(":")
+        return Rendezvous(host.strip("[]"), int(port))
+    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise UsageError(
+            f"rank {rank_info.rank} of {rank_info.world_size} can't find the others: MASTER_ADDR is {host!r}, "
+            f"MASTER_PORT is {port!r}.\n"
+            "Set both to the first machine's address and a free port of it, or start the ranks by --gpus N."
+        )
+    return Rendezvous(host.strip("[]"), int(port), served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+
+def check_rendezvous_file(path: Path, max_age_sec: float) -> None:
+    """Raise UsageError for a file that can't be made, ResourceError for one that an earlier run left.
+
+    Ranks would wait for those of the earlier run. max_age_sec: since when this run's own ranks may have written it.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"parallel.init_method: can't make {path}.\nName a new file in an existing folder.")
+    if path.exists() and path.stat().st_size and time.time() - path.stat().st_mtime >= max_age_sec:
+        raise ResourceError(
+            f"rendezvous failed in {path}: a killed run has left this file.\n"
+            "Remove that file (parallel.init_method), and start again."
+        )
+
+
+def wait_until_reachable(rendezvous: Rendezvous, timeout_sec: float, is_server: bool) -> None:
+    """Wait until the rendezvous's machine answers. Raises OSError with the reason, which torch's store does not name.
+
+    is_server: this process will listen there, so a refused connection is enough.
+    """
+    end = time.monotonic() + timeout_sec
+    while rendezvous.file is None:
+        try:
+            left = max(_RETRY_SEC, end - time.monotonic())
+            socket.create_connection((rendezvous.host, rendezvous.port), timeout=left).close()
+            return
+        except OSError as error:
+            if is_server and isinstance(error, ConnectionRefusedError):
+                return
+            if time.monotonic() + _RETRY_SEC >= end:
+                raise
+        time.sleep(_RETRY_SEC)
+
+
+def open_store(rendezvous: Rendezvous, rank_info: RankInfo, timeout_sec: float) -> dist.Store:
+    """torch's store at the rendezvous, served by rank 0 unless a launching process serves it.
+
+    Waits for the server only: torch's `init_method` waits for all ranks and can't name a missing one.
+    """
+    if rendezvous.file is not None:
+        return dist.FileStore(str(rendezvous.file), rank_info.world_size)
+    store = dist.TCPStore(
+        rendezvous.host, rendezvous.port, is_master=rank_info.is_main and not rendezvous.served,
+        timeout=timedelta(seconds=timeout_sec), wait_for_workers=False, multi_tenant=True,
+    )  # fmt: skip
+    # A launcher's store outlives ranks that it restarts, with all their keys. Rank 0's store is new each time, and the
+    # launchers of several machines may have counted different numbers of restarts.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start {restarts}", store) if rendezvous.served else store
+
+
+def wait_for_all_ranks(store: dist.Store, rank_info: RankInfo, timeout_sec: float) -> None:
+    """Wait until every rank has reached the store. Raises TimeoutError with the missing ranks."""
+    keys = [f"arrival/rank {rank}" for rank in range(rank_info.world_size)]
+    store.set(keys[rank_info.rank], "here")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_sec))
+    except RuntimeError as error:  # torch's DistStoreError, or a plain one from a file's store
+        if "timeout" not in str(error).lower():
+            raise
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        time.sleep(_SERVE_SEC if rank_info.is_main else 0.0)
+        raise TimeoutError(f"missing: {name_ranks(missing)} of {rank_info.world_size}") from None
+
+
+def rendezvous_error(
+    error: Exception, rendezvous: Rendezvous, rank_info: RankInfo, timeout_sec: float
+) -> ResourceError:
+    """The error of a rank whose rendezvous failed."""
+    return ResourceError(
+        f"rank {rank_info.rank} of {rank_info.world_size}: rendezvous at {rendezvous} failed "
+        f"(timeout {timeout_sec:g} s):\n{first_line(error)[:200]}\n"
+        "Check that every rank was started, once, that all name the same address and port, and that the port is free."
+    )
+
+
+def leave_group(group: Group, failed: bool) -> None:
+    """Leave the other ranks: together with them, at the end or at a stop of the run, or alone after this rank's error.
+
+    Together means that each waits for all others: rank 0 may still be saving, and a launcher ends all ranks once one
+    has exited with a code other than 0.
+    """
+    if group.cpu_group is None:
+        return
+    if not failed:
+        if group.heartbeat is not None:
+            group.heartbeat.aborts = False
         with contextlib.suppress(RuntimeError):
-            dist.barrier(group=group.control)
+            dist.barrier(group=group.cpu_group)
             dist.destroy_process_group()
         if group.rendezvous_file is not None and group.is_main:
             group.rendezvous_file.unlink(missing_ok=True)
+    if group.heartbeat is not None:
+        group.heartbeat.close(failed)
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -213,29 +278,3 @@ def is_communication_error(error: BaseException) -> bool:
         return True
     pattern = r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|timed out waiting|socket"
     return isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE) is not None
-
-
-def run_on_main(group: Group, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result on every rank, or raise its UserError on every rank.
-
-    The result is pickled and broadcast over the control group. Any other exception is a bug: it ends rank 0, and with
-    it the others.
-    """
-    if group.control is None:
-        return action()
-    outcome: list[Any] = [None, None]
-    if group.is_main:
-        try:
-            outcome = [action(), None]
-        except UserError as error:
-            outcome = [None, error]
-    dist.broadcast_object_list(outcome, src=0, group=group.control)
-    if outcome[1] is not None:
-        raise reported_by_main(outcome[1], group)
-    return outcome[0]
-
-
-def reported_by_main(error: UserError, group: Group) -> UserError:
-    """Mark an error that every rank raises, so that only rank 0 prints it."""
-    error.reported_by_main = not group.is_main
-    return error

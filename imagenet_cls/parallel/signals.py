@@ -1,20 +1,24 @@
 """Stop requests: a signal on any rank stops all ranks at the same step.
 
-The handler only sets a flag. After each step the flags of all ranks are reduced over the control group, asynchronously:
+The handler only sets a flag. After each step the flags of all ranks are reduced over the CPU group, asynchronously:
 step s + 1 waits for the result of step s, which is usually complete by then.
 """
 
 import contextlib
 import os
 import signal
-import time
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.parallel.exit import LAUNCHED_VARIABLE, SECOND_INTERRUPT_SEC, STOP_SIGNALS, set_parent_death_signal
+from imagenet_cls.parallel.exit import (
+    LAUNCHED_VARIABLE,
+    STOP_SIGNALS,
+    exit_on_second_interrupt,
+    set_parent_death_signal,
+)
 from imagenet_cls.parallel.process_group import Group
 
 
@@ -30,34 +34,27 @@ class StopSignalHandler:
     """Handles `STOP_SIGNALS` from `install` to `close`, both called in the main thread.
 
     If ranks got different signals, SIGTERM has priority, then SIGUSR2. A signal that was ignored before (SIGINT in a
-    script's background job) stays ignored. A second Ctrl-C ends the process as soon as Python handles it.
+    script's background job, SIGHUP under nohup) stays ignored. A second Ctrl-C ends the process as soon as Python
+    handles it. Any other signal after the first changes nothing: a stopped process still has to report that it was
+    stopped.
     """
 
     def __init__(self, group: Group):
         self.group = group
         self.signal = 0
-        self._interrupted_at = 0.0
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._previous: dict[int, Any] = {}
-        # torchrun forwards a second Ctrl-C as SIGTERM.
-        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        self._second = (signal.SIGINT, signal.SIGTERM) if is_torchrun else (signal.SIGINT,)
 
     def install(self) -> None:
+        handler = exit_on_second_interrupt(self._handle)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and LAUNCHED_VARIABLE in os.environ:
+            set_parent_death_signal(signal.SIGKILL)  # a second Ctrl-C ends the launching process, and so this one
         self.signal = self.signal or number
-        now = time.monotonic()
-        if not self._interrupted_at:
-            if number == signal.SIGINT:
-                self._interrupted_at = now
-                if LAUNCHED_VARIABLE in os.environ:  # a third Ctrl-C ends the launching process, and so this one
-                    set_parent_death_signal(signal.SIGKILL)
-        elif number in self._second and now - self._interrupted_at > SECOND_INTERRUPT_SEC:
-            os._exit(128 + signal.SIGINT)
 
     def check(self) -> None:
         """Raise StopRequested on all ranks at the same step, if any of them has received a stop signal.
@@ -65,7 +62,7 @@ class StopSignalHandler:
         All ranks must call it equally often: after each optimizer step, and before batches of an evaluation.
         """
         number = self.signal
-        if self.group.control is not None:
+        if self.group.cpu_group is not None:
             number = 0
             if self._pending is not None:
                 work, flag = self._pending
@@ -73,17 +70,18 @@ class StopSignalHandler:
                 number, self._pending = int(flag.item()), None
             if not number:
                 flag = torch.tensor([self.signal], dtype=torch.int32)
-                work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group.control, async_op=True)
+                work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group.cpu_group, async_op=True)
                 self._pending = (work, flag)
         if number:
+            self.signal = self.signal or number
             raise StopRequested(number)
 
     def close(self) -> None:
-        """Wait for a pending all-reduce and restore the previous signal handlers."""
+        """Wait for a pending all-reduce. Restore the previous signal handlers, unless a signal was received."""
         if self._pending is not None:
             with contextlib.suppress(RuntimeError):  # a rank has exited; the exception that is propagating names it
                 self._pending[0].wait()
             self._pending = None
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+        if not self.signal:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)

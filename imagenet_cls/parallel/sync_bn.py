@@ -32,7 +32,7 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
     for layer in layers:
         if type(layer).forward not in (_BatchNorm.forward, BatchNormAct2d.forward):
             raise UsageError(
-                f"parallel.sync_bn: {type(layer).__name__} can't be synchronised, since it overrides forward.\n"
+                f"parallel.sync_bn: {type(layer).__name__} can't be synchronized, since it overrides forward.\n"
                 "Set parallel.sync_bn to false, or use a model with plain BatchNorm layers."
             )
     if group.device.type == "cuda":
@@ -132,8 +132,8 @@ class _Normalize(torch.autograd.Function):
         dist.all_reduce(reduced)
         mean_grad, mean_projection = reduced / total
         scale = inverse_std if weight is None else inverse_std * weight
-        centred = grad - mean_grad.view(shape) - normalized * mean_projection.view(shape)
-        return (centred * scale.view(shape)).to(input.dtype), grad_weight, grad_bias, None
+        centered = grad - mean_grad.view(shape) - normalized * mean_projection.view(shape)
+        return (centered * scale.view(shape)).to(input.dtype), grad_weight, grad_bias, None
 
 
 def _per_channel(input: Tensor) -> list[int]:

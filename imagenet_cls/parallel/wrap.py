@@ -1,12 +1,14 @@
-"""DistributedDataParallel around the model, its gradient buckets, and BatchNorm's running statistics on all ranks.
+"""DistributedDataParallel or DataParallel around the model; BatchNorm's running statistics on all ranks.
 
-The wrapped model is for forward and backward only. Evaluation, EMA and checkpoints use the model itself, so no name
-has a `module.` prefix.
+The wrapped model is for forward and backward only. EMA and checkpoints use the model itself, so no name has a `module.`
+prefix.
 """
 
 import contextlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_cls.parallel.collectives import all_reduce_mean
+from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import is_synchronized
 
@@ -28,12 +31,15 @@ def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
     """
     if group.world_size == 1 and mode != "ddp":
         return model
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[group.device.index] if group.device.type == "cuda" else None,
-        broadcast_buffers=False,
-        gradient_as_bucket_view=True,
-    )
+    with warnings.catch_warnings():
+        # Deprecated since torch 2.13. Its replacement broadcasts buffers once, and gloo does not support every dtype.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[group.device.index] if group.device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
     if group.world_size > 1:
         broadcast_buffers(model)
     return wrapped
@@ -58,7 +64,7 @@ def gradient_sync(wrapped: nn.Module, enabled: bool) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def warm_up_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
+def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
     """Make DDP rebuild its gradient buckets now, before the first step and before any state is loaded.
 
     DDP rebuilds its buckets once after the first backward, in the order in which gradients became ready. A resumed run
@@ -74,6 +80,43 @@ def warm_up_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) ->
     with torch.no_grad():
         for buffer, value in zip(wrapped.module.buffers(), before, strict=True):
             buffer.copy_(value)
+
+
+def wrap_data_parallel(model: nn.Module, devices: Devices) -> nn.Module:
+    """`model`, whose tensors are on the first device, replicated on all devices; the model itself if there is one.
+
+    For forward and backward, in training and in evaluation. Checkpoints use the model itself.
+    """
+    return model if len(devices.all) < 2 else AutocastDataParallel(model, devices)
+
+
+class AutocastDataParallel(nn.DataParallel):
+    """torch's DataParallel with the caller's autocast in every replica.
+
+    Takes a batch (B, ...) on any device and returns logits (B, classes) on the output device.
+    """
+
+    def __init__(self, model: nn.Module, devices: Devices):
+        super().__init__(model, device_ids=list(devices.all), output_device=devices.output)
+        self.training = model.training  # a new module is in training mode
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        return super().parallel_apply([with_callers_autocast(replica, "cuda") for replica in replicas], inputs, kwargs)
+
+
+def with_callers_autocast(replica: Callable[..., Tensor], device_type: str) -> Any:
+    """`replica`, for a call in another thread with this thread's autocast.
+
+    Autocast is thread-local. torch's DataParallel passes on whether it is enabled, but not the dtype: bfloat16 would
+    become float16, without a loss scale.
+    """
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    def forward(*arguments: Any, **keywords: Any) -> Tensor:
+        with torch.autocast(device_type, dtype, enabled=enabled):
+            return replica(*arguments, **keywords)
+
+    return forward
 
 
 class BatchNormStatistics:

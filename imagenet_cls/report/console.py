@@ -1,106 +1,148 @@
-"""A run's lines on stdout: a progress bar on a terminal, plain lines in a pipe or a file.
+"""A run's lines on stdout, and the log files that keep messages of libraries off it.
 
-An error of the output (`| head`, a closed connection, a full disk) silences the console; the run does not end. The bar
-is drawn when a record arrives and not by a thread, so that no lock is held when DataLoader forks its workers, and the
-cursor is never hidden, so that even SIGKILL leaves a usable terminal.
+On a terminal there is a progress bar, in a pipe or a file plain lines. If stdout fails (`| head`, a closed connection,
+a full disk), the console becomes silent and the run continues. It also continues if nobody reads a full pipe: a thread
+writes the text. The bar is drawn when a record arrives and not by a thread, so that no lock is held when DataLoader
+forks its workers. The cursor is never hidden, so that even SIGKILL leaves a usable terminal.
 """
 
 import contextlib
+import io
+import logging
 import os
+import queue
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TextIO
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import Any, TextIO, cast
 
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from imagenet_cls.errors import printable
+from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.jsonl import Record
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-_EVAL_REDRAW_SEC = 0.1
+WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
+_MOST_WAITING = 10_000  # texts that wait for a slow reader
+_LAST_TEXT_SEC = 5.0  # the longest wait for a slow reader at the end
+
+
+class BackgroundStream:
+    """Writes text to a file or terminal in a thread: `write` neither blocks nor raises.
+
+    If the reader is too slow, the oldest texts are dropped. After an error the file becomes /dev/null.
+    """
+
+    def __init__(self, stream: io.TextIOWrapper):
+        self._stream = stream
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # encoding, isatty, fileno
+
+    def flush(self) -> None:
+        """Flush what was printed without the console."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def write(self, text: str) -> None:
+        self.flush()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_waiting, name="console", daemon=True)
+            self._thread.start()
+        self._put(text.encode(self._stream.encoding, "backslashreplace"))  # an ASCII-only stdout gets escapes
+
+    def wait(self) -> None:
+        """Wait until all is written, for at most five seconds."""
+        if self._thread is not None:
+            self._put(None)
+            self._thread.join(_LAST_TEXT_SEC)
+            self._thread = None
+
+    def _put(self, item: bytes | None) -> None:
+        while True:
+            try:
+                return self._waiting.put_nowait(item)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._waiting.get_nowait()
+
+    def _write_waiting(self) -> None:
+        """In the thread. By os.write: a lock of Python's streams could be held when DataLoader forks its workers."""
+        while (data := self._waiting.get()) is not None:
+            try:
+                while data:
+                    data = data[os.write(self._stream.fileno(), data) :]
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class Console:
-    """stream: None for stdout. start_step: updates done before this process began."""
+    """stream: None for stdout."""
 
-    def __init__(self, stream: TextIO | None = None, start_step: int = 0):
+    def __init__(self, stream: TextIO | None = None):
         self._stream = stream if stream is not None else sys.stdout
-        self._is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        with contextlib.suppress(OSError):  # not a file: in a test or a notebook
+            if isinstance(self._stream, io.TextIOWrapper) and self._stream.fileno() >= 0:
+                self._stream = cast(TextIO, BackgroundStream(self._stream))
+        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._bar: Progress | None = None
-        self._train_task: TaskID | None = None
-        self._eval_task: TaskID | None = None
-        self._eval_drawn_at = 0.0
-        # Step and time that the pace is measured from: the start-up table, then the first train record, since the time
-        # between them includes the start of the workers.
-        self._pace_from = (start_step, time.monotonic())
-        self._trained = False
+        self._tasks: dict[str, TaskID] = {}
+        self._pace_from: tuple[int, float] | None = None  # step and time of the first train record
+        self._eval_line_at = 0.0
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print one line for each (name, value), the values aligned."""
-        width = max((len(name) for name, _ in rows), default=0)
+        width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.message(f"{name:<{width}}  {value}")
-        self._pace_from = (self._pace_from[0], time.monotonic())
 
     def message(self, text: str) -> None:
-        """Print a message as it is, above the bar if there is one."""
-        with self._silenced_by_errors():
-            if self._bar is not None:
-                self._bar.console.print(text, soft_wrap=True)
-            else:  # an ASCII-only stdout gets escapes
-                encoding = getattr(self._stream, "encoding", None) or "utf-8"
-                print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+        """Print a message, above the bar if there is one. Control characters in it are escaped."""
+        text = "\n".join(map(printable, text.split("\n")))
+        if self._bar is not None:
+            self._bar.console.print(text, soft_wrap=True)
+        else:
+            self._stream.write(f"{text}\n")
 
-    def train(self, record: Record, total_steps: int, total_epochs: int) -> None:
+    def show_step(self, record: Record, total_steps: int, total_epochs: int) -> None:
         """Show the last step of a logging interval. record: of kind "train", see `jsonl`."""
         step = record["step"]
         epoch = f"epoch {record['epoch'] + 1}/{total_epochs}"
-        numbers = [f"loss {record['loss']:.4f}", f"lr {_format_lr(record['lr'])}"]
+        numbers = [f"loss {record['loss']:.4f}", f"top-1 {record['top1_pct']:.1f} %", f"lr {_format_lr(record['lr'])}"]
         if "images_per_sec" in record:
-            numbers += [f"{record['images_per_sec']:.0f} img/s", f"data {record['data_wait_pct']:.0f} %"]
+            numbers += [f"{record['images_per_sec']:.0f} img/s", f"waiting for data {record['data_wait_pct']:.0f} %"]
         eta = f"eta {self._eta(step, total_steps)}"
-        if not self._is_terminal:
+        if self._is_terminal:
+            self._draw("train", epoch, step, total_steps, " ".join([f"{step}/{total_steps}", eta, *numbers]))
+        else:
             self.message("  ".join([epoch, f"step {step}/{total_steps}", *numbers, eta]))
-            return
-        with self._silenced_by_errors():
-            bar = self._open_bar()
-            if self._train_task is None:
-                self._train_task = bar.add_task(epoch, total=total_steps, numbers="")
-            text = " ".join([f"{step}/{total_steps}", eta, *numbers])  # fits 80 columns; the rest is cut off
-            bar.update(
-                self._train_task, description=epoch, completed=step, total=total_steps, numbers=text, refresh=True
-            )
 
     def eval_progress(self, images_done: int, images_total: int) -> None:
-        """Show how far an evaluation is. Cheap enough for every batch: the bar is drawn at most ten times a second.
+        """Show how far an evaluation is: images_done is 0 in its first call.
 
         Without a terminal it is a line every ten seconds, so that a long evaluation does not look like a hang.
         """
-        now = time.monotonic()
-        if images_done == 0:
-            self._eval_drawn_at = now
-        since = now - self._eval_drawn_at
-        numbers = f"{images_done}/{images_total} images"
-        if not self._is_terminal:
-            if since >= _EVAL_LINE_SEC:
-                self._eval_drawn_at = now
-                self.message(f"evaluating  {numbers}")
-        elif since >= _EVAL_REDRAW_SEC or images_done in (0, images_total):
-            self._eval_drawn_at = now
-            with self._silenced_by_errors():
-                bar = self._open_bar()
-                if self._eval_task is None:
-                    self._eval_task = bar.add_task("evaluating", total=images_total, numbers="")
-                bar.update(self._eval_task, completed=images_done, total=images_total, numbers=numbers, refresh=True)
+        numbers, now = f"{images_done}/{images_total} images", time.monotonic()
+        if self._is_terminal:
+            self._draw("eval", "evaluating", images_done, images_total, numbers)
+        elif images_done == 0:
+            self._eval_line_at = now
+        elif now - self._eval_line_at >= _EVAL_LINE_SEC:
+            self._eval_line_at = now
+            self.message(f"evaluating  {numbers}")
 
     def eval_result(self, record: Record, total_epochs: int) -> None:
         """Print a result. record: of kind "eval"."""
-        if self._bar is not None and self._eval_task is not None:
-            with self._silenced_by_errors():
-                self._bar.remove_task(self._eval_task)
-            self._eval_task = None
+        if self._bar is not None and "eval" in self._tasks:
+            self._bar.remove_task(self._tasks.pop("eval"))
         parts = [
             f"epoch {record['epoch'] + 1}/{total_epochs}",
             f"{record['weights']} weights: top-1 {record['top1_pct']:.2f} %",
@@ -111,54 +153,104 @@ class Console:
         self.message("  ".join(parts))
 
     def close(self) -> None:
-        """Leave the bar as it is and the cursor below it. May be called again."""
-        bar, self._bar = self._bar, None
-        self._train_task = self._eval_task = None
-        if bar is not None:
-            with self._silenced_by_errors():
-                bar.stop()
+        """Leave the bar as it is and the cursor below it, and wait for the last text. May be called again."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if isinstance(self._stream, BackgroundStream):
+            self._stream.wait()
 
-    def _open_bar(self) -> "Progress":
+    def _draw(self, task: str, description: str, done: int, total: int, numbers: str) -> None:
+        """Draw the bar of a task ("train" or "eval"). The end of `numbers` is cut off where the terminal is narrow."""
         if self._bar is None:
-            from rich.console import Console as RichConsole  # here: not needed where the output is a file
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            console = RichConsole(file=self._stream, force_terminal=True, markup=False, emoji=False, highlight=False)
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=max(5, min(40, console.width - 85))),
-                TextColumn("{task.fields[numbers]}", markup=False),
-                console=console,
-                auto_refresh=False,
-                redirect_stdout=False,  # a worker that prints would take the bar's lock in a forked process
-                redirect_stderr=False,
-            )
-            self._bar.start()
-            self._bar.console.show_cursor(True)
-        return self._bar
+            self._bar, self._tasks = _open_bar(self._stream), {}
+        if task not in self._tasks:
+            self._tasks[task] = self._bar.add_task(description, total=total, numbers="")
+        numbers = numbers[: self._bar.console.width - len(description) - _bar_width(self._bar.console) - 2]
+        self._bar.update(self._tasks[task], description=description, completed=done, numbers=numbers, refresh=True)
 
     def _eta(self, step: int, total_steps: int) -> str:
-        """Time to the last step at the pace so far, evaluations and checkpoints included; "-" if unknown."""
+        """Time to the last step at the pace since the first record, evaluations and checkpoints included."""
         now = time.monotonic()
-        steps_done, elapsed_sec = step - self._pace_from[0], now - self._pace_from[1]
-        if not self._trained:
-            self._pace_from, self._trained = (step, now), True
-        if steps_done <= 0:
+        if self._pace_from is None:  # the time before it includes the start of the workers
+            self._pace_from = (step, now)
             return "-"
-        return str(timedelta(seconds=round(elapsed_sec / steps_done * max(total_steps - step, 0))))
+        sec_per_step = (now - self._pace_from[1]) / (step - self._pace_from[0])
+        return str(timedelta(seconds=round(sec_per_step * (total_steps - step))))
 
-    @contextlib.contextmanager
-    def _silenced_by_errors(self) -> Iterator[None]:
-        """Around every output: after one that fails nothing more is printed."""
-        try:
-            yield
-        except OSError:
-            nowhere = open(os.devnull, "w")  # noqa: SIM115, PTH123 - open as long as the process
-            if self._stream is sys.stdout:  # else Python would fail to flush what is left in it at exit
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
-            self._stream, self._is_terminal, self._bar = nowhere, False, None
+
+def _open_bar(stream: TextIO) -> Progress:
+    console = RichConsole(file=stream, markup=False, emoji=False, highlight=False)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=_bar_width(console)),
+        TextColumn("{task.fields[numbers]}", markup=False),
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,  # a worker that prints would take the bar's lock in a forked process
+        redirect_stderr=False,
+    )
+    bar.start()
+    console.show_cursor(True)
+    return bar
+
+
+def _bar_width(console: RichConsole) -> int:
+    return max(5, min(40, console.width - 105))
 
 
 def _format_lr(lr: float) -> str:
     """Four decimals, or scientific where those would hide it."""
     return f"{lr:.4f}" if lr == 0 or 1e-3 <= lr < 1e4 else f"{lr:.2e}"
+
+
+class RankLogHandler(logging.FileHandler):
+    """Drops a line that can't be written: checkpoints report a full disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do nothing; the base class would print a traceback for every line."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the file is closed, but its last lines may be missing
+            super().close()
+
+
+def open_log(folder: Path | None, rank: int) -> logging.Logger:
+    """Append all logging and warnings of this process to `folder/logs/rank<rank>.log` instead of the terminal.
+
+    folder: None to keep them in memory until the next call. Messages of libraries are kept from INFO on. A second call
+    moves the log to the new file. Returns the project's logger. Raises ResourceError.
+    """
+    handler: logging.Handler = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
+    if folder is not None:
+        path = folder / "logs" / f"rank{rank}.log"
+        with explain_write_errors(path, WRITE_REMEDY):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handler = RankLogHandler(path, encoding="utf-8")
+    buffers = [old for old in logging.root.handlers if isinstance(old, MemoryHandler) and folder is not None]
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(handlers=[handler], format=line, level=logging.INFO, force=True)
+    for record in (record for buffer in buffers for record in buffer.buffer):
+        handler.handle(record)
+    _remove_terminal_handlers()
+    logging.captureWarnings(True)
+    threading.excepthook = _log_thread_error
+    return logging.getLogger("imagenet_cls")
+
+
+def _remove_terminal_handlers() -> None:
+    """Remove the handlers of torch, timm and huggingface_hub that print; their loggers propagate instead."""
+    terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    entries = logging.root.manager.loggerDict.values()
+    for logger in [entry for entry in entries if isinstance(entry, logging.Logger)]:
+        for handler in logger.handlers[:]:
+            # By its stream: files are StreamHandlers as well, and so is torch's trace handler, which writes nowhere.
+            if getattr(handler, "stream", handler) in terminal:
+                logger.removeHandler(handler)
+                logger.propagate = True
+
+
+def _log_thread_error(ended: threading.ExceptHookArgs) -> None:
+    """Log an exception that ended a thread, such as TensorBoard's on a full disk; the caller detects it separately."""
+    assert ended.exc_value is not None
+    logging.getLogger("imagenet_cls").error("%s ended early", ended.thread, exc_info=ended.exc_value)

@@ -2,8 +2,8 @@
 
 `step` counts optimizer steps from 1, skipped ones included; `epoch` counts from 0:
 
-    {"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}  for every step; the last of each logging interval has
-                                                                   "images_per_sec", "data_wait_pct", "memory_mib" too
+    {"kind": "train", "step", "epoch", "loss", "top1_pct", "lr", "grad_norm"}  for every step; the last of each logging
+                                                       interval also has "images_per_sec", "data_wait_pct", "memory_mib"
     {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "images", "seconds"}
     {"kind": "event", "step", "message"}
 
@@ -16,135 +16,108 @@ Python and `Number()` of JavaScript accept. `read_metrics` converts them back to
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.files import write_file
 
 Record = dict[str, Any]
 
-WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
 _TEXT_KEYS = ("kind", "weights", "message")
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """Appends records to one file. Lines reach the file at `flush`, and the disk at `sync`.
+    """Appends records to one file. Methods raise OSError if the file system fails. Thread-safe.
 
     path: created if missing, with its folder. To append to the file of a killed run, call `truncate_after` first: it
-    drops an incomplete last line. All methods but `write` raise ResourceError where the file system fails. Records that
-    could not be written are kept for the next flush, so each is written once. Thread-safe.
+    drops an incomplete last line. Records that could not be written are kept for the next call, so each is written
+    once.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._waiting = b""
+        self._unwritten = b""
         self._lock = Lock()
-        with explain_write_errors(path, WRITE_REMEDY):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record: a flat mapping of names to numbers and strings."""
-        line = json.dumps({key: _encode(value) for key, value in record.items()}, allow_nan=False, ensure_ascii=False)
+    def write(self, records: Sequence[Record]) -> None:
+        """Append records, which map names to numbers and strings. They survive if this process is killed."""
+        lines = "".join(json.dumps(_without_nonfinite(record)) + "\n" for record in records)
         with self._lock:
-            self._waiting += line.encode() + b"\n"
-
-    def flush(self) -> None:
-        """Write all records to the file: they survive if this process is killed."""
-        with self._lock, explain_write_errors(self.path, WRITE_REMEDY):
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._unwritten += lines.encode()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def sync(self) -> None:
-        """Flush and call fsync: the records survive a power failure."""
-        self.flush()
-        with explain_write_errors(self.path, WRITE_REMEDY):
+        """Write what is left and call fsync: the records survive a power failure. A removed file is written again."""
+        self.write([])
+        with self._lock:
+            if not self.path.exists():
+                self._file.seek(0)
+                write_file(self.path, self._file.read())
+                self._file.close()
+                self._file = self.path.open("a+b", buffering=0)
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close; may be called again. The file is closed even where the flush fails."""
-        if self._file.closed:
-            return
-        try:
-            self.flush()
-        finally:
-            with explain_write_errors(self.path, WRITE_REMEDY):
+        """Write what is left and close, even if that fails; may be called again."""
+        if not self._file.closed:
+            try:
+                self.sync()
+            finally:
                 self._file.close()
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """All records of the file, in order; [] if there is no file. An unfinished last line is left out.
+def read_metrics(path: str | Path) -> list[Record]:
+    """All records of the file, in order. An unfinished last line is left out. A resumed run has each step once.
 
-    Raises CheckpointError, with file and line, where any other line is not a JSON object with `kind` and `step`.
+    path: the file, or the run folder that contains it. Raises CheckpointError if there is no file, and, with file and
+    line, where any other line is not a JSON object with `kind` and `step`.
     """
-    return [record for _, record in _read_lines(path)]
+    file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file\nName a run folder, or its metrics.jsonl.")
+    return [record for _, record in _read_lines(file)]
 
 
-def missing_steps(path: Path, step: int) -> str:
-    """A message that names the steps up to `step` without a train record; "" if each has one.
+def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
+    """Drop the records of steps after `step`, which a resumed run writes again, and an unfinished last line.
 
-    A run that was started from another run's checkpoint has records from that step on: steps before the first record
-    count as missing only if there are no records at all. Raises as `truncate_after` does.
+    evaluated_step: the last step whose evaluation the resumed run knows of; later results are dropped, too. Lines that
+    stay keep their bytes. A kill at any moment leaves the old file or the new one. Raises CheckpointError as
+    `read_metrics` does, OSError where the file system fails.
     """
-    with explain_write_errors(path, WRITE_REMEDY):
-        kinds = ((record["kind"], record["step"]) for record in read_metrics(path))
-        steps = {number for kind, number in kinds if kind == "train" and 1 <= number <= step}
-    missing = [number for number in range(min(steps, default=1), step + 1) if number not in steps]
-    if not missing:
-        return ""
-    return (
-        f"{path}: {len(missing)} of the steps up to {step} are missing, the first is {missing[0]}: "
-        "the result is the same, but the curves have a gap"
-    )
-
-
-def truncate_after(path: Path, step: int, evaluated_step: int | None = None) -> None:
-    """Drop the records of steps after `step`, which a resumed run is about to write again.
-
-    evaluated_step: the last step whose evaluation the resumed run knows of; later results are dropped, too. None: the
-    same as `step`. Lines that stay keep their bytes. A kill at any moment leaves the old file or the new one. Raises
-    CheckpointError as `read_metrics` does, ResourceError where the file system fails.
-    """
-    if not path.exists():
-        return
-    last = {"eval": step if evaluated_step is None else min(evaluated_step, step)}
-    with explain_write_errors(path, WRITE_REMEDY):
+    if path.exists():
+        last = {"eval": evaluated_step}
         kept = [line for line, record in _read_lines(path) if record["step"] <= last.get(record["kind"], step)]
         write_file(path, b"".join(kept))
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, Record]]:
     """Each finished line with its record."""
-    if not path.exists():
-        return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # the last line of a run that was killed while it wrote
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # also not UTF-8
-                record = None
-            if not (
-                isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
-            ):
+                items = json.loads(line).items()
+                record = {k: float(v) if isinstance(v, str) and k not in _TEXT_KEYS else v for k, v in items}
+            except (ValueError, AttributeError, RecursionError):  # not JSON, not an object, or nested too deeply
+                record = {}
+            if not {"kind", "step"} <= record.keys():
                 raise CheckpointError(
                     f"{path}:{number}: not a record of this file\nRemove this line; the others do not depend on it."
                 )
-            yield line, {key: value if key in _TEXT_KEYS else _decode(value) for key, value in record.items()}
+            yield line, record
 
 
-def _encode(value: Any) -> Any:
-    """A value that strict JSON can hold."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _decode(value: Any) -> Any:
-    """The inverse of `_encode`."""
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+def _without_nonfinite(record: Record) -> Record:
+    """The record with "NaN", "Infinity" and "-Infinity" for floats that are not finite."""
+    return {
+        key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }

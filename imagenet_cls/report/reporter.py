@@ -1,170 +1,112 @@
-"""Passes everything that a run reports to `metrics.jsonl`, TensorBoard and the console."""
+"""Passes everything that a run reports to `metrics.jsonl`, the writers and the console."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
+from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, first_line
 from imagenet_cls.files import explain_write_errors
-from imagenet_cls.report.console import Console
-from imagenet_cls.report.jsonl import WRITE_REMEDY, MetricsFile, Record, read_metrics, truncate_after
-from imagenet_cls.report.plots import draw_batch, plot_run
+from imagenet_cls.report.console import WRITE_REMEDY, Console
+from imagenet_cls.report.jsonl import MetricsFile, Record, read_metrics, truncate_after
+from imagenet_cls.report.plots import plot_run
+from imagenet_cls.report.writers import Row, Writer, open_writers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_IMAGES = 32
-_TRAIN_FIELDS = ("loss", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib")
-_EVAL_FIELDS = ("top1_pct", "top5_pct", "loss")
-_EVAL_GROUPS = {"raw": "val", "ema": "val_ema"}
-
-
-class TensorBoard:
-    """TensorBoard's event files in one folder: the records of `metrics.jsonl`, the config, and the first batch.
-
-    They are never shortened on a resume: `purge_step` makes TensorBoard forget the steps that are written again.
-
-    resume_step: the step of the checkpoint that the run resumes from, 0 for a new run. Tags: `train/FIELD`, and
-    `val/FIELD` or `val_ema/FIELD`, at the steps of their records; `config` (text), `train/first_batch` (image) and
-    `train/first_batch_labels` (text) at the first step of this process. All methods raise OSError where the file system
-    fails, perhaps late: event files are written by a thread.
-    """
-
-    def __init__(self, folder: Path, resume_step: int):
-        from torch.utils.tensorboard import SummaryWriter  # here: takes over a second, and may be switched off
-
-        self._first_step = resume_step + 1
-        # A new run purges, too: it may follow one that died before its first checkpoint.
-        self._writer = SummaryWriter(str(folder), purge_step=self._first_step, max_queue=1000)
-
-    def write(self, record: Record) -> None:
-        """Add a record's scalars. Events have none."""
-        if record["kind"] not in ("train", "eval"):
-            return
-        group = "train" if record["kind"] == "train" else _EVAL_GROUPS[record["weights"]]
-        for field in _TRAIN_FIELDS if group == "train" else _EVAL_FIELDS:
-            if field in record:
-                self._writer.add_scalar(f"{group}/{field}", record[field], record["step"])
-
-    def config(self, config: str) -> None:
-        """Show the resolved config, as YAML."""
-        code = "\n".join("    " + line for line in config.splitlines())  # indented by four, Markdown takes it as code
-        self._writer.add_text("config", code, self._first_step)
-
-    def first_batch(self, images: np.ndarray, labels: Sequence[str]) -> None:
-        """Show images as the model sees them, before normalising, each under its label.
-
-        images: uint8 (B, 3, H, W); labels: B class names, which the text tag holds in full, numbered in reading order.
-        """
-        listing = "\n".join(f"{number}. {label}" for number, label in enumerate(labels, start=1))
-        self._writer.add_image("train/first_batch", draw_batch(images, labels), self._first_step, dataformats="HWC")
-        self._writer.add_text("train/first_batch_labels", listing, self._first_step)
-
-    def flush(self) -> None:
-        """Write everything so far to the files."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Flush and close; may be called again."""
-        self._writer.close()
+_TAGS = {
+    "train": ("loss", "top1_pct", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib"),
+    "val": ("top1_pct", "top5_pct", "loss"),
+    "val_ema": ("top1_pct", "top5_pct", "loss"),
+}
 
 
 class Reporter:
     """All outputs of a run but its checkpoints. A context manager that closes itself.
 
     folder: the run folder; None for the console only. resume_step: the step of the checkpoint that the run resumes
-    from, 0 for a new run; records of later steps are dropped. tensorboard: whether to write event files. is_main:
-    False makes every method a no-op. total_steps, total_epochs: of the whole run. evaluated_step:
-    see `truncate_after`. Methods raise ResourceError where the file system fails. With continue_on_error, only `sync`
-    and `close` do, and the others print it once: metrics.jsonl catches up when there is room again, TensorBoard's files
-    end.
+    from, 0 for a new run; records of later steps are dropped. is_main: False makes every method a no-op. total_steps,
+    total_epochs: of the whole run. evaluated_step: see `truncate_after`. Methods raise ResourceError if the file system
+    fails. With `checkpoint.on_error: continue`, only `sync` and `close` do, and the others print each error once:
+    metrics.jsonl catches up when there is room again. A writer that fails is reported and not called again; a resumed
+    run passes it the steps that it lacks.
     """
 
     def __init__(
         self,
         folder: Path | None,
         resume_step: int,
-        tensorboard: bool,
+        config: Config,
         is_main: bool,
         total_steps: int,
         total_epochs: int,
-        evaluated_step: int | None = None,
-        continue_on_error: bool = False,
+        evaluated_step: int = 0,
     ):
         self._folder = folder if is_main else None
         self._total_steps, self._total_epochs = total_steps, total_epochs
-        self._continue_on_error, self._write_failed = continue_on_error, False
-        self._console = Console(start_step=resume_step) if is_main else None
+        self._continue_on_error = config.checkpoint.on_error == "continue"
+        self._reported: set[str] = set()
+        self._console = Console() if is_main else Console(open(os.devnull, "w"))  # noqa: SIM115, PTH123
         self._metrics: MetricsFile | None = None
-        self._tensorboard: TensorBoard | None = None
+        self._writers: dict[str, Writer] = {}
+        self._last_row: Row | None = None  # of the newest step: an evaluation may still follow
         if self._folder is not None:
             path = self._folder / "metrics.jsonl"
-            truncate_after(path, resume_step, evaluated_step)
-            self._metrics = MetricsFile(path)
-            if tensorboard:
-                with self._tensorboard_errors():
-                    self._tensorboard = self._open_tensorboard(path, resume_step)
+            with explain_write_errors(path, WRITE_REMEDY):
+                truncate_after(path, resume_step, evaluated_step)
+                self._metrics = MetricsFile(path)
+            self._writers = open_writers(self._folder, config, resume_step)
+            if self._writers:
+                self._write_scalars(read_metrics(path))
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print the start-up table: (name, value) for device, ranks, batch, steps, parameters, seed, ..."""
-        if self._console:
-            self._console.table(rows)
+        self._console.table(rows)
 
     def message(self, text: str) -> None:
         """Print a message."""
-        if self._console:
-            self._console.message(text)
+        self._console.message(text)
 
     def event(self, step: int, message: str) -> None:
         """Print and record an event of the run, such as a resume or skipped steps."""
         self._record([{"kind": "event", "step": step, "message": message}])
         self.message(message)
 
-    def config(self, config: str) -> None:
-        """Show the resolved config, as YAML, in TensorBoard."""
-        self._to_tensorboard(lambda board: board.config(config))
-
     def first_batch(self, images: "Tensor", targets: "Tensor", classes: Sequence[str]) -> None:
-        """Show the first augmented images, at most 32, under their class names in TensorBoard.
+        """Show the first augmented images, at most 32, and their class names, in TensorBoard.
 
         images: uint8 (B, 3, H, W), on any device. targets: int64 (B,). classes: the name of each target.
         """
-        if self._tensorboard:
-            labels = [classes[target] for target in targets[:_MOST_IMAGES].tolist()]
-            pixels = images[:_MOST_IMAGES].cpu().numpy()
-            self._to_tensorboard(lambda board: board.first_batch(pixels, labels))
+        labels = [classes[target] for target in targets[:_MOST_IMAGES].tolist()]
+        shown = images[:_MOST_IMAGES].cpu().clone()  # a writer may change it
+        self._to_writers(lambda writer: writer.first_batch(shown, labels))
 
-    def train(self, records: Sequence[Record]) -> None:
+    def report_steps(self, records: Sequence[Record]) -> None:
         """Report the steps since the last call, a record each, in order; the last also has the speed. May be empty."""
         if records:
             self._record(records)
-            if self._console:
-                self._console.train(records[-1], self._total_steps, self._total_epochs)
+            self._console.show_step(records[-1], self._total_steps, self._total_epochs)
 
     def eval_progress(self, images_done: int, images_total: int) -> None:
         """Show the progress of an evaluation. Cheap enough for every batch; images_done is 0 in the first call."""
-        if self._console:
-            self._console.eval_progress(images_done, images_total)
+        self._console.eval_progress(images_done, images_total)
 
     def eval_result(self, record: Record) -> None:
         """Report the result of an evaluation: a record of kind "eval"."""
         self._record([record])
-        if self._console:
-            self._console.eval_result(record, self._total_epochs)
+        self._console.eval_result(record, self._total_epochs)
 
     def plot(self) -> None:
         """Draw `plots/*.png` from all records of the run, those before a resume included."""
         if self._folder and self._metrics:
-            try:
-                self._metrics.flush()
+            with self._writing("plots"):
                 plot_run(read_metrics(self._metrics.path), self._folder / "plots")
-            except ResourceError as error:
-                self._handle(error)
 
     def sync(self) -> None:
         """Write every record to the disk, before a checkpoint, so that none is newer than its records.
@@ -172,23 +114,23 @@ class Reporter:
         Called by the thread that writes checkpoints, which must not print.
         """
         if self._metrics:
-            self._metrics.sync()
-        if self._tensorboard:
-            # With continue_on_error the next record reports the error.
-            with suppress(OSError) if self._continue_on_error else self._tensorboard_errors():
-                self._tensorboard.flush()
+            with explain_write_errors(self._metrics.path, WRITE_REMEDY):
+                self._metrics.sync()
+        for writer in list(self._writers.values()):
+            with contextlib.suppress(Exception, SystemExit):  # its next call raises it again
+                writer.flush()
 
-    def close(self) -> None:
-        """Release the terminal first, then close the files. May be called again."""
-        if self._console:
-            self._console.close()
-        try:
-            if self._metrics:
+    def close(self, finished: bool = True) -> None:
+        """Release the terminal first, then close the files. May be called again. finished: see `Writer.close`."""
+        self._console.close()
+        if finished and self._last_row:
+            self._write_rows([self._last_row])
+        self._to_writers(lambda writer: writer.close(finished))
+        self._writers = {}
+        self._console.close()  # a writer that failed was reported
+        if self._metrics:
+            with explain_write_errors(self._metrics.path, WRITE_REMEDY):
                 self._metrics.close()
-        finally:
-            if self._tensorboard:
-                with self._tensorboard_errors():
-                    self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -196,54 +138,59 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(ResourceError) if error is not None else nullcontext():  # the first error is raised
-            self.close()
-
-    def _open_tensorboard(self, metrics: Path, resume_step: int) -> TensorBoard:
-        """Event files with the same history as metrics.jsonl.
-
-        An evaluation of the resumed step may have been dropped. TensorBoard can only purge whole steps: that one is
-        purged, and what was kept of it is written again.
-        """
-        folder = metrics.with_name("tensorboard")
-        if not resume_step:
-            return TensorBoard(folder, 0)
-        board = TensorBoard(folder, resume_step - 1)
-        for record in read_metrics(metrics):
-            if record["step"] == resume_step:
-                board.write(record)
-        return board
+        with contextlib.suppress(ResourceError) if error is not None else contextlib.nullcontext():
+            self.close(finished=error is None)  # of two errors, the first one is raised
 
     def _record(self, records: Sequence[Record]) -> None:
         """Write records to every file. A killed process loses none of them."""
         if self._metrics:
-            for record in records:
-                self._metrics.write(record)
-            try:
-                self._metrics.flush()
-                self._write_failed = False
-            except ResourceError as error:
-                if not self._write_failed:
-                    self._handle(error)
-                self._write_failed = True
+            with self._writing("metrics.jsonl"):
+                self._metrics.write(records)
+        self._write_scalars(records)
+
+    def _write_scalars(self, records: Sequence[Record]) -> None:
+        """Pass the steps before the newest one to the writers."""
+        rows = []
         for record in records:
-            self._to_tensorboard(partial(TensorBoard.write, record=record))
+            values = scalars(record)
+            if values and self._last_row and record["step"] == self._last_row[0]:
+                self._last_row[1].update(values)
+            elif values:
+                rows += [self._last_row] if self._last_row else []
+                self._last_row = (record["step"], values)
+        self._write_rows(rows)
 
-    def _to_tensorboard(self, write: Callable[[TensorBoard], None]) -> None:
-        if self._tensorboard:
+    def _write_rows(self, rows: Sequence[Row]) -> None:
+        self._to_writers(lambda writer: writer.write([row for row in rows if row[0] > writer.last_step]))
+
+    def _to_writers(self, call: Callable[[Writer], None]) -> None:
+        """Call each writer. One that raises is reported and not called again."""
+        for name, writer in list(self._writers.items()):
             try:
-                with self._tensorboard_errors():
-                    write(self._tensorboard)
-            except ResourceError as error:
-                self._tensorboard = None  # its thread has ended
-                self._handle(error)
+                call(writer)
+            except (Exception, SystemExit) as error:
+                del self._writers[name]
+                logging.getLogger("imagenet_cls").exception("log.writers: %r failed", name)
+                text = f"{type(error).__name__}: {first_line(error)}"
+                self.message(f"warning: log.writers: {name!r} failed and gets no more steps in this process: {text}")
 
-    def _tensorboard_errors(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        """Raise ResourceError if writing `name` in the run folder fails, or print it if the run continues without."""
         assert self._folder is not None
-        return explain_write_errors(self._folder / "tensorboard", WRITE_REMEDY)
+        try:
+            with explain_write_errors(self._folder / name, WRITE_REMEDY):
+                yield
+        except ResourceError as error:
+            if not self._continue_on_error:
+                raise
+            message = f"{first_line(error)}; training continues (checkpoint.on_error)"
+            if message not in self._reported:
+                self._reported.add(message)
+                self.message(message)
 
-    def _handle(self, error: ResourceError) -> None:
-        """Print a write error if the run continues without the output; else raise it."""
-        if not self._continue_on_error:
-            raise error
-        self.message(f"{first_line(error)}; training continues (checkpoint.on_error)")
+
+def scalars(record: Record) -> dict[str, float]:
+    """The scalars of a record of metrics.jsonl by tag, such as `train/loss`; events have none."""
+    group = {"raw": "val", "ema": "val_ema"}[record["weights"]] if record["kind"] == "eval" else record["kind"]
+    return {f"{group}/{field}": record[field] for field in _TAGS.get(group, ()) if field in record}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHON")
+NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PORT", "PYTHON")
 
 
 @pytest.fixture
@@ -43,12 +43,30 @@ def test_dist_train_on_two_machines(scripts, tmp_path):
     assert words[2:] == ["c.yaml", "--launcher", "pytorch", "--gpus", "8", *nodes]
 
 
+def test_names_of_mmdetection_are_taken(scripts, tmp_path):
+    words = call(scripts / "dist_train.sh", "c.yaml", "8", cwd=tmp_path, PORT="29501").stdout.splitlines()
+    assert words[-2:] == ["--master-port", "29501"]
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    for more, expected in (["work", "--resume"], ["--work-dir", "work", "--resume"]), (["seed=1"], ["seed=1"]):
+        result = call(
+            scripts / "slurm_train.sh", "part", "job", "c.yaml", *more, cwd=tmp_path, PATH=f"{tmp_path}:/usr/bin:/bin"
+        )
+        assert result.stdout.splitlines()[-len(expected) - 1 :] == ["c.yaml", *expected]
+
+
 def test_dist_test_takes_the_checkpoint_before_the_gpus(scripts, tmp_path):
     words = call(
         scripts / "dist_test.sh", "c.yaml", "run folder", "2", "--out", "p.csv", cwd=tmp_path
     ).stdout.splitlines()
     assert words[1].endswith("tools/test.py")
     assert words[2:] == ["c.yaml", "run folder", "--launcher", "pytorch", "--gpus", "2", "--out", "p.csv"]
+
+
+def test_dist_test_takes_a_run_folder_without_a_config(scripts, tmp_path):
+    (tmp_path / "run folder").mkdir()
+    words = call(scripts / "dist_test.sh", "run folder", "2", "--out", "p.csv", cwd=tmp_path).stdout.splitlines()
+    assert words[2:] == ["run folder", "--launcher", "pytorch", "--gpus", "2", "--out", "p.csv"]
 
 
 def test_python_of_the_environment_is_used(scripts, tmp_path):
@@ -65,10 +83,6 @@ def test_python_of_the_environment_is_used(scripts, tmp_path):
         ("dist_train.sh", ["c.yaml", "0"]),
         ("dist_test.sh", ["c.yaml", "8"]),
         ("dist_test.sh", ["c.yaml", "8", "checkpoint"]),
-        ("dist_train.sh", ["c.yaml", "8", "--gpus", "3"]),
-        ("dist_train.sh", ["c.yaml", "8", "seed=1", "--gpus=3"]),
-        ("dist_train.sh", ["c.yaml", "8", "--gpu", "3"]),
-        ("dist_test.sh", ["c.yaml", "checkpoint", "8", "--out", "p.csv", "--gpus", "3"]),
         ("setup.sh", ["everything"]),
     ],
 )
@@ -96,3 +110,51 @@ def test_scripts_parse_and_stop_at_errors(script):
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     assert "set -euo pipefail" in script.read_text()
     assert os.access(script, os.X_OK)
+
+
+@pytest.fixture
+def setup(scripts, tmp_path):
+    """Runs `setup.sh` with programs that install nothing; returns the result and which of them was to install."""
+    shutil.rmtree(scripts.parent / ".venv")
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, scripts.parent)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    log = tmp_path / "calls"
+    python = scripts.parent / ".venv" / "bin" / "python"
+    make = f'mkdir -p "{python.parent}"; cp "$0" "{python}"'
+    write(programs / "python3", f'case "$*" in *"-m venv"*) {make} ;; *"pip install"*) echo pip >>"{log}" ;; esac')
+
+    def run(with_uv: bool, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        if with_uv:
+            make_venv = f'mkdir -p "{python.parent}"; cp "{programs}/python3" "{python}"'
+            install = f'echo "uv $UV_TORCH_BACKEND" >>"{log}"; exit $UV_FAILS'
+            write(programs / "uv", f'case "$1" in venv) {make_venv} ;; pip) {install} ;; esac')
+        path = f"{programs}:/usr/bin:/bin"
+        done = call(scripts / "setup.sh", cwd=tmp_path, PATH=path, **env)
+        return done, log.read_text().splitlines() if log.exists() else []
+
+    return run
+
+
+def write(program: Path, text: str) -> None:
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("with_uv", "env", "code", "installed_by"),
+    [
+        (True, {}, 0, ["uv "]),
+        (False, {}, 0, ["pip"]),
+        (True, {"UV_FAILS": "1"}, 0, ["uv ", "pip"]),
+        (True, {"UV_TORCH_BACKEND": "cpu"}, 0, ["uv cpu"]),
+        (True, {"UV_TORCH_BACKEND": "cpu", "UV_FAILS": "1"}, 5, ["uv cpu"]),  # pip would install CUDA
+        (False, {"UV_TORCH_BACKEND": "cpu"}, 2, []),
+        (True, {"PIP_EXTRA_INDEX_URL": "file:///cpu"}, 0, ["pip"]),  # uv would not read it
+    ],
+)
+def test_setup_installs_torch_for_cpus_if_asked(setup, with_uv, env, code, installed_by):
+    done, calls = setup(with_uv, **env)
+    assert (done.returncode, calls) == (code, installed_by), done.stderr
+    assert len(done.stdout.splitlines()) == (1 if code == 2 else 5 if code == 0 else 3)

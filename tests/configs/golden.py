@@ -28,7 +28,8 @@ from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-IMAGENET, DIGITS = 1_281_167, 1438  # training images; of the digits, four fifths of 1,797
+IMAGENET = 1_281_167  # training images
+SMALL = {"digits": 1438, "torchvision:MNIST": 60_000}  # of the digits, four fifths of 1,797; ten classes each
 RATES = 10
 
 _built: dict[str, nn.Module] = {}
@@ -47,7 +48,7 @@ def names() -> list[str]:
 
 
 def num_classes(config: Config) -> int:
-    return config.model.num_classes or (10 if config.data.name == "digits" else 1000)
+    return config.model.num_classes or (10 if config.data.name in SMALL else 1000)
 
 
 def meta_model(config: Config) -> nn.Module:
@@ -63,8 +64,8 @@ def meta_model(config: Config) -> nn.Module:
 
 
 def schedule_of(config: Config) -> Schedule:
-    """The learning rates of the run on all of ImageNet's training images, or on the digits."""
-    images = DIGITS if config.data.name == "digits" else IMAGENET
+    """The learning rates of the run on all training images of its dataset."""
+    images = SMALL.get(config.data.name, IMAGENET)
     batch = config.train.global_batch_size
     steps_per_epoch = samples_per_epoch(images, config.data.repeats_multiple) // batch
     return build_schedule(config.schedule, scaled_lr(config.optimizer, batch)[0], steps_per_epoch, config.train.epochs)

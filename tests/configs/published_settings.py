@@ -4,10 +4,9 @@ A row has the differences from `USUAL` and from its family. Left out: the locati
 or logging but not what is computed.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
+from imagenet_cls.config.load import values_by_key
 from imagenet_cls.config.schema import Config
 from imagenet_cls.models.ema import ema_decay
 
@@ -55,7 +54,10 @@ SHORT = {key: column for column, key in COLUMNS.items()}
 NOT_HELD = (
     *(f"data.{key}" for key in ("name", "root", "train", "val", "num_workers", "prefetch", "timeout", "exclude")),
     *(f"train.{key}" for key in ("precision", "compile", "channels_last", "grad_checkp", "deterministic", "max_nonf")),
-    *(f"parallel.{key}" for key in ("mode", "backend", "device_ids", "output_device", "init", "timeout", "check")),
+    *(
+        f"parallel.{key}"
+        for key in ("mode", "backend", "device_ids", "output_device", "init", "timeout", "check", "uneven")
+    ),
     *("eval.batch_size", "eval.every_epochs", "checkpoint.", "log.", "expect.", "seed", "device"),
 )
 SPARED = ("norm", "bias", "token", "scale")  # kinds of parameters that may have a weight decay of their own
@@ -63,7 +65,8 @@ SPARED = ("norm", "bias", "token", "scale")  # kinds of parameters that may have
 
 def settings(config: Config) -> Settings:
     """What a config sets, by columns. spared: kinds of parameters without decay; ema: what stays at each update."""
-    found = {SHORT.get(key, key): value for key, value in _flat(asdict(config)) if not key.startswith(NOT_HELD)}
+    held = {key: value for key, value in values_by_key(config).items() if not key.startswith(NOT_HELD)}
+    found = {SHORT.get(key, key): value for key, value in held.items() if value not in (None, [], {})}
     zero = [kind for kind in SPARED if found.get(f"optimizer.{kind}_weight_decay") == 0]
     average = ema_decay(config.ema, config.train.global_batch_size)
     for key in [f"optimizer.{kind}_weight_decay" for kind in zero] + ["ema.half_life_images", "ema.decay"]:
@@ -71,15 +74,6 @@ def settings(config: Config) -> Settings:
     if average is not None:
         found["ema"] = average
     return found | {"spared": " ".join(zero)}
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of whatever is set."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
-    elif value is not None and value != []:
-        yield name, value
 
 
 # ------------------------------------------------------------------------------------------------------- the figures

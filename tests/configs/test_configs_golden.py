@@ -12,7 +12,8 @@ import pytest
 from golden import CONFIGS, GOLDEN, golden_of, loaded, names
 
 from imagenet_cls.config.load import dump_yaml, load_config
-from imagenet_cls.engine.check import config_problems
+from imagenet_cls.engine.check import config_problems, rank_problems
+from imagenet_cls.engine.plan import part_sizes, plan_run
 
 BEFORE: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text())
 # One config of each family in the default run, all with `-m nightly`.
@@ -56,16 +57,27 @@ def test_shipped_configs_load_without_warnings_and_use_every_base() -> None:
     for path in RUNNABLE:
         found = load_config(path)
         assert found.warnings == [], path
-        used |= {origin.file for origin in found.origins.values() if origin.file}
+        used |= {Path(origin.rpartition(":")[0]).resolve() for origin in found.origins.values() if origin}
         head = path.read_text().partition("\n_base_")[0]
         assert f"configs/{path.relative_to(CONFIGS).as_posix()}" in head, "no command in the comment at the top"
-    assert {path.resolve() for path in (CONFIGS / "_base_").rglob("*.yaml")} <= {file.resolve() for file in used}
+    assert {path.resolve() for path in (CONFIGS / "_base_").rglob("*.yaml")} <= used
     assert len({path.stem for path in RUNNABLE}) == len(RUNNABLE)  # the name of the run folder
 
 
 @pytest.mark.parametrize("path", by_speed(map(str, RUNNABLE)))
 def test_shipped_config_passes_all_checks(path: str) -> None:
     assert config_problems(loaded(Path(path)), world_size=8) == []
+
+
+def test_shipped_configs_divide_their_batch_on_any_number_of_ranks() -> None:
+    for path in RUNNABLE:
+        config = loaded(path)
+        train = config.train
+        for ranks in (*range(1, 9), 12, 24):
+            assert rank_problems(config, ranks) == [], path
+            plan = plan_run(train, train.global_batch_size, ranks)
+            assert 0 < part_sizes(train.global_batch_size, plan.forward_passes)[-1] == plan.micro_batch, path
+            assert plan.micro_batch <= (train.micro_batch_size or train.global_batch_size), path
 
 
 # Each switches off something that makes other keys of a recipe ineffective.

@@ -1,65 +1,44 @@
-"""tools/check_dist.py: well where it is well, and what is wrong where it isn't, before a run finds it out."""
+"""tools/check_dist.py: the table of good ranks, and the problems of others."""
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, environment, free_port, run
+from helpers import REPOSITORY, free_port, run
+from test_launchers import run_together
 
 from imagenet_cls.commands.check_dist import RankReport, rank_problems, table
 
 CHECK = str(REPOSITORY / "tools" / "check_dist.py")
-GOOD = RankReport(0, 0, 2, "host0", "cuda:0 H", "GPU-1", "eth0", "2.15.0", "3.11.7", "2.30.7", True, 100.0)
+GOOD = RankReport(0, 0, "host0", "cuda:0 H", "GPU-1", "eth0", "2.15.0", "3.11.7", "2.30.7", "right", "100.00")
 
 
-def test_two_ranks_that_are_well() -> None:
+def test_two_good_ranks_pass_all_checks() -> None:
     done = run([sys.executable, CHECK, "--gpus", "2", "device=cpu"])
     assert done.returncode == 0 and done.stderr == ""
     titles, *rows, last = [line.split() for line in done.stdout.splitlines()]
     seen = [dict(zip(titles, row, strict=True)) for row in rows]
-    assert [(row["rank"], row["local"], row["of"], row["sum"]) for row in seen] == [
-        ("0", "0", "2", "right"),
-        ("1", "1", "2", "right"),
-    ]
-    assert all(float(row["GB/s"]) > 0 and row["interface"] == "lo" for row in seen)
+    assert [(row["rank"], row["local_rank"], row["sum"]) for row in seen] == [("0", "0", "right"), ("1", "1", "right")]
+    assert all(float(row["gb_per_sec"]) > 0 and row["interface"] == "lo" for row in seen)
     assert " ".join(last).endswith("all checks passed")
 
 
 @pytest.mark.nightly
-def test_ranks_of_different_pythons(tmp_path: Path) -> None:
-    """Started by hand, as on two machines that were set up at different times."""
+def test_ranks_with_different_python_versions_exit_5(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.0.1'\n")
-    meeting = f"parallel.init_method=file://{tmp_path}/meeting"
-    started = [
-        subprocess.Popen(
-            [sys.executable, CHECK, "device=cpu", meeting],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2") | more, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank, more in enumerate([{}, {"PYTHONPATH": str(tmp_path)}])
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [5, 5]
-    assert "3.0.1" in outputs[0][0] and outputs[1][0] == "", "the table, from rank 0"
-    assert "different versions of python" in outputs[0][1] and "3.0.1 on rank 1" in outputs[0][1]
-    assert len(outputs[0][1].splitlines()) <= 3
+    command = [sys.executable, CHECK, "device=cpu", f"parallel.init_method=file://{tmp_path}/rendezvous"]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    done = run_together([(command, ranks[0]), (command, ranks[1] | {"PYTHONPATH": str(tmp_path)})])
+    assert [process.returncode for process in done] == [5, 5]
+    assert "3.0.1" in done[0].stdout and done[1].stdout == "", "rank 0 prints the table"
+    assert "different versions of python" in done[0].stderr and "3.0.1 on rank 1" in done[0].stderr
+    assert len(done[0].stderr.splitlines()) <= 3
 
 
-def test_a_rank_that_does_not_come() -> None:
-    meeting = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
-    done = run([sys.executable, CHECK, "device=cpu", "parallel.timeout_sec=2"], **meeting)
+def test_missing_rank_exits_5_and_is_named() -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    done = run([sys.executable, CHECK, "device=cpu", "parallel.timeout_sec=2"], **variables, MASTER_PORT=free_port())
     assert (done.returncode, done.stdout) == (5, "")
     assert "rank 0 of 2: rendezvous at" in done.stderr and len(done.stderr.splitlines()) <= 3
     assert "\nmissing: rank 1 of 2\n" in done.stderr
@@ -74,13 +53,13 @@ def test_a_rank_that_does_not_come() -> None:
         ({"gpu": "GPU-2", "torch": "2.14.1"}, "different versions of torch: 2.15.0 on rank 0; 2.14.1 on rank 1"),
         ({"gpu": "GPU-2", "nccl": "2.27.3"}, "different versions of nccl: 2.30.7 on rank 0; 2.27.3 on rank 1"),
         (
-            {"gpu": "GPU-2", "sum_is_right": False},
+            {"gpu": "GPU-2", "sum": "WRONG"},
             "an all-reduce gave a wrong sum on rank 1: the network or a device corrupts data",
         ),
-        ({"gpu": "", "device": "cpu", "sum_is_right": None, "bandwidth_gb_per_sec": None}, None),
+        ({"gpu": "-", "device": "cpu", "sum": "-", "gb_per_sec": "-"}, None),
     ],
 )
-def test_what_is_wrong(other: dict, problem: str | None) -> None:
+def test_rank_problems_name_the_ranks(other: dict, problem: str | None) -> None:
     reports = [GOOD, replace(GOOD, rank=1, local_rank=1, **other)]
     assert rank_problems(reports) == ([problem] if problem else [])
     assert len(table(reports).splitlines()) == 3

@@ -1,14 +1,11 @@
 """compare_parallel.py with its runs: the table, the exit code of a run that fails, and nothing left behind."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import DEMO, REPOSITORY, arguments, environment, run, wait_for
+from helpers import DEMO, REPOSITORY, arguments, run
 
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "compare_parallel.py")]
 ROWS = [
@@ -63,29 +60,3 @@ def test_failing_run_passes_its_message_and_exit_code_on(tmp_path: Path) -> None
     progress, *error = done.stderr.splitlines()
     assert progress == "1 of 6: one process" and error[0].startswith("one process: ") and len(error) <= 3
     assert leftovers(tmp_path) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_the_run_and_leaves_nothing(digits: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C reaches the run as well, SIGTERM only the tool."""
-    argv = overrides_for(digits, 1000, model__name="helpers:noisy", model__kwargs="{pause_sec: 0.2}", train__epochs=99)
-    process = subprocess.Popen(
-        [*TOOL, *argv], env=environment(TMPDIR=str(tmp_path)), cwd=REPOSITORY, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        wait_for(lambda: any(tmp_path.glob("*/1/run/metrics.jsonl")), "the first run")
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, out, err) == (128 + number, "", "1 of 6: one process\n")
-        assert leftovers(tmp_path) == []
-        with pytest.raises(ProcessLookupError):  # the process group of the whole session is empty
-            os.killpg(process.pid, 0)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

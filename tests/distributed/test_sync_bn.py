@@ -21,7 +21,7 @@ from imagenet_cls.parallel.sync_bn import SyncBatchNorm, is_synchronized, synchr
 CPU = torch.device("cpu")
 TWO = Group(RankInfo(0, 0, 2, 2), CPU)
 
-# What is normalised, the shape of all ranks' images together, and how many of the first dimension rank 0 has.
+# What is normalized, the shape of all ranks' images together, and how many of the first dimension rank 0 has.
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "2d": (lambda: nn.BatchNorm2d(3), (6, 3, 4, 5), 3),
     "1d": (lambda: nn.BatchNorm1d(3), (8, 3), 4),
@@ -91,7 +91,7 @@ def fused_layers(group: Group) -> None:
 
 
 def low_precision(group: Group) -> None:
-    """bfloat16 images under float32 weights, as autocast has them, are normalised in float32."""
+    """bfloat16 images under float32 weights, as autocast has them, are normalized in float32."""
     layer = synchronize_batch_norm(nn.BatchNorm2d(3), group)
     images = torch.full((2, 3, 8, 8), 300.0, dtype=torch.bfloat16)
     images[:, :, ::2] = 302.0
@@ -114,21 +114,16 @@ def compare_all(rank: int, world_size: int, folder: Path) -> None:
     destroy_group(group)
 
 
-def test_two_ranks_equal_one_process_on_the_joined_batch(rank_server: RankServer, tmp_path: Path) -> None:
+def test_sync_bn_on_two_ranks_equals_one_process(rank_server: RankServer, tmp_path: Path) -> None:
     rank_server.call(compare_all, 2, tmp_path)
 
 
-def test_one_rank_keeps_plain_layers() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    assert synchronize_batch_norm(model, Group(RankInfo(), CPU)) is model and type(model[0]) is nn.BatchNorm2d
-
-
-def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
+def test_sync_bn_of_a_layer_with_its_own_forward_is_an_error() -> None:
     class Halved(nn.BatchNorm2d):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) / 2
 
-    with pytest.raises(UsageError, match="Halved can't be synchronised") as refusal:
+    with pytest.raises(UsageError, match="Halved can't be synchronized") as refusal:
         synchronize_batch_norm(nn.Sequential(nn.BatchNorm2d(3), Halved(3)), TWO)
     assert len(str(refusal.value).splitlines()) <= 3
     timms = timm.layers.SplitBatchNorm2d(4)
@@ -137,7 +132,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
-def test_every_batch_norm_of_a_library_model_is_synchronised(name: str) -> None:
+def test_sync_bn_converts_every_batch_norm_of_a_timm_model(name: str) -> None:
     """efficientnet has fused layers; the state dict's names and order stay, and the evaluation's bits."""
     model = timm.create_model(name, num_classes=3).eval()
     before, images = list(model.state_dict()), torch.randn(1, 3, 64, 64)
@@ -149,14 +144,14 @@ def test_every_batch_norm_of_a_library_model_is_synchronised(name: str) -> None:
     assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
 
 
-def test_two_ranks_with_sync_bn_repeat_the_losses_of_one(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
-    """From the command line. Each rank alone would normalise with 12 images, which is another run, as seen below."""
+def test_two_ranks_with_sync_bn_have_the_losses_of_one(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
+    """From the command line. Each rank alone would normalize with 12 images, which is another run, as seen below."""
     common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
     train_here(arguments(digits, tmp_path / "one", "noisy", **common))
     train_here(arguments(digits, tmp_path / "halves", "noisy", **common, train__micro_batch_size=12))
     words, output = [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn"], tmp_path / "output.txt"
     assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
-    assert "24 images over all ranks (SyncBatchNorm)" in output.read_text()
+    assert "24 images over all ranks" in output.read_text()
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4) and len(two) == 8
     assert losses(tmp_path / "halves") != pytest.approx(one, rel=1e-3)
@@ -190,5 +185,5 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_torchs_layer_and_ours_agree_on_a_gpu(rank_server: RankServer, tmp_path: Path) -> None:
+def test_sync_bn_equals_torchs_on_a_gpu(rank_server: RankServer, tmp_path: Path) -> None:
     rank_server.call(ours_on_a_gpu, 2, tmp_path)

@@ -1,20 +1,10 @@
 """Runs with policies, erasing, repeated samples and progressive sizes."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import arguments, losses, state_digest, train_here
-
-from imagenet_cls.report.log import close_log
-
-
-@pytest.fixture(autouse=True)
-def log_closed() -> Iterator[None]:
-    yield
-    close_log()
-
 
 # All random augmentations, 8 to 16 px over three epochs; 1,438 images, cut to 1,280: 5 steps of 256.
 EVERYTHING: dict[str, Any] = {

@@ -4,14 +4,13 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY, arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file
 
-from imagenet_cls.commands.program import main
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.model import build_initial_model
@@ -22,10 +21,9 @@ FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", PAGE, re.DO
 
 @pytest.fixture
 def beside_the_page(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory of a reader: the page's files, the repository's configs, and the digits."""
+    """The working directory of a reader: the page's files and the digits."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "digits").symlink_to(digits)
     monkeypatch.chdir(tmp_path)
@@ -52,18 +50,17 @@ def small_model() -> list[str]:
 
 def test_every_block_of_the_page_is_a_file_that_a_test_runs() -> None:
     assert PAGE.count("```python\n") + PAGE.count("```yaml\n") == len(FILES)
-    parts = ("model", "data", "policy", "optimizer", "loss", "schedule")
+    parts = ("model", "data", "policy", "optimizer", "loss", "schedule", "writer")
     assert sorted(FILES) == sorted([*(f"my_{part}.{end}" for part in parts for end in ("py", "yaml")), "my_loop.py"])
 
 
-def test_own_model(beside_the_page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_model(beside_the_page: Path, call: Callable) -> None:
     run = train("my_model.yaml")
     weights = load_file(newest(run) / "model.safetensors")
     assert weights["patches.weight"].shape == (48, 3, 4, 4)  # the width of my_model.yaml, the patch of the signature
     assert weights["head.weight"].shape == (10, 48)
-    capsys.readouterr()
-    assert main(evaluate_command, ["my_model.yaml", str(run)]) == 0
-    assert "over 359 images" in capsys.readouterr().out
+    code, out, _ = call(evaluate_command, "my_model.yaml", run)
+    assert code == 0 and "over 359 images" in out
 
 
 def test_the_class_itself_is_a_factory_too(beside_the_page: Path) -> None:
@@ -97,7 +94,7 @@ def test_own_optimizer(beside_the_page: Path) -> None:
 
     config = load_config(run / "config.yaml").config
     assert config.optimizer.weight_decay == 0.05
-    before = build_initial_model(config.model, 10, config.seed)[0].state_dict()  # the same draws again
+    before = build_initial_model(config, 10)[0].state_dict()  # the same draws again
     after = load_file(newest(run) / "model.safetensors")
     moved = after["5.weight"] - before["5.weight"] * (1 - 1e-3 * config.optimizer.weight_decay)
     assert moved.abs().max().item() == pytest.approx(1e-3, rel=2e-4)
@@ -117,6 +114,13 @@ def test_own_schedule(beside_the_page: Path) -> None:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [record["lr"] for record in records if record["kind"] == "train"]
     assert rates == pytest.approx([0.03] * 5 + [0.03 * (10 - step) / 5 for step in range(5, 10)])
+
+
+def test_own_writer(beside_the_page: Path) -> None:
+    run = train("my_writer.yaml", *small_model(), "checkpoint.every_steps=2")
+    train("my_writer.yaml", *small_model(), "checkpoint.every_steps=2", "--resume", steps=5)
+    lines = (run / "writers" / "my_writer:LossFile" / "loss.txt").read_text().splitlines()
+    assert lines == [f"{step} {loss}" for step, loss in enumerate(losses(run), start=1)] and len(lines) == 5
 
 
 def test_own_loop_has_the_losses_of_the_loop(

@@ -4,23 +4,21 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torchvision
-from helpers import REPOSITORY, arguments, evaluations, losses, newest, train_here
+from helpers import REPOSITORY, arguments, evaluations, newest, saved_bytes, train_here
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.commands.average_checkpoints import average_command
 from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.program import main
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.engine.model import weights_and_origin
-from imagenet_cls.report.log import close_log
+from imagenet_cls.engine.model import read_stored_weights
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 COMMANDS = re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)
@@ -43,23 +41,6 @@ SMALL = {
 CONFIG = "configs/finetune/own_dataset.yaml"
 
 
-@pytest.fixture(autouse=True)
-def log_closed() -> Iterator[None]:
-    yield
-    close_log()
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def here(command: Callable, *words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(command, [str(word) for word in words])
-        close_log()
-        return code, *capsys.readouterr()
-
-    return here
-
-
 # ------------------------------------------------------------------------------------------------------------- the page
 
 
@@ -76,10 +57,8 @@ def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
     added = [*sizes, "data.num_workers=0", "eval.crop_pct=1.0"]
     if tool == "train":
         kind = "vit" if any("vit" in word for word in words) else "resnet"
-        if words[0].startswith("my_"):
-            added.append("--dry-run")
-        else:  # the same architecture for all, whose checkpoints are averaged
-            added.append(f"model.kwargs.pretrained_cfg_overlay.file={weights / kind}.safetensors")
+        overlay = f"model.kwargs.pretrained_cfg_overlay.file={weights / kind}.safetensors"
+        added.append("--dry-run" if words[0].startswith("my_") else overlay)
         added += ["train.max_steps=8", "log.tensorboard=false", "log.plots=false"]  # two epochs
     return small + added
 
@@ -92,12 +71,11 @@ def test_every_command_of_finetuning_md_runs(
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     small = (tmp_path / CONFIG).read_text().replace("name: resnet50.a1_in1k", "name: test_resnet")
     (tmp_path / CONFIG).write_text(small)
-    for number in (1, 2):
-        (tmp_path / "photos" / str(number)).parent.mkdir(exist_ok=True)
-        (tmp_path / "photos" / str(number)).symlink_to(digits / "train" / str(number))
-    (tmp_path / "new_photos").mkdir()
-    image = next((digits / "train" / "2").glob("*.jpg"))
-    (tmp_path / "new_photos" / "a.jpg").write_bytes(image.read_bytes())
+    for folder in ("photos", "new_photos"):
+        (tmp_path / folder).mkdir()
+    for number in "12":
+        (tmp_path / "photos" / number).symlink_to(digits / "train" / number)
+    shutil.copy(next((digits / "train" / "2").glob("*.jpg")), tmp_path / "new_photos" / "a.jpg")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text.replace("torchvision:resnet50", "torchvision:resnet18"))
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
@@ -116,38 +94,25 @@ def test_every_command_of_finetuning_md_runs(
         said[f"{tool} {line}"] = out
     assert len(said) == len(COMMANDS) >= 18 and FILES
 
-    def told(part: str) -> str:
+    def output_of(part: str) -> str:
         (found,) = (out for line, out in said.items() if part in line)
         return found
 
-    assert "no run folder was written" in told("--dry-run")
     for line, out in said.items():
         if line.startswith("train"):
             (start,) = (text for text in out.splitlines() if text.startswith("starts from "))
-            if match := re.search(r"model.checkpoint=(\S+)", line):
-                assert start.startswith(f"starts from the weights of {match[1]}"), (line, start)
-            else:
-                name = next((small for name, small in SMALL.items() if f"model.name={name}" in line), "test_resnet")
-                source = "torchvision resnet18, IMAGENET1K_V1" if "my_" in line else f"timm {name}.r160_in1k, read from"
-                assert start.startswith(f"starts from published weights ({source}"), (line, start)
-                assert "is newly initialised: it had 1000 outputs, the model has 2" in start
+            match = re.search(r"model.checkpoint=(\S+)", line)
+            source = f"the weights of {match[1]}" if match else "published weights ("
+            assert start.startswith(f"starts from {source}"), (line, start)
+            assert ("newly initialized" in start) == ("model.checkpoint=work_dirs/" not in line), (line, start)
     frozen = load_file(newest(Path("work_dirs/head")) / "model.safetensors")
     published = load_file("resnet.safetensors")
     assert all(torch.equal(frozen[name], published[name]) for name in published if not name.startswith("fc."))
-    assert re.search(
-        r"work_dirs/head \(step \d+, (raw|ema), its best\): loaded", told("model.checkpoint=work_dirs/head")
-    )
-    assert "it had 1000 outputs, the model has 2" in told("start.safetensors")
-    head = 2 * timm.create_model("test_resnet").fc.in_features + 2
-    assert f"{head:,} of " in told("model.head_only") and "newly initialised" in told("model.head_only")
-    assert "newly initialised" not in told("model.checkpoint=work_dirs/head")
-    assert "BatchNorm layers keep their running statistics" in told("model.freeze=")
-    assert "BatchNorm layers keep their running statistics" in told("model.freeze_bn")
+    assert "BatchNorm layers keep their running statistics" in output_of("model.freeze=")
+    assert "BatchNorm layers keep their running statistics" in output_of("model.freeze_bn")
     assert "Resized position embedding: (10, 10) to (3, 3)" in Path("work_dirs/vit_48/logs/rank0.log").read_text()
-    assert "new_photos/a.jpg: " in told("predict")
-    assert "an average of 2 checkpoints" in told("work_dirs/kept_average data.root")
-    config = json.loads((newest(Path("work_dirs/own_dataset")) / "state.json").read_text())["config"]
-    assert config["optimizer"]["layer_decay"] == 0.8 and config["data"]["root"] == "photos"
+    assert "new_photos/a.jpg: " in output_of("predict")
+    assert "an average of 2 checkpoints" in output_of("work_dirs/kept_average data.root")
 
 
 def test_another_model_name_alone_starts_from_scratch(digits: Path, tmp_path: Path, call: Callable) -> None:
@@ -157,78 +122,19 @@ def test_another_model_name_alone_starts_from_scratch(digits: Path, tmp_path: Pa
     assert (code, err) == (0, "") and "starts from scratch" in out.splitlines() and "published" not in out
 
 
-# ------------------------------------------------------------------------------------------------------------- transfer
-
-
-def half(digits: Path, folder: Path, classes: str) -> Path:
-    folder.mkdir()
-    for name in classes:
-        (folder / name).symlink_to(digits / "train" / name)
-    return folder
-
-
-def tuned(name: str, root: Path, folder: Path, **changes: object) -> Path:
-    settings = {
-        "data.root": root,
-        "data.num_workers": 0,
-        "log.tensorboard": "false",
-        "log.plots": "false",
-        "model.name": "test_resnet",
-        "model.pretrained": "false",
-        "augment.size_px": 32,
-        "augment.scale": "[0.7,1.0]",
-        "augment.hflip_prob": 0,
-        "eval.crop_px": 32,
-        "eval.crop_pct": 1.0,
-        "ema.decay": "null",
-        "train.epochs": 3,
-    } | {key.replace("__", "."): value for key, value in changes.items()}
-    words = [str(REPOSITORY / CONFIG), *(f"{key}={value}" for key, value in settings.items())]
-    train_here([*words, "--work-dir", str(folder / name)])
-    close_log()
-    return folder / name
-
-
-def test_head_only_changes_the_head_alone(digits: Path, tmp_path: Path) -> None:
-    """Of a run on other classes: five digits first, then the other five."""
-    first, second = half(digits, tmp_path / "a", "01234"), half(digits, tmp_path / "b", "56789")
-    start = tuned("start", first, tmp_path, optimizer__lr=5e-3, optimizer__layer_decay="null", train__max_steps=3)
-    head = tuned("head", second, tmp_path, model__checkpoint=start, model__head_only="true", train__max_steps=3)
-    before, after = (load_file(newest(run) / "model.safetensors") for run in (start, head))
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"fc.weight", "fc.bias"}  # and no statistics of BatchNorm
-
-
 # ----------------------------------------------------------------------------------------------------- keys of the runs
-
-
-def test_grad_checkpointing_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
-    """Through a whole run, with accumulation and dropout: each loss, and each bit at the end."""
-    words = {"model.name": "test_resnet", "model.kwargs.drop_rate": 0.2, "train.micro_batch_size": 64}
-    runs = []
-    for switch in ("false", "true"):
-        runs.append(tmp_path / switch)
-        train_here(arguments(digits, runs[-1], **words, train__grad_checkpointing=switch, train__max_steps=2))
-        close_log()
-    assert losses(runs[0]) == losses(runs[1])
-    plain, recomputed = (load_file(newest(run) / "model.safetensors") for run in runs)
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
-    assert plain["bn1.num_batches_tracked"] == 4
 
 
 def test_resume_of_a_frozen_run_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
     words = {"model.name": "test_resnet", "model.freeze": "[conv1.*,bn1.*,layer1.*]", "ema.decay": 0.9}
-    train_here(arguments(digits, tmp_path / "whole", **words, train__max_steps=6))
-    for steps in (3, 6):
-        train_here([*arguments(digits, tmp_path / "halves", **words, train__max_steps=steps), "--resume"])
-        close_log()
-    for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
-        whole, halves = (load_file(newest(tmp_path / run) / name) for run in ("whole", "halves"))
-        assert whole.keys() == halves.keys() and all(torch.equal(whole[key], halves[key]) for key in whole), name
+    train_here(arguments(digits, tmp_path / "whole", **words, train__max_steps=4))
+    train_here(arguments(digits, tmp_path / "parts", **words, train__max_steps=2))
+    train_here([*arguments(digits, tmp_path / "parts", **words, train__max_steps=4), "--resume"])
+    assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "parts")
     assert not any(key.startswith("layer1.") for key in load_file(newest(tmp_path / "whole") / "optimizer.safetensors"))
 
 
-def test_split_batch_norm_run_evaluates_and_starts_a_plain_model(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_split_batch_norm_run_starts_a_plain_model(digits: Path, tmp_path: Path, call: Callable) -> None:
     """A BatchNorm for each view of AugMix; a plain model takes the weights; test.py repeats the run's figures."""
     run = tmp_path / "run"
     words = {"model.name": "test_resnet", "loss.name": "jsd", "augment.splits": 3, "model.split_bn": "true"}
@@ -238,11 +144,8 @@ def test_split_batch_norm_run_evaluates_and_starts_a_plain_model(digits: Path, t
     assert not torch.equal(views[0], views[1]) and not torch.equal(views[1], views[2])
     code, out, err = call(evaluate_command, *arguments(digits, run)[:-2], run)
     assert (code, err) == (0, "") and f"top-1 {evaluations(run)[-1]['top1_pct']:.3f} %" in out
-    train_here(
-        arguments(
-            digits, tmp_path / "plain", **{"model.name": "test_resnet", "model.checkpoint": run}, train__max_steps=1
-        )
-    )
+    start = {"model.name": "test_resnet", "model.checkpoint": run, "train.max_steps": 1}
+    train_here(arguments(digits, tmp_path / "plain", **start))
 
 
 def test_checkpoint_at_another_size_is_resized_or_an_error(digits: Path, tmp_path: Path, call: Callable) -> None:
@@ -255,7 +158,7 @@ def test_checkpoint_at_another_size_is_resized_or_an_error(digits: Path, tmp_pat
     assert (code, err) == (0, "") and "resized for 64 px" in out and out.count("over 359 images") == 2
     train_here(arguments(digits, tmp_path / "plain", train__max_steps=1))
     code, _, err = call(evaluate_command, *words, tmp_path / "plain", "--allow-import", "helpers:plain")
-    assert code == 2 and err.startswith("eval.crop_px: helpers:plain can't take 64 px") and len(err.splitlines()) == 1
+    assert code == 2 and err.startswith("eval.crop_px: ") and len(err.splitlines()) == 1
     code, _, err = call(train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64}))
     assert code == 2 and "eval.crop_px" in err and "model.kwargs.dynamic_img_size to true" in err
 
@@ -267,12 +170,13 @@ def test_start_from_a_run_uses_its_best_weights(digits: Path, tmp_path: Path) ->
     kind = max(best, key=lambda name: best[name]["top1_pct"])
     files = {"raw": "model.safetensors", "ema": "ema.safetensors"}
     stored = {name: load_file(newest(run) / file) for name, file in files.items()}
-    assert all(torch.equal(weight, stored[kind][name]) for name, weight in weights_and_origin(run)[0].items())
-    assert all(torch.equal(weight, stored["ema"][name]) for name, weight in weights_and_origin(newest(run))[0].items())
+    assert all(torch.equal(weight, stored[kind][name]) for name, weight in read_stored_weights(run).tensors.items())
+    of_checkpoint = read_stored_weights(newest(run)).tensors
+    assert all(torch.equal(weight, stored["ema"][name]) for name, weight in of_checkpoint.items())
     assert not all(torch.equal(weight, stored["raw"][name]) for name, weight in stored["ema"].items())
 
 
-def test_start_from_a_missing_or_damaged_run(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_start_from_a_damaged_run_falls_back_or_is_an_error(digits: Path, tmp_path: Path, call: Callable) -> None:
     run = tmp_path / "run"
     code, _, err = call(train_command, *arguments(digits, tmp_path / "next", model__checkpoint=run))
     assert code == 4 and str(run) in err
@@ -281,6 +185,4 @@ def test_start_from_a_missing_or_damaged_run(digits: Path, tmp_path: Path, call:
     (damaged / "model.safetensors").write_bytes(b"")
     words = arguments(digits, tmp_path / "next", model__checkpoint=run, train__max_steps=1)
     code, out, err = call(train_command, *words)
-    assert (
-        (code, err) == (0, "") and f"{damaged.name}" in out and f"starts from the weights of {run} (step 11, raw" in out
-    )
+    assert (code, err) == (0, "") and damaged.name in out and f"starts from the weights of {run} (step 11, raw" in out

@@ -7,14 +7,16 @@ import pytest
 import timm
 import torch
 from helpers import arguments, newest, state_digest, train_here
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data import IMAGENET_DEFAULT_MEAN
 
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.config.load import config_from_dict
-from imagenet_cls.config.schema import Config, ModelConfig
-from imagenet_cls.engine.inference import load_any_weights
-from imagenet_cls.engine.model import build_initial_model, choose_mean_std, pretrained_mismatch
+from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
+from imagenet_cls.engine import model as engine_model
+from imagenet_cls.engine.inference import load_foreign_weights
+from imagenet_cls.engine.model import build_initial_model, class_difference
 from imagenet_cls.errors import UsageError
+
+DIGITS = [str(digit) for digit in range(10)]
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -79,13 +81,17 @@ def test_average_in_a_file_is_used_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "last.pth.tar"
     torch.save({"state_dict": trained, "state_dict_ema": average}, path)
     config = ModelConfig(name="test_resnet", num_classes=10, checkpoint=str(path))
-    told = f"{path} (its average state_dict_ema, not state_dict): loaded {len(average)} tensors"
+    origin = f"{path} (its average state_dict_ema, not state_dict): loaded {len(average)} tensors"
 
-    started, messages = build_initial_model(config, 10, 0)
-    assert messages == [f"starts from the weights of {told}"]
-    by_key = load_any_weights(Config(model=config), None, 10)
-    by_path = load_any_weights(Config(model=config), path, 10)
-    assert by_key.origin == by_path.origin == told
+    started, messages = build_initial_model(Config(model=config), 10)
+    assert messages == [f"starts from the weights of {origin}"]
+    by_key = load_foreign_weights(Config(model=config), None, DIGITS)
+    by_path = load_foreign_weights(Config(model=config), path, DIGITS)
+    assert (
+        by_key.origin
+        == by_path.origin
+        == f"{origin}; its outputs are taken for the classes in this order: 0, 1, 2, ..."
+    )
     for model in (started, by_key.models["raw"], by_path.models["raw"]):
         assert all(torch.equal(model.state_dict()[name], value) for name, value in average.items())
 
@@ -99,20 +105,22 @@ def test_mismatch_with_the_initial_weights_is_reported(
 
     assert said() == []
     assert said("data.mean=[0.5,0.5,0.5]") == [
-        "the initial weights were trained with data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225], "
-        "and this run uses data.mean=[0.5,0.5,0.5] data.std=[0.229,0.224,0.225]"
+        "the initial weights were trained with data.mean=[0.485, 0.456, 0.406] data.std=[0.229, 0.224, 0.225], "
+        "and this run uses data.mean=[0.5, 0.5, 0.5] data.std=[0.229, 0.224, 0.225]"
     ]
     renamed = Path(shutil.copytree(digits, tmp_path / "renamed"))
     (renamed / "train" / "3").rename(renamed / "train" / "three")
-    (told,) = said("data.name=folder", "data.val=null", "data.val_fraction=0.2", root=renamed)
-    assert told.endswith("its classes differ: 3 was '3', is '4'")
+    (message,) = said("data.name=folder", "data.val=null", "data.val_fraction=0.2", root=renamed)
+    assert message.endswith("class 3 was '3' there and is '4' here")
+    difference = class_difference(["caf\u00e9"], ["cafe\u0301"])  # which look alike
+    assert difference == r"class 0 was 'caf\xe9' there and is 'cafe\u0301' here"
 
 
-def test_mismatch_with_published_weights_is_reported(tmp_path: Path) -> None:
-    """timm says what its weights expect; a recipe that was written for another model names numbers of its own."""
+def test_mismatch_with_published_weights_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm states the mean of its weights; a recipe that was written for another model names its own."""
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32)
-    config = config_from_dict({"model": {"name": "vit_tiny_patch16_224", "pretrained": True}, "optimizer": {"lr": 0.1}})
-    imagenet = (list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD))
-    (told,) = pretrained_mismatch(config, vit, imagenet, [])
-    assert "data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5], and this run uses data.mean=[0.485" in told
-    assert pretrained_mismatch(config, vit, choose_mean_std(config, vit), []) == []
+    monkeypatch.setattr(engine_model, "build_model", lambda *_: vit)
+    model = ModelConfig(name="vit_tiny_patch16_224", pretrained=True)
+    assert len(build_initial_model(Config(model=model), 10)[1]) == 1
+    _, message = build_initial_model(Config(model=model, data=DataConfig(mean=list(IMAGENET_DEFAULT_MEAN))), 10)[1]
+    assert "data.mean=[0.5, 0.5, 0.5] data.std=[0.5, 0.5, 0.5], and this run uses data.mean=[0.485" in message

@@ -6,20 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers import arguments, losses, newest, state_digest, train_here
-from safetensors.torch import load_file
-from torch import Tensor
-
-# One update by the gradient alone, at rate 1.
-FIRST_STEP = {
-    "train__max_steps": 1,
-    "optimizer__lr": 1,
-    "optimizer__weight_decay": 0,
-    "optimizer__kwargs": "{momentum: 0}",
-    "schedule__name": "constant",
-    "schedule__warmup_epochs": 0,
-}
+from helpers import arguments, losses, newest, saved_bytes, state_digest, train_here
 
 
 def trained(root: Path, folder: Path, **changes: Any) -> Path:
@@ -27,24 +14,9 @@ def trained(root: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(newest(folder) / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def start(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """The weights that every run here starts from."""
-    return weights(trained(digits, tmp_path_factory.mktemp("start") / "run", **FIRST_STEP | {"optimizer__lr": 0}))
-
-
 @pytest.fixture(scope="module")
 def plain(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(digits, tmp_path_factory.mktemp("plain") / "run")
-
-
-def moves(folder: Path, start: dict[str, Tensor]) -> dict[str, float]:
-    """How far each tensor has moved, as the largest change of an element."""
-    return {name: float((value - start[name]).abs().max()) for name, value in weights(folder).items()}
 
 
 def test_weight_decays_and_lr_scales_reach_the_optimizer(digits: Path, tmp_path: Path) -> None:
@@ -58,46 +30,15 @@ def test_weight_decays_and_lr_scales_reach_the_optimizer(digits: Path, tmp_path:
         **{f"optimizer__{key}": value for key, value in changes.items()},
     )
     groups = json.loads((newest(folder) / "optimizer.json").read_text())["groups"]
-    found = {
-        tuple(group["members"]): (group["values"]["weight_decay"], group["values"]["lr_scale"]) for group in groups
-    }
-    assert found == {
+    values = {tuple(group["members"]): group["values"] for group in groups}
+    assert {names: (group["weight_decay"], group["lr_scale"]) for names, group in values.items()} == {
         ("1.weight", "4.weight"): (0.1, 1.0),
         ("2.weight", "2.bias", "5.weight", "5.bias"): (0.2, 1.0),
         ("10.weight",): (0.1, 0.5),
         ("10.bias",): (0.3, 0.5),
     }
-    rates = {group["values"]["lr_scale"]: group["values"]["lr"] for group in groups}
+    rates = {group["lr_scale"]: group["lr"] for group in values.values()}
     assert rates[0.5] == pytest.approx(rates[1.0] / 2)
-
-
-def test_lr_scale_of_0_keeps_the_weights(digits: Path, tmp_path: Path, start: dict[str, Tensor]) -> None:
-    moved = moves(trained(digits, tmp_path / "run", optimizer__lr_scales='{"5.*": 1, "*": 0}'), start)
-    assert {name for name, distance in moved.items() if distance > 0} == {"5.weight", "5.bias"}
-
-
-def test_layer_decay_scales_the_first_update(digits: Path, tmp_path: Path) -> None:
-    """The first update of a timm model without momentum is the gradient times each layer's rate."""
-    kwargs = "{channels: [8, 8, 8, 8], zero_init_last: false}"
-    common = {"model__name": "resnet18", "model__kwargs": kwargs, **FIRST_STEP}
-    start = weights(trained(digits, tmp_path / "start", **common | {"optimizer__lr": 0}))
-    whole = moves(trained(digits, tmp_path / "whole", **common), start)
-    decayed = moves(trained(digits, tmp_path / "decayed", **common, optimizer__layer_decay=0.5), start)
-    for name, layers_behind in {"fc.weight": 0, "layer4.1.conv1.weight": 1, "conv1.weight": 9}.items():
-        assert decayed[name] / whole[name] == pytest.approx(0.5**layers_behind, rel=1e-3), name
-
-
-def test_clipping_by_norm_value_and_agc(digits: Path, tmp_path: Path, start: dict[str, Tensor]) -> None:
-    """In the first update, without momentum; adaptive clipping leaves out the head."""
-    by_norm = weights(trained(digits, tmp_path / "norm", **FIRST_STEP, train__clip_norm=1e-3))
-    change = torch.cat([(by_norm[name] - start[name]).flatten() for name in start])
-    assert change.norm().item() == pytest.approx(1e-3, rel=1e-2)
-    by_value = moves(trained(digits, tmp_path / "value", **FIRST_STEP, train__clip_value=1e-3), start)
-    assert max(by_value.values()) == pytest.approx(1e-3, rel=1e-2)
-    free = moves(trained(digits, tmp_path / "free", **FIRST_STEP), start)
-    by_unit = moves(trained(digits, tmp_path / "agc", **FIRST_STEP, train__clip_agc=1e-3), start)
-    assert by_unit["5.weight"] == pytest.approx(free["5.weight"]) and by_unit["5.bias"] == pytest.approx(free["5.bias"])
-    assert by_unit["0.weight"] < 0.1 * free["0.weight"]
 
 
 def test_sam_reports_the_loss_before_the_perturbation(digits: Path, tmp_path: Path, plain: Path) -> None:
@@ -126,15 +67,11 @@ def test_sam_with_tiny_rho_equals_training_without(digits: Path, tmp_path: Path)
 
 
 def test_resume_between_sam_steps_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
-    """The stop falls between two of its steps."""
     sam = {"model": "noisy", "train__sam_rho": 0.1, "train__sam_every_steps": 3}
-    whole = trained(digits, tmp_path / "whole", train__max_steps=6, **sam)
-    trained(digits, tmp_path / "parts", train__max_steps=4, **sam)
-    train_here([*arguments(digits, tmp_path / "parts", train__max_steps=6, **sam), "--resume"])
-    assert losses(tmp_path / "parts") == losses(whole)
-    assert weights(tmp_path / "parts").keys() == weights(whole).keys()
-    for name, value in weights(whole).items():
-        assert torch.equal(weights(tmp_path / "parts")[name], value), name
+    whole = trained(digits, tmp_path / "whole", train__max_steps=4, **sam)
+    parts = trained(digits, tmp_path / "parts", train__max_steps=2, **sam)
+    train_here([*arguments(digits, parts, train__max_steps=4, **sam), "--resume"])
+    assert losses(parts) == losses(whole) and saved_bytes(parts) == saved_bytes(whole)
 
 
 def test_resume_with_allowed_momentum_uses_it(digits: Path, tmp_path: Path, plain: Path) -> None:
@@ -148,16 +85,14 @@ def test_resume_with_allowed_momentum_uses_it(digits: Path, tmp_path: Path, plai
 
 
 def test_resume_with_grad_checkpointing_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
-    """With dropout, BatchNorm, SAM and mixing."""
+    """With accumulation, dropout, BatchNorm, SAM and mixing."""
     kwargs = "{channels: [8, 8, 8, 8], drop_rate: 0.2, drop_path_rate: 0.2}"
     words = {"model__name": "resnet18", "model__kwargs": kwargs, "train__micro_batch_size": 64}
     words |= {"train__sam_rho": 0.1, "mix__mixup_alpha": 0.8}
-    whole = trained(digits, tmp_path / "whole", **words)
-    trained(digits, tmp_path / "parts", train__max_steps=2, **words)
-    anew = arguments(digits, tmp_path / "parts", train__max_steps=3, train__grad_checkpointing="true", **words)
-    train_here([*anew, "--resume"])
-    assert losses(tmp_path / "parts") == losses(whole)
-    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(tmp_path / "parts").items())
+    whole = trained(digits, tmp_path / "whole", train__max_steps=2, **words)
+    parts = trained(digits, tmp_path / "parts", train__max_steps=1, **words)
+    train_here([*arguments(digits, parts, train__max_steps=2, train__grad_checkpointing="true", **words), "--resume"])
+    assert losses(parts) == losses(whole) and saved_bytes(parts) == saved_bytes(whole)
 
 
 def test_lr_base_batch_scales_the_rate(
@@ -166,4 +101,4 @@ def test_lr_base_batch_scales_the_rate(
     """0.015 for 64 images is 0.03 for 128."""
     folder = trained(digits, tmp_path / "run", optimizer__lr=0.015, optimizer__lr_base_batch=64)
     assert losses(folder) == losses(plain)
-    assert "lr 0.015 for 64 images, scaled linearly x 2 to 0.03 for 128" in capsys.readouterr().out
+    assert "lr 0.015 for 64 images" in capsys.readouterr().out

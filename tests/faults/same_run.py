@@ -6,17 +6,19 @@ every 5 steps, of which two stay.
 
 import json
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked_ranks import KillPoint, RankServer
 from helpers import arguments, state_digest
+from tracker import read_rows
 
 STEPS, STEPS_PER_EPOCH, ACCUMULATION, SAVED_EVERY = 40, 10, 2, 5
 MICRO_BATCH = 2  # small, since RandAugment takes most of the time
 CLASSES, EVAL_IMAGES = 10, 40
-
-# Measured, so different in each run.
-_MEASURED = ("images_per_sec", "data_wait_pct", "memory_mib", "seconds")
+MEASURED = ("images_per_sec", "data_wait_pct", "memory_mib", "seconds")  # different in each run
 
 
 def global_batch(ranks: int) -> int:
@@ -55,33 +57,75 @@ def words_for(images: Path, folder: Path, ranks: int = 1, model: str = "noisy", 
         "checkpoint__every_epochs": "null",
         "checkpoint__keep_last": 2,
         "log__tensorboard": "true",
+        "log__writers": "[tensorboard,tracker:AppendOnly]",
     }
     return arguments(images, folder, model, **(settings | changes))
+
+
+@dataclass
+class Run:
+    """A run on forked ranks, to be stopped and resumed. undisturbed: returns the folder of the run without a stop."""
+
+    server: RankServer
+    words: list[str]
+    folder: Path
+    ranks: int
+    undisturbed: Callable[[int], Path]
+    output: str = ""  # of the latest start, stdout and stderr of all ranks
+
+    def start(self, *more: str, kills: Sequence[KillPoint] = (), **env: str) -> list[int]:
+        """Run the command, with more arguments. Returns the exit code of each rank, negative for a signal."""
+        file = self.folder.with_suffix(".txt")
+        file.unlink(missing_ok=True)
+        codes = self.server.run([*self.words, *more], file, self.ranks, kills, **env)
+        self.output = file.read_text()
+        return codes
+
+    def resume(self, options: Sequence[str] = ("--resume",), **env: str) -> int:
+        """Resume and train to the end; assert that all is as in the undisturbed run.
+
+        Returns the step that the run resumed from, 0 where it started from scratch.
+        """
+        assert self.start(*options, **env) == [0] * self.ranks, self.output
+        assert "using an older checkpoint" not in self.output, self.output
+        assert_same_run(self.folder, self.undisturbed(self.ranks))
+        found = re.search(r"resumed from \S*/step-0*(\d+) at step \1", "".join(self.output.splitlines()))
+        assert (found is None) == ("starting from scratch" in self.output), self.output
+        return 0 if found is None else int(found[1])
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """Steps and evaluations of metrics.jsonl, in order, without measurements."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {name: value for name, value in line.items() if name not in _MEASURED}
+        {name: value for name, value in line.items() if name not in MEASURED}
         for line in lines
         if line["kind"] != "event"
     ]
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows: (step, value) of each scalar, without measurements."""
+    """The scalars of TensorBoard without measurements: by tag, (step, value) of each."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     board = EventAccumulator(str(folder / "tensorboard"), {SCALARS: 0})
     board.Reload()
-    tags = [tag for tag in board.Tags()["scalars"] if not tag.endswith(_MEASURED)]
+    tags = [tag for tag in board.Tags()["scalars"] if not tag.endswith(MEASURED)]
     return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
 
 
+def tracked(folder: Path) -> dict[int, dict[str, float]]:
+    """The rows of the tests' tracker, without measurements."""
+    rows = read_rows(folder / "writers" / "tracker:AppendOnly" / "rows.jsonl")
+    return {
+        step: {tag: value for tag, value in values.items() if not tag.endswith(MEASURED)}
+        for step, values in rows.items()
+    }
+
+
 def checkpoints(folder: Path) -> list[int]:
-    """Steps of the checkpoints, in order; asserts that nothing else lies beside them."""
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    """Steps of the checkpoints, in order; asserts that nothing but the links is beside them."""
+    names = sorted({path.name for path in (folder / "checkpoints").iterdir()} - {"best", "last"})
     assert all(name.startswith("step-") for name in names), names
     return [int(name.removeprefix("step-")) for name in names]
 
@@ -101,13 +145,7 @@ def assert_same_bits(folder: Path, undisturbed: Path) -> None:
     shown = curves(folder)
     assert [step for step, _ in shown["train/loss"]] == list(range(1, STEPS + 1))
     assert shown == curves(undisturbed)
-
-
-def resumed_at(output: Path) -> int:
-    """The step that a run resumed from, by its output; 0 for none. Asserts that no checkpoint was damaged."""
-    text = output.read_text()
-    assert "using an older checkpoint" not in text, text
-    found = re.search(r"resumed from \S*/step-0*(\d+) at step (\d+)", "".join(text.splitlines()))
-    assert (found is None) == ("starting from scratch" in text), text
-    assert found is None or found[1] == found[2]
-    return 0 if found is None else int(found[2])
+    assert tracked(folder) == tracked(undisturbed)
+    assert {tag: list(dict(points)) for tag, points in shown.items()} == {
+        tag: [step for step, values in tracked(folder).items() if tag in values] for tag in shown
+    }

@@ -1,6 +1,7 @@
 """Signals to a run with a launcher, a killed launcher, a killed rank: what is saved, and that no process remains."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,29 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers import (
-    DIST_TRAIN,
-    REPOSITORY,
-    TRAIN,
-    arguments,
-    environment,
-    ranks_of,
-    steps_done,
-    wait_for,
-)
+from helpers import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, pids_by_rank, steps_done, wait_for
 from same_run import assert_same_run, words_for
 
 ByRanks = Callable[[int], Path]
-LAUNCHERS = ["alone", "spawn", "dist_train.sh"]
-
-
-def by_default(*chosen: str) -> list[Any]:
-    """All launchers as parameters; those not in `chosen` are nightly."""
-    return [name if name in chosen else pytest.param(name, marks=pytest.mark.nightly) for name in LAUNCHERS]
-
+NIGHTLY = pytest.mark.nightly
+LAUNCHERS = [pytest.param("alone", marks=NIGHTLY), "spawn", pytest.param("dist_train.sh", marks=NIGHTLY)]
 
 # In the environment of all processes of a run, including data workers and torch's helpers.
 MARK = "TESTS_MARK"
@@ -54,11 +40,15 @@ def command_for(launcher: str, digits: Path, folder: Path, **kwargs: float) -> l
 
 
 @contextmanager
-def watched(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in this folder, in a process group of its own. None of its processes outlives the context."""
+def watched(command: Sequence[str], folder: Path, output: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A run in this folder, in a process group of its own. None of its processes outlives the context.
+
+    output: a file descriptor for stdout and stderr.
+    """
+    out, err = (subprocess.DEVNULL, subprocess.PIPE) if output is None else (output, output)
     with subprocess.Popen(
         command, env=environment(**{MARK: str(folder)}), cwd=REPOSITORY, text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL, stdout=out, stderr=err,
     ) as process:  # fmt: skip
         try:
             yield process
@@ -75,7 +65,7 @@ def started(
     """(launching process, process ids by rank) once the first step is done."""
     with watched([*prefix, *command_for(launcher, digits, folder, pause_sec=pause_sec, **kwargs)], folder) as process:
         wait_for(lambda: steps_done(folder) >= 1 or process.poll() is not None, "the first step")
-        pids = ranks_of(folder)
+        pids = pids_by_rank(folder)
         assert process.poll() is None, process.communicate()[1]
         assert len(pids) == (1 if launcher == "alone" else 2)
         yield process, pids
@@ -102,7 +92,7 @@ def assert_saved(folder: Path) -> None:
     assert f"step-{steps_done(folder):07d}" in saved, (folder / "logs" / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize("launcher", by_default("spawn"))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_to_the_process_group_saves_and_exits_130(digits: Path, tmp_path: Path, launcher: str) -> None:
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, _):
@@ -115,7 +105,23 @@ def test_ctrl_c_to_the_process_group_saves_and_exits_130(digits: Path, tmp_path:
 
 
 @pytest.mark.nightly
-def test_ctrl_c_during_imports_of_spawned_ranks_is_silent(digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_full_pipe_that_nobody_reads_blocks_no_step_and_no_exit(digits: Path, tmp_path: Path, launcher: str) -> None:
+    folder = tmp_path / "run"
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    with watched(command_for(launcher, digits, folder, pause_sec=0.02), folder, writer) as process:
+        wait_for(lambda: steps_done(folder) >= 100 or process.poll() is not None, "more lines than the pipe holds")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 143
+        assert_all_gone(folder)
+    os.close(reader)
+    os.close(writer)
+    assert_saved(folder)
+
+
+@pytest.mark.nightly
+def test_ctrl_c_during_imports_of_spawned_ranks_exits_130(digits: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with watched(command_for("spawn", digits, folder), folder) as process:
         wait_for(lambda: len(processes_of(folder)) >= 3, "a rank and Python's resource tracker")
@@ -123,45 +129,15 @@ def test_ctrl_c_during_imports_of_spawned_ranks_is_silent(digits: Path, tmp_path
         os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=120)
         assert_all_gone(folder)
-        errors = process.communicate()[1]
-    assert (process.returncode, errors) == (130, "")
-    assert not folder.exists()
+    assert process.returncode == 130 and not folder.exists()
 
 
 @pytest.mark.nightly
-def test_ctrl_c_then_sigterm_saves(digits: Path, tmp_path: Path) -> None:
-    """SIGTERM is no second Ctrl-C."""
-    folder = tmp_path / "run"
-    with started("spawn", digits, folder, pause_sec=1.5, pause_after=3) as (process, pids):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.7)
-        for pid in pids.values():
-            os.kill(pid, signal.SIGTERM)
-        process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert_saved(folder)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("launcher", LAUNCHERS[1:])
-def test_ctrl_c_in_a_background_script_stays_ignored(digits: Path, tmp_path: Path, launcher: str) -> None:
-    folder = tmp_path / "run"
-    ignoring = ["bash", "-c", "trap '' INT; exec \"$@\"", "bash"]
-    with started(launcher, digits, folder, prefix=ignoring) as (process, _):
-        os.killpg(process.pid, signal.SIGINT)
-        done = steps_done(folder)
-        wait_for(lambda: steps_done(folder) > done + 2 or process.poll() is not None, "further steps")
-        assert process.poll() is None
-        process.terminate()
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 143, errors
-
-
-@pytest.mark.parametrize("launcher", by_default())
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path, launcher: str) -> None:
     """The second step never ends: the first Ctrl-C waits for it, the second does not."""
     folder = tmp_path / "run"
-    first_step = 1 if launcher == "alone" else 3  # with the two forwards of warm_up_buckets
+    first_step = 1 if launcher == "alone" else 3  # with the two forwards of rebuild_ddp_buckets
     with started(launcher, digits, folder, pause_sec=3600, pause_after=first_step) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.7)
@@ -177,7 +153,7 @@ def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path, launche
     assert not list((folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("launcher", by_default("spawn")[1:])
+@pytest.mark.parametrize("launcher", LAUNCHERS[1:])
 def test_ranks_of_a_killed_launcher_save_and_end(digits: Path, tmp_path: Path, launcher: str) -> None:
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, _):
@@ -190,9 +166,9 @@ def test_ranks_of_a_killed_launcher_save_and_end(digits: Path, tmp_path: Path, l
     ("launcher", "stuck"),
     [
         ("spawn", False),
-        pytest.param("dist_train.sh", False, marks=pytest.mark.nightly),
-        pytest.param("spawn", True, marks=pytest.mark.nightly),
-        pytest.param("dist_train.sh", True, marks=pytest.mark.nightly),
+        pytest.param("dist_train.sh", False, marks=NIGHTLY),
+        pytest.param("spawn", True, marks=NIGHTLY),
+        pytest.param("dist_train.sh", True, marks=NIGHTLY),
     ],
 )
 def test_killed_rank_is_named_and_ends_the_others(digits: Path, tmp_path: Path, launcher: str, stuck: bool) -> None:
@@ -209,12 +185,15 @@ def test_killed_rank_is_named_and_ends_the_others(digits: Path, tmp_path: Path, 
     assert "rank 1 was killed by SIGKILL" in errors and len(errors.splitlines()) <= 3, errors
 
 
-@pytest.mark.parametrize("launcher", by_default())
-def test_sighup_under_nohup_is_ignored_and_sigterm_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
-    """Both go to the launcher's process group; SIGTERM twice, as from some schedulers."""
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ignored_signals_change_nothing_and_sigterm_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
+    """SIGHUP under nohup, SIGINT in a script's background job. All go to the process group, and SIGTERM twice."""
     folder = tmp_path / "run"
-    with started(launcher, digits, folder, prefix=["nohup"]) as (process, _):
+    prefix = ["bash", "-c", "trap '' INT; exec nohup \"$@\"", "bash"]
+    with started(launcher, digits, folder, prefix=prefix) as (process, _):
         os.killpg(process.pid, signal.SIGHUP)
+        os.killpg(process.pid, signal.SIGINT)
         done = steps_done(folder)
         wait_for(lambda: steps_done(folder) >= done + 5 or process.poll() is not None, "five more steps")
         assert process.poll() is None
@@ -235,6 +214,8 @@ def test_sighup_under_nohup_is_ignored_and_sigterm_saves(digits: Path, tmp_path:
         ("dist_train.sh", signal.SIGUSR2, "the launcher"),
         ("spawn", signal.SIGUSR2, "the launcher"),
         ("spawn", signal.SIGINT, "the launcher"),
+        ("spawn", signal.SIGHUP, "the launcher"),
+        ("dist_train.sh", signal.SIGHUP, "rank 1"),
     ],
 )
 @pytest.mark.nightly
@@ -263,7 +244,7 @@ def test_ranks_restarted_by_torchrun_resume_with_the_same_bits(
     words = words_for(few_images(2), folder, 2, model__kwargs__pause_sec=0.05)
     with watched([*torchrun, TRAIN, *words], folder) as process:
         wait_for(lambda: steps_done(folder) >= 12 or process.poll() is not None, "step 12")
-        os.kill(ranks_of(folder)[1], signal.SIGKILL)
+        os.kill(pids_by_rank(folder)[1], signal.SIGKILL)
         errors = process.communicate(timeout=120)[1]
         assert_all_gone(folder)
     assert process.returncode == 0, errors

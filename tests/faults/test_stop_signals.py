@@ -1,4 +1,4 @@
-"""Signals that ask for a stop, at a known moment: all ranks finish the same step, save, and say how it goes on.
+"""Signals that ask for a stop, at a known moment: all ranks finish the same step, save, and say how to resume.
 
 With launchers, and what a terminal sends: test_launchers_die.py.
 """
@@ -8,134 +8,78 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_ranks import KillPoint, RankServer
-from same_run import ACCUMULATION, assert_same_run, checkpoints, records, resumed_at, words_for
-
-ByRanks = Callable[[int], Path]
+from forked_ranks import KillPoint
+from same_run import ACCUMULATION, Run, checkpoints, records
 
 IN_STEP_17 = ("in_forward", 17 * ACCUMULATION)
 # The flags of step 17 are reduced while step 18 is under way.
 STOPPED_AT = {1: 17, 2: 18}
-TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
+TERM, INT, USR2, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP
+TO_RANK = {number: [KillPoint(*IN_STEP_17, rank, number) for rank in (0, 1)] for number in (TERM, INT, USR2, HUP)}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kills"),
+    ("number", "ranks", "kills"),
     [
-        pytest.param(1, [KillPoint(*IN_STEP_17, 0, TERM)], id="alone"),
-        pytest.param(2, [KillPoint(*IN_STEP_17, 1, TERM)], id="one of two"),
-        pytest.param(2, [KillPoint(*IN_STEP_17, 0, TERM), KillPoint(*IN_STEP_17, 1, TERM)], id="both"),
+        pytest.param(TERM, 1, TO_RANK[TERM][:1], id="SIGTERM"),
+        pytest.param(INT, 1, TO_RANK[INT][:1], id="Ctrl-C"),
+        pytest.param(USR2, 1, TO_RANK[USR2][:1], id="SIGUSR2 without SLURM"),
+        pytest.param(HUP, 1, TO_RANK[HUP][:1], id="SIGHUP"),
+        pytest.param(TERM, 2, TO_RANK[TERM][1:], id="one of two"),
+        pytest.param(TERM, 2, TO_RANK[TERM], id="both"),
         pytest.param(
-            2,
-            [KillPoint(*IN_STEP_17, 1, TERM), KillPoint("checkpoint_half_written", 4, 0, TERM)],
-            id="again in the save",
+            TERM, 2, [TO_RANK[TERM][1], KillPoint("checkpoint_half_written", 4, 0, TERM)], id="again in the save"
         ),
     ],
 )
-def test_sigterm_saves_the_same_step_and_nothing_is_lost(
-    rank_server: RankServer,
-    few_images: ByRanks,
-    undisturbed: ByRanks,
-    tmp_path: Path,
-    ranks: int,
-    kills: list[KillPoint],
+def test_stop_signal_saves_the_same_step_on_all_ranks(
+    new_run: Callable[..., Run], number: signal.Signals, ranks: int, kills: list[KillPoint]
 ) -> None:
-    folder, output = tmp_path / "run", tmp_path / "output.txt"
-    words = words_for(few_images(ranks), folder, ranks)
-    codes = rank_server.run(words, output, ranks, kills)
-    assert codes == [143] * ranks, output.read_text()
-    step = STOPPED_AT[ranks]
-    assert output.read_text().splitlines()[-2:] == [
-        f"stopped by SIGTERM after step {step} of 40, saved in {folder}/checkpoints/step-{step:07d}",
+    run, step = new_run(ranks), STOPPED_AT[ranks]
+    assert run.start(kills=kills) == [128 + number] * ranks, run.output
+    assert run.output.splitlines()[-2:] == [
+        f"stopped by {number.name} after step {step} of 40, saved in {run.folder}/checkpoints/step-{step:07d}",
         "Resume with the same command and --resume.",
     ]
-    assert checkpoints(folder)[-1] == step
-
-    output.unlink()
-    assert rank_server.run([*words, "--resume"], output, ranks) == [0] * ranks, output.read_text()
-    assert resumed_at(output) == step
-    assert_same_run(folder, undisturbed(ranks))
+    assert checkpoints(run.folder)[-1] == step
+    assert run.resume() == step
 
 
-def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(
-    rank_server: RankServer, few_images: ByRanks, tmp_path: Path
-) -> None:
+def test_stop_signal_in_an_evaluation_does_not_wait_for_its_end(new_run: Callable[..., Run], tmp_path: Path) -> None:
     """Rank 1 is asked in its first of five batches. The flag is passed on before the second, and read before the third.
 
-    What was counted is thrown away. Were there a third batch, rank 0 would not survive it.
+    What was counted is discarded. Were there a third batch, rank 0 would be killed in it.
     """
-    words = {name: words_for(few_images(2), tmp_path / name, 2, eval__batch_size=4) for name in ("run", "whole")}
-    output, of_both_weights = tmp_path / "output.txt", 2
-    asked = [KillPoint("in_evaluation", 5 * of_both_weights + 1, 1, TERM)]
-    too_late = [KillPoint("in_evaluation", (5 + 3) * of_both_weights, 0)]
-    assert rank_server.run(words["run"], output, 2, asked + too_late) == [143, 143], output.read_text()
-    assert "stopped by SIGTERM after step 20 of 40, saved in " in output.read_text()
-    assert checkpoints(tmp_path / "run")[-1] == 20
-    assert [line["step"] for line in records(tmp_path / "run") if line["kind"] == "eval"] == [10, 10]
-
-    output.unlink()
-    assert rank_server.run([*words["run"], "--resume"], output, 2) == [0, 0], output.read_text()
-    assert resumed_at(output) == 20
-    assert rank_server.run(words["whole"], output, 2) == [0, 0], output.read_text()
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    run, whole = (new_run(2, tmp_path / name, eval__batch_size=4) for name in ("run", "whole"))
+    run.undisturbed, of_both_weights = lambda ranks: whole.folder, 2
+    asked = KillPoint("in_evaluation", 5 * of_both_weights + 1, 1, TERM)
+    too_late = KillPoint("in_evaluation", (5 + 3) * of_both_weights, 0)
+    assert run.start(kills=[asked, too_late]) == [143, 143], run.output
+    assert checkpoints(run.folder)[-1] == 20
+    assert [line["step"] for line in records(run.folder) if line["kind"] == "eval"] == [10, 10]
+    assert whole.start() == [0, 0], whole.output
+    assert run.resume() == 20
 
 
-def scontrol(folder: Path, refusal: str = "") -> dict[str, str]:
-    """The environment of a job of SLURM whose `scontrol` notes down what it is asked for, and agrees or does not."""
-    folder.mkdir()
-    program = folder / "scontrol"
-    program.write_text(
-        f'#!/bin/sh\necho "$@" >> {folder}/asked\n' + (f"echo '{refusal}' >&2; exit 1\n" * bool(refusal))
-    )
+@pytest.mark.parametrize("refusal", ["", "Requested operation is presently disabled for job 4711"])
+def test_slurm_job_is_requeued_by_one_rank_and_resumes(
+    new_run: Callable[..., Run], tmp_path: Path, refusal: str
+) -> None:
+    """SLURM signals all ranks, and later starts the same command again. `scontrol` is a script that may fail."""
+    program, asked = tmp_path / "bin" / "scontrol", tmp_path / "asked"
+    program.parent.mkdir()
+    fail = f"echo '{refusal}' >&2; exit 1\n" if refusal else ""
+    program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n{fail}')
     program.chmod(0o755)
-    return {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "4711"}
+    env = {"PATH": f"{program.parent}:/usr/bin:/bin", "SLURM_JOB_ID": "4711"}
 
-
-def test_a_slurm_job_is_queued_again_by_one_rank_and_goes_on_by_itself(
-    rank_server: RankServer, few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path
-) -> None:
-    """SLURM signals all ranks, and later starts the same command again."""
-    folder, output = tmp_path / "run", tmp_path / "output.txt"
-    words, env = words_for(few_images(2), folder, 2), scontrol(tmp_path / "bin")
-    codes = rank_server.run(words, output, 2, [KillPoint(*IN_STEP_17, rank, USR2) for rank in (0, 1)], **env)
-    assert codes == [140, 140]
-    assert output.read_text().splitlines()[-2:] == [
-        f"stopped by SIGUSR2 after step 18 of 40, saved in {folder}/checkpoints/step-0000018",
-        "SLURM will restart job 4711, which resumes by itself.",
-    ]
-    assert (tmp_path / "bin" / "asked").read_text() == "requeue 4711\n"
-
-    output.unlink()
-    assert rank_server.run(words, output, 2, SLURM_RESTART_COUNT="1", **env) == [0, 0], output.read_text()
-    assert resumed_at(output) == 18
-    assert_same_run(folder, undisturbed(2))
-
-
-def test_a_job_that_slurm_does_not_take_back_is_saved_and_says_so(
-    rank_server: RankServer, few_images: ByRanks, tmp_path: Path
-) -> None:
-    folder, output = tmp_path / "run", tmp_path / "output.txt"
-    env = scontrol(tmp_path / "bin", "Requested operation is presently disabled for job 4711")
-    assert rank_server.run(words_for(few_images(1), folder), output, 1, [KillPoint(*IN_STEP_17, 0, USR2)], **env) == [
-        140
-    ]
-    assert output.read_text().splitlines()[-3:] == [
-        f"stopped by SIGUSR2 after step 17 of 40, saved in {folder}/checkpoints/step-0000017",
-        "SLURM did not requeue job 4711: Requested operation is presently disabled for job 4711",
-        "Resume with the same command and --resume.",
-    ]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, USR2])
-def test_other_signals_save_and_stop_alike(
-    rank_server: RankServer, few_images: ByRanks, tmp_path: Path, number: signal.Signals
-) -> None:
-    """SIGUSR2 outside of SLURM, and one Ctrl-C; with launchers around the ranks: test_launchers_die.py."""
-    folder, output = tmp_path / "run", tmp_path / "output.txt"
-    words = words_for(few_images(1), folder)
-    assert rank_server.run(words, output, 1, [KillPoint(*IN_STEP_17, 0, number)]) == [128 + number]
-    assert output.read_text().splitlines()[-2:] == [
-        f"stopped by {number.name} after step 17 of 40, saved in {folder}/checkpoints/step-0000017",
-        "Resume with the same command and --resume.",
-    ]
-    assert checkpoints(folder)[-1] == 17
+    run = new_run(2)
+    assert run.start(kills=TO_RANK[USR2], **env) == [140, 140]
+    saved = f"stopped by SIGUSR2 after step 18 of 40, saved in {run.folder}/checkpoints/step-0000018"
+    requeued = ["SLURM will restart job 4711, which resumes by itself."]
+    refused = [f"SLURM did not requeue job 4711: {refusal}", "Resume with the same command and --resume."]
+    expected = [saved, *(refused if refusal else requeued)]
+    assert run.output.splitlines()[-len(expected) :] == expected
+    assert asked.read_text() == "requeue 4711\n"
+    if not refusal:
+        assert run.resume([], SLURM_RESTART_COUNT="1", **env) == 18

@@ -1,7 +1,7 @@
 """Two machines: network namespaces with their own addresses and host names, joined by a veth pair.
 
 The host names don't resolve, so the rendezvous needs the right interface. The fast test of a lost rank is
-tests/distributed/test_lost_rank.py.
+tests/distributed/test_rank_failures.py.
 """
 
 import os

@@ -11,12 +11,14 @@ from timm.optim._param_groups import param_groups_layer_decay, param_groups_weig
 from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig
+from imagenet_cls.models.adapt import head_names
+from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 
 TIMM = ["resnet50", "convnext_tiny", "vit_small_patch16_224", "swin_tiny_patch4_window7_224"]
 TORCHVISION = ["resnet50", "convnext_tiny", "vit_b_16", "swin_t"]
 DECAY = 0.05
-SPARED = {f"{kind}_weight_decay": 0.0 for kind in ("norm", "bias", "token", "scale")}
+ONLY_WEIGHTS = {f"{kind}_weight_decay": 0.0 for kind in ("norm", "bias", "token", "scale")}
 TORCHVISIONS_NORMS = (
     nn.modules.batchnorm._BatchNorm,
     nn.LayerNorm,
@@ -49,20 +51,20 @@ def theirs(model: nn.Module, key: str, groups: list[dict]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", TIMM)
-def test_weight_decay_is_timms_where_all_but_weights_are_spared(name: str) -> None:
+def test_decay_of_weights_alone_equals_timms(name: str) -> None:
     model = timms(name)
     named = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     expected = theirs(model, "weight_decay", param_groups_weight_decay(model, DECAY, no_weight_decay_list=named))
-    assert ours(model, "weight_decay", OptimizerConfig(lr=1.0, weight_decay=DECAY, **SPARED)) == expected
+    assert ours(model, "weight_decay", OptimizerConfig(lr=1.0, weight_decay=DECAY, **ONLY_WEIGHTS)) == expected
     assert set(expected.values()) == {0.0, DECAY} and len(expected) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("name", TIMM)
-def test_layer_decay_is_timms(name: str) -> None:
+def test_layer_decay_equals_timms(name: str) -> None:
     model = timms(name)
     named = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     groups = param_groups_layer_decay(model, DECAY, no_weight_decay_list=named, layer_decay=0.75)
-    optimizer = OptimizerConfig(lr=1.0, weight_decay=DECAY, layer_decay=0.75, **SPARED)
+    optimizer = OptimizerConfig(lr=1.0, weight_decay=DECAY, layer_decay=0.75, **ONLY_WEIGHTS)
     for key in ("lr_scale", "weight_decay"):
         assert ours(model, key, optimizer) == pytest.approx(theirs(model, key, groups), rel=1e-12)
     made = parameter_groups(model, optimizer)
@@ -81,7 +83,7 @@ def set_weight_decay(model: nn.Module, norm: float | None, by_name: Mapping[str,
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
-def test_a_decay_of_norms_alone_is_torchvisions(name: str) -> None:
+def test_norm_weight_decay_equals_torchvisions(name: str) -> None:
     model = torchvisions(name)
     found = ours(model, "weight_decay", OptimizerConfig(lr=1.0, weight_decay=DECAY, norm_weight_decay=0.0))
     assert found == set_weight_decay(model, 0.0, {})
@@ -89,7 +91,7 @@ def test_a_decay_of_norms_alone_is_torchvisions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
-def test_decays_of_norms_biases_and_embeddings_are_torchvisions(name: str) -> None:
+def test_norm_bias_and_token_weight_decay_equal_torchvisions(name: str) -> None:
     """But for two names of its ViT, which the names of its own script miss."""
     model = torchvisions(name)
     tokens = dict.fromkeys(("class_token", "position_embedding", "relative_position_bias_table"), 0.01)
@@ -104,16 +106,22 @@ def test_decays_of_norms_biases_and_embeddings_are_torchvisions(name: str) -> No
     )
 
 
-def test_the_norms_of_the_two_libraries_hold_the_same_numbers() -> None:
-    """ResNet-50, ConvNeXt-T and Swin-T have the same layers in both: as many parameters fall under each decay."""
-    for mine, other in (("resnet50", "resnet50"), ("convnext_tiny", "convnext_tiny"), (TIMM[3], "swin_t")):
-        counts = []
-        for model in (timms(mine), torchvisions(other)):
-            optimizer = OptimizerConfig(
-                lr=1.0,
-                weight_decay=DECAY,
-                **{f"{kind}_weight_decay": n for n, kind in enumerate(("norm", "bias", "token", "scale"))},
-            )
-            groups = parameter_groups(model, optimizer)
-            counts.append({g["weight_decay"]: sum(p.numel() for p in g["params"]) for g in groups})
-        assert counts[0] == counts[1]
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize("optimizer", ["muon", "nadamuon"])
+def test_parameters_that_muon_updates_equal_timms(name: str, optimizer: str) -> None:
+    """Its factory is given the names of the head. Without them, Muon updates the head and 2D embeddings too."""
+    kwargs = {"depths": (1, 1, 1, 1), "embed_dim": 48} if "swin" in name else {}
+    model = timm.create_model(name, num_classes=10, **kwargs)
+    head = head_names(model, 10)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    config = OptimizerConfig(f"timm:{optimizer}", lr=0.1, weight_decay=DECAY, **ONLY_WEIGHTS)
+    mine = build_optimizer(config, parameter_groups(model, config, head))
+    timms = timm.optim.create_optimizer_v2(
+        model, optimizer, lr=0.1, weight_decay=DECAY, fallback_list=head, fallback_no_weight_decay=True
+    )
+    mine.step()
+    timms.step()
+    used = {key: mine.state[parameter]["use_muon"] for key, parameter in model.named_parameters()}
+    assert used == {key: timms.state[parameter]["use_muon"] for key, parameter in model.named_parameters()}
+    assert not any(used[key] for key in head) and any(used.values())

@@ -1,4 +1,4 @@
-"""Every step's learning rate and momentum against timm's, torch's and FFCV's, for the same settings."""
+"""Every step's learning rate and momentum against timm's and torch's, for the same settings."""
 
 import math
 import random
@@ -97,7 +97,7 @@ TIMMS: dict[str, tuple[tuple[str, dict], Callable[[int, float], tuple[type, dict
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("warmup", [0, WARMUP])
 @pytest.mark.parametrize("case", TIMMS)
-def test_timm(case: str, warmup: int, prefix: bool, by_epoch: bool) -> None:
+def test_schedule_equals_timms(case: str, warmup: int, prefix: bool, by_epoch: bool) -> None:
     (name, kwargs), theirs = TIMMS[case]
     # timm counts time in whole epochs, or in steps.
     unit, scale = (PER_EPOCH, 1) if by_epoch else (1, PER_EPOCH)
@@ -110,7 +110,7 @@ def test_timm(case: str, warmup: int, prefix: bool, by_epoch: bool) -> None:
 
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("case", ["cosine", "cosine in three cycles", "polynomial"])
-def test_timms_cooldown(case: str, by_epoch: bool) -> None:
+def test_cooldown_equals_timms(case: str, by_epoch: bool) -> None:
     """DeiT's: the schedule's own epochs, and more of them at the lowest rate behind it."""
     (name, kwargs), theirs = TIMMS[case]
     unit, scale = (PER_EPOCH, 1) if by_epoch else (1, PER_EPOCH)
@@ -128,7 +128,7 @@ def top1s(seed: int) -> list[float]:
 
 @pytest.mark.parametrize("warmup", [0, WARMUP])
 @pytest.mark.parametrize("seed", range(3))
-def test_timms_plateau(seed: int, warmup: int) -> None:
+def test_plateau_equals_timms(seed: int, warmup: int) -> None:
     metrics = [60.0, *top1s(seed)[1:]]  # within the warm-up, and then not to be regarded
     optimizer = sgd()
     with warnings.catch_warnings():
@@ -155,72 +155,44 @@ def test_timms_plateau(seed: int, warmup: int) -> None:
     close(lambda step: mine(step, [pair for pair in recorded if pair[0] <= step]), expected)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 1e-4, 0.05])
-@pytest.mark.parametrize("patience", [0, 1, 3])
-def test_torchs_plateau(patience: int, threshold: float) -> None:
-    metrics = top1s(7)
-    optimizer = sgd()
-    theirs = lr_scheduler.ReduceLROnPlateau(
-        optimizer, mode="max", factor=0.1, patience=patience, threshold=threshold, min_lr=1e-9
-    )
-    expected = []
-    for metric in metrics:
-        expected += [optimizer.param_groups[0]["lr"]] * PER_EPOCH
-        theirs.step(metric)
-    kwargs = {"patience": patience, "threshold": threshold, "min_lr": 1e-9}
-    mine = ours("plateau", kwargs, epochs=len(metrics))
-    recorded = [((epoch + 1) * PER_EPOCH, metric) for epoch, metric in enumerate(metrics)]
-    close(lambda step: mine(step, recorded), expected)
+# Of our schedule and of torch's, whose times are epochs or steps and whose length is without the warm-up.
+TORCHS: dict[str, tuple[tuple[str, dict], Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]]] = {
+    "cosine": (
+        ("cosine", {"min_lr": 1e-3}),
+        lambda optimizer, unit, length: lr_scheduler.CosineAnnealingLR(optimizer, T_max=length, eta_min=1e-3),
+    ),
+    "step": (
+        ("step", {"every_epochs": 2, "gamma": 0.3}),
+        lambda optimizer, unit, length: lr_scheduler.StepLR(optimizer, 2 * unit, gamma=0.3),
+    ),
+    "exponential": (
+        ("exponential", {"gamma": 0.9}),
+        lambda optimizer, unit, length: lr_scheduler.StepLR(optimizer, unit, gamma=0.9),
+    ),
+    "multistep": (
+        ("multistep", {"milestones_epochs": [2, 5], "gamma": 0.3}),
+        lambda optimizer, unit, length: lr_scheduler.MultiStepLR(optimizer, [2 * unit, 5 * unit], gamma=0.3),
+    ),
+}
 
 
-def test_torchvisions_v2_recipe() -> None:
-    """LinearLR by epochs from 0.01, then CosineAnnealingLR by epochs (`--lr-warmup-method linear`)."""
-
-    def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-        warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=WARMUP)
-        main = lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS - WARMUP, eta_min=1e-3)
-        return lr_scheduler.SequentialLR(optimizer, [warmup, main], milestones=[WARMUP])
-
-    mine = ours("cosine", {"min_lr": 1e-3}, warmup_epochs=WARMUP, warmup_start_factor=0.01, by_epoch=True)
-    close(mine, [group["lr"] for group in torchs(sequential, by_epoch=True)])
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "main"),
-    [
-        ("step", {"every_epochs": 2, "gamma": 0.3}, lambda o: lr_scheduler.StepLR(o, 2, gamma=0.3)),
-        ("exponential", {"gamma": 0.9}, lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
-        (
-            "multistep",
-            {"milestones_epochs": [2, 5], "gamma": 0.3},
-            lambda o: lr_scheduler.MultiStepLR(o, [2, 5], gamma=0.3),
-        ),
-    ],
-)
+@pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("warmup", [0, WARMUP])
-def test_torchvisions_other_schedulers(name: str, kwargs: dict, main: Callable, warmup: int) -> None:
+@pytest.mark.parametrize("case", TORCHS)
+def test_schedule_after_linear_warmup_equals_torchs(case: str, warmup: int, by_epoch: bool) -> None:
+    """As torchvision's reference scripts build them (`--lr-warmup-method linear`)."""
+    (name, kwargs), main = TORCHS[case]
+    unit = 1 if by_epoch else PER_EPOCH
+
     def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         if not warmup:
-            return main(optimizer)
-        first = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=warmup)
-        return lr_scheduler.SequentialLR(optimizer, [first, main(optimizer)], milestones=[warmup])
+            return main(optimizer, unit, EPOCHS * unit)
+        first = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=warmup * unit)
+        rest = main(optimizer, unit, (EPOCHS - warmup) * unit)
+        return lr_scheduler.SequentialLR(optimizer, [first, rest], milestones=[warmup * unit])
 
-    mine = ours(name, kwargs, warmup_epochs=warmup, warmup_start_factor=0.1, by_epoch=True)
-    close(mine, [group["lr"] for group in torchs(sequential, by_epoch=True)])
-
-
-@pytest.mark.parametrize("warmup", [0, WARMUP])
-def test_cosine_annealing_by_steps(warmup: int) -> None:
-    def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-        steps = warmup * PER_EPOCH
-        main = lr_scheduler.CosineAnnealingLR(optimizer, T_max=TOTAL - steps)
-        if not steps:
-            return main
-        first = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=steps)
-        return lr_scheduler.SequentialLR(optimizer, [first, main], milestones=[steps])
-
-    mine = ours("cosine", warmup_epochs=warmup, warmup_start_factor=0.1)
-    close(mine, [group["lr"] for group in torchs(sequential, by_epoch=False)])
+    mine = ours(name, kwargs, warmup_epochs=warmup, warmup_start_factor=0.1, by_epoch=by_epoch)
+    close(mine, [group["lr"] for group in torchs(sequential, by_epoch)])
 
 
 @pytest.mark.parametrize("by_epoch", [True, False])
@@ -228,7 +200,9 @@ def test_cosine_annealing_by_steps(warmup: int) -> None:
 @pytest.mark.parametrize(
     ("pct_start", "div_factor", "final_div_factor"), [(0.3, 25.0, 1e4), (0.45, 10.0, 100.0), (0.95, 5.0, 5.0)]
 )
-def test_one_cycle(anneal: str, pct_start: float, div_factor: float, final_div_factor: float, by_epoch: bool) -> None:
+def test_one_cycle_equals_torchs(
+    anneal: str, pct_start: float, div_factor: float, final_div_factor: float, by_epoch: bool
+) -> None:
     shape = {"pct_start": pct_start, "div_factor": div_factor, "final_div_factor": final_div_factor}
     momenta = {"min_momentum": 0.8, "max_momentum": 0.95}
 
@@ -246,20 +220,7 @@ def test_one_cycle(anneal: str, pct_start: float, div_factor: float, final_div_f
     assert unmoved.momentum(0) is None
 
 
-@pytest.mark.parametrize("epochs", [16, 18, 40])
-def test_ffcvs_ramp(epochs: int) -> None:
-    """`get_step_lr` of its train script: rates at the epochs, and from each epoch to the next in equal steps."""
-
-    def at_epoch(epoch: int) -> float:
-        return float(np.interp([epoch], [0, 2, epochs], [1e-4 * BASE, 1 * BASE, 0])[0])
-
-    expected: list[float] = []
-    for epoch in range(epochs):
-        expected += list(np.interp(np.arange(PER_EPOCH), [0, PER_EPOCH], [at_epoch(epoch), at_epoch(epoch + 1)]))
-    close(ours("piecewise", {"epochs": [0, 2, epochs], "factors": [1e-4, 1, 0]}, epochs=epochs), expected)
-
-
-def test_piecewise_is_numpys_interpolation() -> None:
+def test_piecewise_equals_numpys_interpolation() -> None:
     points, factors = [0.5, 2.25, 6, 9], [0.1, 1.0, 0.3, 0.7]
     expected = BASE * np.interp(np.arange(TOTAL) / PER_EPOCH, points, factors)
     close(ours("piecewise", {"epochs": points, "factors": factors}), expected)

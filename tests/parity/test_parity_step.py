@@ -1,18 +1,19 @@
 """Whole optimizer steps of three recipes, written out in plain tensors beside ours, in fp64.
 
-From bytes to weights: normalised pixels, mixing, loss, rate of the step, clipping inside the optimizer, weight decay.
+From bytes to weights: normalized pixels, mixing, loss, rate of the step, clipping inside the optimizer, weight decay.
 The networks are small; the settings are those of the shipped configs of torchvision's ResNet-50, of ResNet-50 with RSB
 A2, and of DeiT-S, read from their files; what they should come to is written out in the tests.
 """
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import REPOSITORY
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -20,8 +21,7 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, DistillConfig, ErasingConfig
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.engine.sam import Sam
-from imagenet_cls.engine.step import Updater
+from imagenet_cls.engine.step import Sam, Updater
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import build_criterion, build_loss
@@ -29,16 +29,12 @@ from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 from imagenet_cls.seeding import hash_key
 
 CLASSES, BATCH, SIDE, STEPS_PER_EPOCH, SEED = 10, 8, 16, 3, 5
+EPOCHS_WITH_MIXING = (1, 4, 5, 150)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Weights = dict[str, Tensor]
 
 
-def recipe(path: str) -> Config:
-    """A shipped config; of it, the sections that decide about a step are used."""
-    return load_config(Path(__file__).resolve().parents[2] / "configs" / path).config
-
-
-def roughened(model: nn.Module) -> nn.Module:
+def away_from_zero(model: nn.Module) -> nn.Module:
     """In fp64, with no parameter at 0 or 1: biases and tokens that are near 0 would not show whether they decay."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,12 +45,12 @@ def roughened(model: nn.Module) -> nn.Module:
 def convolutions() -> nn.Module:
     torch.manual_seed(0)
     body = [nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, stride=2), nn.ReLU()]
-    return roughened(nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)))
+    return away_from_zero(nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)))
 
 
 def transformer() -> nn.Module:
     torch.manual_seed(0)
-    return roughened(VisionTransformer(SIDE, 8, embed_dim=12, depth=2, num_heads=2, num_classes=CLASSES))
+    return away_from_zero(VisionTransformer(SIDE, 8, embed_dim=12, depth=2, num_heads=2, num_classes=CLASSES))
 
 
 def batches(first_step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -87,26 +83,33 @@ def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-# What follows uses nothing of the package but the hash that a step's draws are made from.
+# What follows uses nothing of the package but the hash that seeds the draws of a step.
 
 
-def written_out(
-    model: nn.Module,
-    first_step: int,
-    prepare: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    update: Callable[[Weights, Weights, dict[str, Weights], int], None],
-) -> Weights:
-    """update: changes weights, by name, from gradients and a memory of tensors by kind and name, in so many-th step."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    memory: dict[str, Weights] = {kind: {n: torch.zeros_like(w) for n, w in weights.items()} for kind in ("m", "v")}
-    for number, (step, images, targets) in enumerate(batches(first_step), start=1):
+@dataclass
+class Recipe:
+    """A recipe written out. mix: normalized images, targets, step -> mixed images, probabilities. update: changes
+    weights, by name, from gradients and a memory of tensors by kind and name, in step 1, 2, ... of this test."""
+
+    config: str
+    model: Callable[[], nn.Module]
+    lr: Callable[[int], float]
+    mix: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    update: Callable[[float, Weights, Weights, dict[str, Weights], int], None]
+
+    def trained(self, epoch: int) -> Weights:
+        """The weights after two steps at the beginning of an epoch."""
+        model = self.model()
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        memory: dict[str, Weights] = {kind: {n: torch.zeros_like(w) for n, w in weights.items()} for kind in ("m", "v")}
         mean, std = (torch.tensor(x, dtype=torch.float64).view(1, 3, 1, 1) for x in (MEAN, STD))
-        pixels, probabilities = prepare((images.double() / 255 - mean) / std, targets, step)
-        value = loss(model(pixels), probabilities)
-        gradients = torch.autograd.grad(value, list(model.parameters()))
-        update(weights, dict(zip(weights, gradients, strict=True)), memory, number)
-    return weights
+        for number, (step, images, targets) in enumerate(batches(epoch * STEPS_PER_EPOCH), start=1):
+            pixels, probabilities = self.mix((images.double() / 255 - mean) / std, targets, step)
+            value = self.loss(model(pixels), probabilities)
+            gradients = torch.autograd.grad(value, list(model.parameters()))
+            self.update(self.lr(epoch), weights, dict(zip(weights, gradients, strict=True)), memory, number)
+        return weights
 
 
 def one_hot(targets: Tensor) -> Tensor:
@@ -116,7 +119,7 @@ def one_hot(targets: Tensor) -> Tensor:
 def mix(images: Tensor, targets: Tensor, step: int, mixup_alpha: float) -> tuple[Tensor, Tensor]:
     """Mixup (Zhang et al. 2017) or cutmix with alpha 1 (Yun et al. 2019), of each image with its mirror in the batch.
 
-    The draws, in timm's order: whether to mix, which of both, its share, the rectangle's centre.
+    The draws, in timm's order: whether to mix, which of both, its share, the rectangle's center.
     """
     draws = np.random.RandomState(hash_key("mix", SEED, step, 0, 0) & 0xFFFFFFFF)
     draws.rand()
@@ -135,108 +138,106 @@ def mix(images: Tensor, targets: Tensor, step: int, mixup_alpha: float) -> tuple
     return mixed, share * one_hot(targets) + (1 - share) * one_hot(targets).flip(0)
 
 
-def cosine_rate(epoch: int, highest: float, start: float, lowest: float) -> float:
+def cosine_lr(epoch: int, highest: float, start: float, lowest: float) -> float:
     """timm's: a warm-up of 5 epochs over the beginning of a cosine of 300, by epoch."""
     if epoch < 5:
         return start + (highest - start) * epoch / 5
     return lowest + (highest - lowest) * (1 + math.cos(math.pi * epoch / 300)) / 2
 
 
-def assert_close(found: Weights, expected: Weights, before: Weights) -> None:
+def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    log_p = logits - logits.exp().sum(1, keepdim=True).log()
+    return -(((1 - smoothing) * targets + smoothing / CLASSES) * log_p).sum(1).mean()
+
+
+def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    p, hard = 1 / (1 + (-logits).exp()), (targets > 0.2).double()
+    return -(hard * p.log() + (1 - hard) * (1 - p).log()).mean()
+
+
+def sgd(lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+    for name, w in weights.items():
+        memory["m"][name] = 0.9 * memory["m"][name] + gradients[name] + 1e-4 * w
+        w.sub_(lr * memory["m"][name])
+
+
+def adam_moments(name: str, gradient: Tensor, memory: dict[str, Weights], number: int) -> tuple[Tensor, Tensor]:
+    memory["m"][name] = 0.9 * memory["m"][name] + 0.1 * gradient
+    memory["v"][name] = 0.999 * memory["v"][name] + 0.001 * gradient.square()
+    return memory["m"][name] / (1 - 0.9**number), memory["v"][name] / (1 - 0.999**number)
+
+
+def lamb(lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    for name, w in weights.items():
+        m, v = adam_moments(name, gradients[name] / max(norm, 1.0), memory, number)
+        direction = m / (v.sqrt() + 1e-6)
+        if w.ndim > 1:  # norms and biases have neither decay nor a trust ratio
+            direction = direction + 0.02 * w
+            direction = direction * w.norm() / direction.norm()
+        w.sub_(lr * direction)
+
+
+def adamw(lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+    for name, w in weights.items():
+        m, v = adam_moments(name, gradients[name], memory, number)
+        if w.ndim > 1 and name not in ("cls_token", "pos_embed"):
+            w.mul_(1 - lr * 0.05)
+        w.sub_(lr * m / (v.sqrt() + 1e-8))
+
+
+RECIPES = {
+    # SGD with momentum 0.9, cross-entropy, decay 1e-4 of every parameter, a tenth of the rate every 30 epochs.
+    "torchvision v1": Recipe(
+        "resnet50.yaml",
+        convolutions,
+        lambda epoch: 0.1 * 0.1 ** (epoch // 30),
+        lambda images, targets, _: (images, one_hot(targets)),
+        cross_entropy,
+        sgd,
+    ),
+    # LAMB (You et al. 2020) on gradients of norm 1 at most, BCE with targets above 0.2 as 1, mixup 0.1 or cutmix.
+    "RSB A2": Recipe(
+        "resnet/resnet50_rsb_a2.yaml",
+        convolutions,
+        partial(cosine_lr, highest=5e-3, start=1e-4, lowest=1e-6),
+        partial(mix, mixup_alpha=0.1),
+        binary_cross_entropy,
+        lamb,
+    ),
+    # AdamW, 5e-4 for 512 images, smoothed and mixed targets, no decay on tokens and whatever has one dimension.
+    "DeiT-S": Recipe(
+        "deit/deit_small_paper.yaml",
+        transformer,
+        partial(cosine_lr, highest=5e-4 * 1024 / 512, start=1e-6, lowest=1e-5),
+        partial(mix, mixup_alpha=0.8),
+        partial(cross_entropy, smoothing=0.1),
+        adamw,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "epoch"),
+    [
+        *(("torchvision v1", epoch) for epoch in (0, 29, 30, 89)),
+        *((name, epoch) for name in ("RSB A2", "DeiT-S") for epoch in EPOCHS_WITH_MIXING),
+    ],
+)
+def test_step_equals_the_recipe_written_out(name: str, epoch: int) -> None:
+    recipe = RECIPES[name]
+    config = load_config(REPOSITORY / "configs" / recipe.config).config
+    found, expected = ours(config, recipe.model(), epoch * STEPS_PER_EPOCH), recipe.trained(epoch)
+    before = recipe.model().state_dict()
     assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
-    moved = max(float((expected[name] - before[name]).abs().max()) for name in expected)
+    for key, weight in found.items():
+        torch.testing.assert_close(weight, expected[key], rtol=0, atol=1e-7, msg=lambda text, n=key: f"{n}: {text}")
+    moved = max(float((expected[key] - before[key]).abs().max()) for key in expected)
     assert moved > 1e-4, moved  # else any two recipes would agree
 
 
-def snapshot(model: nn.Module) -> Weights:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("epoch", [0, 29, 30, 89])
-def test_torchvision_v1(epoch: int) -> None:
-    """SGD with momentum 0.9, cross-entropy, decay 1e-4 of every parameter, a tenth of the rate every 30 epochs."""
-    lr = 0.1 * 0.1 ** (epoch // 30)
-    model, reference = convolutions(), convolutions()
-    before = snapshot(model)
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        log_p = logits - logits.exp().sum(1, keepdim=True).log()
-        return -(targets * log_p).sum(1).mean()
-
-    def update(weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
-        for name, w in weights.items():
-            memory["m"][name] = 0.9 * memory["m"][name] + gradients[name] + 1e-4 * w
-            w.sub_(lr * memory["m"][name])
-
-    found = ours(recipe("resnet50.yaml"), model, epoch * STEPS_PER_EPOCH)
-    expected = written_out(
-        reference, epoch * STEPS_PER_EPOCH, lambda images, targets, _: (images, one_hot(targets)), loss, update
-    )
-    assert_close(found, expected, before)
-
-
-@pytest.mark.parametrize("epoch", [1, 4, 5, 150])
-def test_rsb_a2(epoch: int) -> None:
-    """LAMB (You et al. 2020) on gradients of norm 1 at most, BCE with targets above 0.2 as 1, mixup 0.1 or cutmix."""
-    lr = cosine_rate(epoch, highest=5e-3, start=1e-4, lowest=1e-6)
-    model, reference = convolutions(), convolutions()
-    before = snapshot(model)
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        p, hard = 1 / (1 + (-logits).exp()), (targets > 0.2).double()
-        return -(hard * p.log() + (1 - hard) * (1 - p).log()).mean()
-
-    def update(weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-        for name, w in weights.items():
-            g = gradients[name] / max(norm, 1.0)
-            memory["m"][name] = 0.9 * memory["m"][name] + 0.1 * g
-            memory["v"][name] = 0.999 * memory["v"][name] + 0.001 * g.square()
-            m, v = memory["m"][name] / (1 - 0.9**number), memory["v"][name] / (1 - 0.999**number)
-            direction = m / (v.sqrt() + 1e-6)
-            if w.ndim > 1:  # norms and biases have neither decay nor a trust ratio
-                direction = direction + 0.02 * w
-                direction = direction * w.norm() / direction.norm()
-            w.sub_(lr * direction)
-
-    found = ours(recipe("resnet/resnet50_rsb_a2.yaml"), model, epoch * STEPS_PER_EPOCH)
-    expected = written_out(reference, epoch * STEPS_PER_EPOCH, partial(mix, mixup_alpha=0.1), loss, update)
-    assert_close(found, expected, before)
-
-
-@pytest.mark.parametrize("epoch", [1, 4, 5, 150])
-def test_deit_s(epoch: int) -> None:
-    """AdamW, 5e-4 for 512 images, smoothed and mixed targets, no decay on tokens and whatever has one dimension."""
-    lr = cosine_rate(epoch, highest=5e-4 * 1024 / 512, start=1e-6, lowest=1e-5)
-    model, reference = transformer(), transformer()
-    before = snapshot(model)
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        log_p = logits - logits.exp().sum(1, keepdim=True).log()
-        return -((0.9 * targets + 0.1 / CLASSES) * log_p).sum(1).mean()
-
-    def update(weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
-        for name, w in weights.items():
-            g = gradients[name]
-            memory["m"][name] = 0.9 * memory["m"][name] + 0.1 * g
-            memory["v"][name] = 0.999 * memory["v"][name] + 0.001 * g.square()
-            m, v = memory["m"][name] / (1 - 0.9**number), memory["v"][name] / (1 - 0.999**number)
-            if w.ndim > 1 and name not in ("cls_token", "pos_embed"):
-                w.mul_(1 - lr * 0.05)
-            w.sub_(lr * m / (v.sqrt() + 1e-8))
-
-    found = ours(recipe("deit/deit_small_paper.yaml"), model, epoch * STEPS_PER_EPOCH)
-    expected = written_out(reference, epoch * STEPS_PER_EPOCH, partial(mix, mixup_alpha=0.8), loss, update)
-    assert_close(found, expected, before)
-
-
-def test_the_draws_above_are_of_both_kinds() -> None:
-    """So that mixup and cutmix are both met in the steps that are compared."""
-    cuts = set()
-    for epoch in (1, 4, 5, 150):
-        for step in (epoch * STEPS_PER_EPOCH, epoch * STEPS_PER_EPOCH + 1):
-            draws = np.random.RandomState(hash_key("mix", SEED, step, 0, 0) & 0xFFFFFFFF)
-            cuts.add(draws.rand(2)[1] < 0.5)
-    assert cuts == {True, False}
+def test_compared_steps_include_mixup_and_cutmix() -> None:
+    """So that both are met in the steps that are compared."""
+    steps = [epoch * STEPS_PER_EPOCH + i for epoch in EPOCHS_WITH_MIXING for i in range(2)]
+    seeds = [hash_key("mix", SEED, step, 0, 0) & 0xFFFFFFFF for step in steps]
+    assert {np.random.RandomState(seed).rand(2)[1] < 0.5 for seed in seeds} == {True, False}

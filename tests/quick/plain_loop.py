@@ -1,43 +1,47 @@
-"""A recipe as a plain training loop, made of timm's, torch's and torchvision's own parts (`plain_parts`).
+"""A recipe as a plain training loop, made of timm's, torch's and torchvision's own parts: those of the quick recipes.
 
-The package only reads the config file and splits off the held-out images.
+The package reads the config, splits off the held-out images, and gives parameter groups and learning rates, which
+tests/parity compares with those of the libraries.
 """
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import plain_parts as parts
 import timm
 import torch
 from helpers import newest
 from PIL import Image
 from safetensors.torch import load_file
+from timm.data import Mixup
 from timm.layers import convert_splitbn_model
+from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, SoftTargetCrossEntropy
+from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision import transforms
 
 from imagenet_cls.config.load import load_config
-from imagenet_cls.data import open_datasets
+from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.schedule import Schedule
 
 NUM_CLASSES = 10
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+TORCHS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
 
 
-@cache
-def decoded_digits(root: Path) -> tuple[parts.Images, parts.Images]:
-    """The training images and the held-out images."""
+def val_images(root: Path) -> list[tuple[Image.Image, int]]:
+    """The held-out images and their classes."""
     data = load_config(None, [f"data.root={root}"]).config.data
-    sets = open_datasets(data)
-    found = []
-    for source in (sets.train, sets.val):
-        assert source is not None
-        paths = [root / data.train / source.name(i).rpartition("train/")[2] for i in range(len(source))]
-        found.append([(Image.open(path).convert("RGB"), int(path.parent.name)) for path in paths])
-    return found[0], found[1]
+    source = open_datasets(data, ("val",)).val
+    assert source is not None
+    paths = [root / data.train / source.name(index) for index in range(len(source))]
+    return [(Image.open(path).convert("RGB"), int(path.parent.name)) for path in paths]
 
 
 def build_teacher(recipe: Path, run_folder: Path | None) -> nn.Module | None:
@@ -51,22 +55,17 @@ def build_teacher(recipe: Path, run_folder: Path | None) -> nn.Module | None:
 
 
 class Plain:
-    """The state of a plain loop, and its step. top1s: of the evaluations so far, for the plateau schedule."""
+    """The state of a plain loop, and its step. evaluations: (step, top-1) so far, for the plateau schedule."""
 
-    def __init__(self, cfg: Any, num_images: int, start: nn.Module | None):
-        """num_images: in the training set. start: a trained network, the teacher or the starting weights."""
-        per_epoch = parts.samples_per_epoch(num_images, cfg.data.repeats_multiple) // cfg.train.global_batch_size
-        lr = cfg.optimizer.lr
-        if cfg.optimizer.lr_base_batch:
-            lr *= cfg.train.global_batch_size / cfg.optimizer.lr_base_batch
-        self.cfg, self.teacher = cfg, start
+    def __init__(self, cfg: Any, schedule: Schedule, start: nn.Module | None):
+        """start: a trained network, the teacher or the starting weights."""
+        self.cfg, self.schedule, self.teacher = cfg, schedule, start
         self.model = build_model(cfg, start)
-        self.optimizer = parts.build_optimizer(self.model, cfg.optimizer, lr)
-        self.set_rates = parts.schedule(self.optimizer, cfg, lr, per_epoch)
-        self.mixup = parts.mixup(cfg, NUM_CLASSES)
-        self.criterion = parts.loss_function(cfg, self.mixup is not None)
+        self.optimizer = build_optimizer(self.model, cfg.optimizer)
+        self.mixup = build_mixup(cfg)
+        self.criterion = loss_function(cfg, self.mixup is not None)
         self.ema = build_ema(self.model, cfg)
-        self.steps, self.top1s = 0, list[float]()
+        self.steps, self.evaluations = 0, list[tuple[int, float]]()
 
     def start_epoch(self, epoch: int) -> None:
         set_training(self.model, self.cfg)
@@ -74,9 +73,12 @@ class Plain:
             self.mixup.mixup_enabled = epoch < self.cfg.mix.off_epoch
 
     def step(self, images: Tensor, targets: Tensor) -> None:
-        """images: float (B, 3, S, S), normalised and erased; with splits, one view of all after the other."""
+        """images: float (B, 3, S, S), normalized and erased; with splits, one view of all after the other."""
         train = self.cfg.train
-        self.set_rates(self.steps, self.top1s)
+        momentum = self.schedule.momentum(self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(self.steps, self.evaluations) * group["lr_scale"]
+            group |= {} if momentum is None else {"momentum": momentum}
         if self.mixup is not None:
             images, targets = self.mixup(images, targets)
         self.backward(images, targets)
@@ -108,6 +110,42 @@ class Plain:
         )
 
 
+def build_mixup(cfg: Any) -> Mixup | None:
+    mix = cfg.mix
+    if not mix.mixup_alpha and not mix.cutmix_alpha:
+        return None
+    options = {"label_smoothing": cfg.loss.label_smoothing, "num_classes": NUM_CLASSES}
+    return Mixup(mix.mixup_alpha, mix.cutmix_alpha, None, mix.prob, mix.switch_prob, mix.mode, **options)
+
+
+def loss_function(cfg: Any, mixes: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """timm's and torch's. Mixed targets come smoothed from Mixup."""
+    loss, smoothing = cfg.loss, cfg.loss.label_smoothing
+    weights = None if loss.class_weights is None else torch.tensor(loss.class_weights)
+    if loss.name == "jsd":
+        return JsdCrossEntropy(cfg.augment.splits, smoothing=smoothing)
+    if loss.name == "bce":
+        return BinaryCrossEntropy(0.0 if mixes else smoothing, **loss.kwargs)
+    if loss.name == "focal":
+        assert weights is not None
+
+        def focal(logits: Tensor, targets: Tensor) -> Tensor:
+            chosen = functional.softmax(logits, 1).gather(1, targets[:, None])[:, 0]
+            balance = weights[targets] / weights.mean()
+            return (-balance * (1 - chosen) ** loss.kwargs["gamma"] * chosen.log()).mean()
+
+        return focal
+    return SoftTargetCrossEntropy() if mixes else nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
+
+
+def build_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, optimizer)
+    if optimizer.name in TORCHS:
+        return TORCHS[optimizer.name](groups, lr=optimizer.lr, **optimizer.kwargs)
+    name = optimizer.name.removeprefix("timm:")
+    return create_optimizer_v2(groups, name, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs)
+
+
 def build_model(cfg: Any, start: nn.Module | None) -> nn.Module:
     """Without gradient checkpointing, which must not change results."""
     model: nn.Module = timm.create_model(cfg.model.name, num_classes=NUM_CLASSES, **cfg.model.kwargs)
@@ -136,10 +174,8 @@ def build_ema(model: nn.Module, cfg: Any) -> ModelEmaV3 | None:
     ema = cfg.ema
     if ema.decay is None and ema.half_life_images is None:
         return None
-    halvings = (
-        0 if ema.half_life_images is None else cfg.train.global_batch_size * ema.every_steps / ema.half_life_images
-    )
-    return ModelEmaV3(model, ema.decay or 0.5**halvings, use_warmup=ema.warmup)
+    decay = ema.decay or 0.5 ** (cfg.train.global_batch_size * ema.every_steps / ema.half_life_images)
+    return ModelEmaV3(model, decay, use_warmup=ema.warmup)
 
 
 @contextmanager
@@ -168,8 +204,13 @@ def clip(model: nn.Module, train: Any) -> None:
 
 
 @torch.no_grad()
-def top1_pct(model: nn.Module, val_images: parts.Images, cfg: Any) -> float:
-    images, targets = parts.eval_batch(val_images, cfg)
+def top1_pct(model: nn.Module, held_out: list[tuple[Image.Image, int]], cfg: Any) -> float:
+    resize_px = cfg.eval.resize_px or math.floor(cfg.eval.crop_px / cfg.eval.crop_pct)
+    resize = transforms.Resize(resize_px, transforms.InterpolationMode(cfg.eval.interpolation))
+    normalize = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    prepare = transforms.Compose([resize, transforms.CenterCrop(cfg.eval.crop_px), *normalize])
+    images = torch.stack([prepare(image) for image, _ in held_out])
+    targets = torch.tensor([target for _, target in held_out])
     model = copy.deepcopy(model).eval()
     logits = model(images)
     if cfg.eval.flip_tta:

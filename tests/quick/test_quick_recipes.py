@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from helpers import REPOSITORY
-from quick_runs import QUICK, bounds, page
+from quick_runs import QUICK, measured
 
 from imagenet_cls.config import keys
-from imagenet_cls.config.load import Loaded, load_config
+from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import Config
 
 CONFIGS = REPOSITORY / "configs"
@@ -40,14 +40,13 @@ CHOICES = (
 
 
 @cache
-def loaded(path: Path) -> Loaded:
+def loaded(path: Path) -> LoadedConfig:
     return load_config(path)
 
 
 def keys_of(path: Path) -> set[str]:
     """The keys that a config and its bases set, including each component argument."""
-    found = {key for key, origin in loaded(path).origins.items() if origin.file is not None}
-    return {key for key in found if key.partition(".")[0] in SECTIONS}
+    return {key for key, origin in loaded(path).origins.items() if origin and key.partition(".")[0] in SECTIONS}
 
 
 def choice(config: Config, key: str) -> str:
@@ -58,8 +57,7 @@ def choice(config: Config, key: str) -> str:
 
 
 def test_quick_recipes_set_every_key() -> None:
-    leaves = {".".join(path) for path in keys.leaves()}
-    expected = {key for key in leaves if key.partition(".")[0] in SECTIONS}
+    expected = {key for key in keys.value_types() if key.partition(".")[0] in SECTIONS}
     trained = set().union(*(keys_of(path) for path in QUICK.glob("*.yaml")))
     # A key that holds component arguments counts as set if one of them is.
     trained |= {leaf for leaf in expected if any(key.startswith(f"{leaf}.") for key in trained)}
@@ -73,6 +71,7 @@ def test_quick_recipes_use_every_choice(key: str) -> None:
     assert chosen <= {choice(loaded(path).config, key) for path in QUICK.glob("*.yaml")}
 
 
-def test_page_has_the_measured_figures() -> None:
-    assert (REPOSITORY / "docs" / "quick.md").read_text() == page()
-    assert {name for name, _ in bounds()} == {path.stem for path in QUICK.glob("*.yaml")}
+def test_bounds_follow_from_the_measured_figures() -> None:
+    assert {name for name, _ in measured()} == {path.stem for path in QUICK.glob("*.yaml")}
+    for key, (bound, mean, deviation) in measured().items():
+        assert bound == max(30, 5 * int((mean - max(20, 5 * deviation)) // 5)), key

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import evaluations
-from plain_loop import Plain, build_teacher, decoded_digits, top1_pct
-from quick_runs import QUICK, STARTS_FROM, TEACHER, arguments_of, bounds, train_recipe
+from plain_loop import Plain, build_teacher, top1_pct, val_images
+from quick_runs import QUICK, STARTS_FROM, TEACHER, measured, train_recipe
 from torch import Tensor, nn
 
 from imagenet_cls.data.device import TrainPreprocess
@@ -28,8 +28,8 @@ from imagenet_cls.seeding import hash_key, seed_generators
 # by its own size: where that is near zero, rounding changes an update by up to a part of the learning rate. This
 # happens in some of the later steps.
 FIRST_STEPS, TIGHT, LOOSE = 3, (1e-4, 0.01), (1e-3, 1.0)
-# In the default run; the others are nightly.
-FAST = ("resnet_sgd_step", "resnet_finetune")
+# In the default tests; the others are nightly.
+FAST = "resnet_sgd_step"
 NAMES = sorted(path.stem for path in QUICK.glob("*.yaml"))
 Weights = dict[str, Tensor]
 
@@ -49,7 +49,7 @@ class Trace:
         """Replaces `engine.run.build`: the same parts, with recording added."""
         self.parts = parts = build(*args, **kwargs)
         self.start = {name: value.clone() for name, value in parts.model.state_dict().items()}
-        prepare, update = parts.prepare, parts.updater.update
+        prepare, update = parts.preprocess, parts.updater.update
         erased = TrainPreprocess(prepare.preprocess, prepare.erasing, None, prepare.seed, 0)
 
         def prepare_and_record(batch: Any, epoch: int, step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class Trace:
             self.weights.append(float_state(parts.model))
             return result
 
-        parts.prepare = prepare_and_record  # type: ignore[assignment]
+        parts.preprocess = prepare_and_record  # type: ignore[assignment]
         parts.updater.update = update_and_record  # type: ignore[method-assign]
         return parts
 
@@ -95,13 +95,13 @@ def seeded(key: int, loss: Callable[[Tensor, Tensor], Tensor], images: Tensor, t
 def teacher(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of the recipe that others start from."""
     folder = tmp_path_factory.mktemp("teacher") / TEACHER
-    train_recipe(arguments_of(TEACHER, digits, folder, None), folder)
+    train_recipe(TEACHER, digits, folder, None)
     return folder
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about channels-last gradients of small networks
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
+    "name", [name if name == FAST else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
 )
 def test_quick_recipe_equals_plain_loop_and_learns(
     name: str, digits: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -109,21 +109,21 @@ def test_quick_recipe_equals_plain_loop_and_learns(
     teacher = request.getfixturevalue("teacher") if name in STARTS_FROM else None
     trace = Trace()
     monkeypatch.setattr(run, "build", trace.build)
-    top1s = train_recipe(arguments_of(name, digits, tmp_path / "run", teacher), tmp_path / "run")
+    top1s = train_recipe(name, digits, tmp_path / "run", teacher)
     for weights, top1 in top1s.items():
-        assert top1 >= bounds()[name, weights]
+        assert top1 >= measured()[name, weights][0]
 
-    train_images, val_images = decoded_digits(digits)
     cfg = trace.parts.config
-    plain = Plain(cfg, len(train_images), build_teacher(QUICK / f"{TEACHER}.yaml", teacher))
+    plain = Plain(cfg, trace.parts.schedule, build_teacher(QUICK / f"{TEACHER}.yaml", teacher))
     for model in (plain.model, *([] if plain.ema is None else [plain.ema.module])):
         model.load_state_dict(trace.start)
-    loss, found = plain.loss, evaluations(tmp_path / "run")
+    loss = plain.loss
+    raw = [record for record in evaluations(tmp_path / "run") if record["weights"] == "raw"]
     for step, weights in enumerate(trace.weights):
         epoch, start = divmod(step, trace.parts.plan.steps_per_epoch)
         if start == 0:
             plain.start_epoch(epoch)
-            plain.top1s = [record["top1_pct"] for record in found if record["step"] <= step]
+            plain.evaluations = [(record["step"], record["top1_pct"]) for record in raw if record["step"] <= step]
         plain.loss = partial(seeded, hash_key("batch", cfg.seed, step, 0, 0), loss)  # type: ignore[method-assign]
         seed_generators(hash_key("mix", cfg.seed, step, 0, 0))
         plain.step(torch.cat(trace.images[step]), torch.cat(trace.targets[step]))
@@ -138,4 +138,4 @@ def test_quick_recipe_equals_plain_loop_and_learns(
     assert models.keys() == top1s.keys()
     for kind, model in models.items():
         # Some pixels differ from Pillow's by one level, so a few images may get another class.
-        assert abs(top1s[kind] - top1_pct(model, val_images, cfg)) < 2.0
+        assert abs(top1s[kind] - top1_pct(model, val_images(digits), cfg)) < 2.0

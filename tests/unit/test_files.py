@@ -1,10 +1,19 @@
-"""Files are written whole or not at all."""
+"""Files are written whole or not at all, and only regular files are read."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from imagenet_cls.errors import ResourceError
+from imagenet_cls.checkpoint.format import read_checkpoint
+from imagenet_cls.config.load import load_config
+from imagenet_cls.data.index import ImageIndex
+from imagenet_cls.data.lists import index_list, read_bad_images
+from imagenet_cls.data.sources import FolderSource
+from imagenet_cls.engine.inference import read_image
+from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.files import explain_write_errors, write_file
 
 
@@ -22,3 +31,26 @@ def test_write_file_that_fails_keeps_the_old_one(tmp_path: Path) -> None:
         write_file(tmp_path / "a", "second")
     assert str(caught.value).endswith("\nDo this")
     assert (tmp_path / "a").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+READERS: list[Callable[[Path], object]] = [
+    lambda path: index_list(path, path.parent),
+    read_bad_images,
+    lambda path: read_checkpoint(path.parent),
+    read_image,
+    lambda path: load_config(path, []),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("read", READERS)
+def test_file_without_an_end_is_an_error(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(UserError, match=r"regular file") as caught:
+        read(tmp_path / "manifest.json")
+    assert "manifest.json" in str(caught.value)
+
+
+def test_image_that_is_a_device_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"/dev/null .*regular"):
+        FolderSource(ImageIndex(Path("/dev"), np.array([b"null"]), np.zeros(1, np.int64), ("a",))).load(0)

@@ -1,21 +1,18 @@
-"""The options of every command that runs on ranks: what can't be carried out is refused before any rank is started."""
+"""The options of every command that runs on ranks, checked before any rank starts; the end of a process."""
 
-import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import DEMO, REPOSITORY, TRAIN, environment
+from helpers import DEMO, REPOSITORY, run
 
-from imagenet_cls.commands.distributed import build_launch
-from imagenet_cls.commands.program import main
+from imagenet_cls.commands.cli import main
+from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command, train_parser
-from imagenet_cls.config.schema import ParallelConfig
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
-from imagenet_cls.parallel.exit import ERROR_FILE_VARIABLE
+from imagenet_cls.parallel.exit import COMMAND_VARIABLE, restart_advice
+from imagenet_cls.parallel.launch import configure_agent
 
 
 @pytest.mark.parametrize(
@@ -32,14 +29,16 @@ from imagenet_cls.parallel.exit import ERROR_FILE_VARIABLE
         ["--max-restarts", "-1"],
     ],
 )
-def test_a_number_that_can_not_be_meant(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+def test_invalid_number_is_named_and_exits_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
         train_parser().parse_args(words)
-    told = capsys.readouterr().err
-    assert left.value.code == 2 and words[0] in told and repr(words[1]) in told and len(told.splitlines()) == 2
+    printed = capsys.readouterr().err
+    assert (
+        raised.value.code == 2 and words[0] in printed and repr(words[1]) in printed and len(printed.splitlines()) == 2
+    )
 
 
-def test_numbers_at_their_limits() -> None:
+def test_numbers_at_their_limits_are_accepted() -> None:
     words = ["--gpus=1", "--nodes=2:2", "--node-rank=0", "--master-port=65535", "--max-restarts=0"]
     found = train_parser().parse_args(words)
     values = (found.gpus, found.nodes, found.node_rank, found.master_port, found.max_restarts)
@@ -48,95 +47,81 @@ def test_numbers_at_their_limits() -> None:
 
 @pytest.mark.parametrize("launcher", ["spawn", "pytorch"])
 @pytest.mark.parametrize(("nodes", "node_rank"), [("1", "1"), ("2", "2"), ("1:4", "4")])
-def test_a_machine_that_is_none(launcher: str, nodes: str, node_rank: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_node_rank_beyond_the_machines_exits_2(
+    launcher: str, nodes: str, node_rank: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Otherwise all machines would wait for the one that is missing."""
     words = [DEMO, "device=cpu", "--launcher", launcher, "--nodes", nodes, "--node-rank", node_rank]
     assert main(train_command, [*words, "--master-addr", "127.0.0.1"]) == 2
-    told = capsys.readouterr().err
-    assert f"--node-rank {node_rank} with --nodes {nodes}" in told and len(told.splitlines()) <= 3
+    printed = capsys.readouterr().err
+    assert f"--node-rank {node_rank} with --nodes {nodes}" in printed and len(printed.splitlines()) <= 3
 
 
 @pytest.mark.parametrize("words", [["--gpus", "2"], ["--nodes", "2"]])
-def test_without_a_launcher_no_ranks_are_started(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_ranks_without_a_launcher_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(train_command, [DEMO, "--launcher", "none", *words]) == 2
-    assert f"{' '.join(words)} with --launcher none" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert " ".join(words) in printed and "--launcher none" in printed
 
 
-def test_several_machines_are_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_machines_without_an_address_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     """--nodes alone must not train on this machine by itself; here it ends for want of an address."""
     assert main(train_command, [DEMO, "device=cpu", "--nodes", "2"]) == 2
-    assert "needs an address" in capsys.readouterr().err
+    assert "MASTER_ADDR" in capsys.readouterr().err
+
+
+def endpoint(nodes: str = "1", max_restarts: int = 0, init_method: str = "env://") -> str:
+    config = configure_agent(1, nodes, 0, "host0", None, max_restarts, init_method, 30.0)
+    return config.rdzv_endpoint
 
 
 @pytest.mark.parametrize(
-    ("init_method", "address"),
-    [("env://", ("host0", 1)), ("tcp://host1:2", ("host1", 2)), ("tcp://[fd00::1]:2", ("fd00::1", 2))],
+    ("init_method", "expected"),
+    [("env://", "host0:29500"), ("tcp://host1:2", "host1:2"), ("tcp://[fd00::1]:2", "fd00::1:2")],
 )
-def test_an_address_in_the_config_goes_first(init_method: str, address: tuple[str, int]) -> None:
-    arguments = train_parser().parse_args(["--master-addr", "host0", "--master-port", "1"])
-    ranks = build_launch(arguments, ParallelConfig(init_method=init_method), "pytorch")
-    assert (ranks.master_addr, ranks.master_port) == address and not ranks.rendezvous_file
+def test_address_in_the_config_has_priority(init_method: str, expected: str) -> None:
+    assert endpoint("2:2", init_method=init_method) == expected
 
 
-def test_a_file_is_refused_that_ranks_of_one_machine_or_restarted_ones_can_not_use(tmp_path: Path) -> None:
-    file = tmp_path / "meeting"
+def test_rendezvous_file_that_ranks_can_not_use_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "rendezvous"
     file.write_bytes(b"addresses")
-    there, new = (ParallelConfig(init_method=f"file://{path}") for path in (file, tmp_path / "new"))
-    with pytest.raises(ResourceError, match="has left this file"):
-        build_launch(train_parser().parse_args([]), there, "spawn")
-    build_launch(train_parser().parse_args(["--nodes", "2"]), there, "spawn")  # another machine's
-    with pytest.raises(UsageError, match="restarted can't use a file"):
-        build_launch(train_parser().parse_args(["--max-restarts", "1"]), new, "pytorch")
+    with pytest.raises(ResourceError):
+        endpoint(init_method=f"file://{file}")
+    endpoint("2", init_method=f"file://{file}")  # another machine's
+    with pytest.raises(UsageError):
+        endpoint(max_restarts=1, init_method=f"file://{tmp_path / 'new'}")
 
 
-def test_a_started_rank_that_can_not_find_its_place_leaves_its_words_to_the_launcher(tmp_path: Path) -> None:
-    """Or they would be on the screen once for each rank."""
-    place = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", LAUNCHED_VARIABLE: str(os.getpid())}
-    env = environment(**place, **{ERROR_FILE_VARIABLE: str(tmp_path / "error.json")})
-    rank = subprocess.run([sys.executable, TRAIN, DEMO], env=env, cwd=REPOSITORY, capture_output=True, text=True)
-    assert (rank.returncode, rank.stderr) == (2, "")
-    assert "RANK=2 with WORLD_SIZE=2" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-
-
-# Prints what is asked for at the exit, and what only a whole tear-down would come to.
+# Prints at the exit, and if the interpreter is finalized.
 PROGRAM = """
 import atexit, concurrent.futures, sys
-from imagenet_cls.commands.program import main
+from imagenet_cls.commands.cli import main
 class Last:
     def __del__(self):
-        print("taken down")
+        print("finalized")
 kept = Last()
 def command(words):
-    concurrent.futures.ThreadPoolExecutor(1).submit(int)  # whose thread stays, idle
-    atexit.register(print, "asked for")
-    if "interrupt" in words:
-        raise KeyboardInterrupt
+    concurrent.futures.ThreadPoolExecutor(1).submit(int)  # an idle thread remains
+    atexit.register(print, "exit function")
     return 7
-sys.exit(main(command))
+main(command)
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "words", "code", "told"),
-    [
-        ([], [], 7, ["asked for"]),
-        ([], ["interrupt"], 130, ["asked for"]),
-        (["-m", "cProfile"], [], 0, ["asked for"]),
-    ],
-    ids=["an end", "a Ctrl-C", "under a profiler"],
-)
-def test_a_program_does_at_its_end_what_was_asked_for_and_no_more(
-    tmp_path: Path, options: list[str], words: list[str], code: int, told: list[str]
-) -> None:
-    """It runs the exit functions and frees no modules. A profiler still writes its report."""
+def test_command_ends_with_exit_functions_and_without_finalization(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    env = environment(PYTHONPATH=str(REPOSITORY))
-    command = [sys.executable, *options, str(script), *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    lines = done.stdout.splitlines()
-    assert [line for line in lines if line in told] == told and done.stderr == ""
-    if options:
-        assert any("function calls" in line for line in lines)
-    else:
-        assert (done.returncode, lines) == (code, told)
+    done = run([sys.executable, str(script)], PYTHONPATH=str(REPOSITORY))
+    assert (done.returncode, done.stdout, done.stderr) == (7, "exit function\n", "")
+    profiled = run([sys.executable, "-m", "cProfile", str(script)], PYTHONPATH=str(REPOSITORY))
+    assert "exit function\n" in profiled.stdout and "function calls" in profiled.stdout
+
+
+def test_only_training_is_advised_to_resume(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMMAND_VARIABLE, "none")
+    advised = {}
+    for command in (train_command, evaluate_command):
+        assert call(command, "no-such-config.yaml")[0] == 2
+        advised[command] = restart_advice()
+    assert "--resume" in advised[train_command] and "--resume" not in advised[evaluate_command]

@@ -1,8 +1,6 @@
 """Optimizer state through named tensors and JSON, above all for fused optimizers on channels-last weights."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch import nn
 from imagenet_cls.checkpoint.optimizer_state import copy_to_host, load_optimizer, optimizer_to_tensors
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.optim.build import build_optimizer, optimizer_problems, state_names
+from imagenet_cls.optim.build import build_optimizer, optimizer_problems
 from imagenet_cls.optim.groups import parameter_groups
 
 KWARGS: dict[str, dict[str, Any]] = {
@@ -22,6 +20,7 @@ KWARGS: dict[str, dict[str, Any]] = {
     "timm:lookahead_adamw": {"lookahead_k": 2},  # the halves meet between two looks ahead
 }
 NAMES = ["sgd", "adamw", "rmsprop", "lamb", "rmsproptf", "timm:nadamw", "timm:adafactor", "timm:lookahead_adamw"]
+OF_TIMM = [f"timm:{name}" for name in timm.optim.list_optimizers(exclude_filters=["fused*", "bnb*"])]
 DECAYS = {"weight_decay": 0.01, "norm_weight_decay": 0.0, "bias_weight_decay": 0.0}
 
 
@@ -50,9 +49,11 @@ def through_files(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> 
     return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(numbers))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.nightly) for name in OF_TIMM)])
 def test_resumed_optimizer_ends_in_the_same_bits(name: str) -> None:
     """Six steps, against three, a save, a load into a model and optimizer with other values, and three more."""
+    if name in OF_TIMM and optimizer_problems(OptimizerConfig(name=name, lr=0.05)):
+        return  # no run accepts it
     whole = network()
     steps(whole, optimizer_for(whole, name), 0, 6)
 
@@ -77,17 +78,6 @@ def test_resumed_optimizer_ends_in_the_same_bits(name: str) -> None:
         assert torch.equal(second.state_dict()[key], value), key
 
 
-def test_optimizer_to_tensors_copies() -> None:
-    model = network()
-    optimizer = optimizer_for(model, "sgd")
-    steps(model, optimizer, 0, 2)
-    weights, (tensors, _) = copy_to_host(model.state_dict()), optimizer_to_tensors(model, optimizer)
-    before = {name: tensor.clone() for name, tensor in {**weights, **tensors}.items()}
-    assert "0.weight//momentum_buffer" in tensors and "0.weight" in weights
-    steps(model, optimizer, 2, 2)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in {**weights, **tensors}.items())
-
-
 def test_load_optimizer_other_groups_is_an_error() -> None:
     model = network()
     tensors, numbers = optimizer_to_tensors(model, optimizer_for(model, "sgd"))
@@ -97,55 +87,6 @@ def test_load_optimizer_other_groups_is_an_error() -> None:
         load_optimizer(model, other, tensors, numbers)
 
 
-class Remembering(torch.optim.SGD):
-    """Keeps its last gradients in a list, as L-BFGS keeps its history."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("history", []).append(parameter.grad.clone())
-        super().step(closure)
-
-
-def test_optimizer_with_tensors_in_lists_is_a_problem() -> None:
-    """`optimizer_to_tensors` would lose them."""
-    problems = optimizer_problems(OptimizerConfig(name=f"{__name__}:Remembering", lr=0.1))
-    assert [problem.key for problem in problems] == ["optimizer.name"]
-    assert "tensors within its 'history'" in problems[0].message
-
-
-def every_timm_optimizer() -> Iterator[str]:
-    yield from (f"timm:{name}" for name in timm.optim.list_optimizers(exclude_filters=["fused*", "bnb*"]))
-    yield from ("timm:lookahead_adamw", "timm:lookahead_sgd")  # wrappers, whose state is the wrapped optimizer's
-
-
-@pytest.mark.nightly
-def test_every_accepted_timm_optimizer_survives_save_and_load() -> None:
-    """Of timm, all that pass the check of names."""
-    accepted = 0
-    for name in every_timm_optimizer():
-        if optimizer_problems(OptimizerConfig(name=name, lr=0.01)):
-            continue
-        accepted += 1
-        model = network()
-        config = OptimizerConfig(name=name, lr=0.01, **DECAYS)
-        optimizer = build_optimizer(config, parameter_groups(model, config))
-        steps(model, optimizer, 0, 2)
-        tensors, numbers = through_files(*optimizer_to_tensors(model, optimizer))
-        before = optimizer.state_dict()
-        fresh = build_optimizer(replace(config, lr=0.5), parameter_groups(model, config))
-        load_optimizer(model, fresh, tensors, numbers)
-        after = fresh.state_dict()
-        assert before["state"].keys() == after["state"].keys() and before["state"], name
-        for index, state in before["state"].items():
-            assert state.keys() == after["state"][index].keys(), name
-            for key, value in state.items():
-                torch.testing.assert_close(after["state"][index][key], value, rtol=0, atol=0, msg=f"{name} {key}")
-        for old, new in zip(before["param_groups"], after["param_groups"], strict=True):
-            assert old == new, name
-    assert accepted > 30
-
-
 def test_load_optimizer_changed_arguments_keep_their_new_values() -> None:
     model = network()
     optimizer = optimizer_for(model, "sgd")
@@ -153,7 +94,7 @@ def test_load_optimizer_changed_arguments_keep_their_new_values() -> None:
     tensors, numbers = optimizer_to_tensors(model, optimizer)
     config = OptimizerConfig(lr=0.05, kwargs={"momentum": 0.5}, **DECAYS)
     changed = build_optimizer(config, parameter_groups(model, config))
-    load_optimizer(model, changed, tensors, numbers, ["momentum"], state_names(config))
+    load_optimizer(model, changed, tensors, numbers, ["momentum"])
     assert [group["momentum"] for group in changed.param_groups] == [0.5, 0.5]
     weight = model[0].weight
     assert torch.equal(changed.state[weight]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"])
@@ -162,15 +103,8 @@ def test_load_optimizer_changed_arguments_keep_their_new_values() -> None:
     steps(model, optimizer, 0, 2)
     config = OptimizerConfig("timm:lookahead_sgd", lr=0.05, kwargs={"lookahead_k": 3}, **DECAYS)
     changed = build_optimizer(config, parameter_groups(model, config))
-    load_optimizer(model, changed, *optimizer_to_tensors(model, optimizer), ["lookahead_k"], state_names(config))
+    load_optimizer(model, changed, *optimizer_to_tensors(model, optimizer), ["lookahead_k"])
     assert [(group["lookahead_k"], group["lookahead_step"]) for group in changed.param_groups] == [(3, 2), (3, 2)]
-
-    optimizer = optimizer_for(model, "adamw")
-    steps(model, optimizer, 0, 2)
-    config = OptimizerConfig("adamw", lr=0.05, kwargs={"amsgrad": True}, **DECAYS)
-    changed = build_optimizer(config, parameter_groups(model, config))
-    with pytest.raises(CheckpointError, match="needs max_exp_avg_sq: not in the checkpoint"):
-        load_optimizer(model, changed, *optimizer_to_tensors(model, optimizer), ["amsgrad"], state_names(config))
 
 
 def test_load_optimizer_weight_decay_comes_from_the_config() -> None:

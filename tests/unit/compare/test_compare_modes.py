@@ -9,18 +9,17 @@ import torch
 from helpers import arguments, losses, train_here
 
 from imagenet_cls.commands.compare_parallel import (
-    DEMO_SETTINGS,
     Mode,
     Outcome,
-    add_defaults,
     compare_command,
     loss_difference,
-    notes,
     plan_modes,
     read_outcome,
     table,
     weight_difference,
+    write_config,
 )
+from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ConfigError, UserError
 
 CPU = ["device=cpu", "optimizer.lr=0.1"]
@@ -34,39 +33,47 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    return write_config(tmp_path / "compare.yaml", None)
+
+
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
         ([], 2, [64, 32, 32, 32, 16, 64]),  # the demo's batch is 64
         ([], 4, [64, 16, 16, 16, 8, 64]),
         (["train.micro_batch_size=16"], 2, [16, 16, 16, 16, 8, 32]),
+        (["train.global_batch_size=63"], 2, [63, 32, 32, 32, 16, 63]),
+        (["train.global_batch_size=63", "train.micro_batch_size=16"], 2, [9, 16, 16, 16, 8, 32]),
         (["train.global_batch_size=30"], 2, [30, 15, 15, 15, 5, 30]),  # 15 is accumulated as 5 + 5 + 5
     ],
 )
-def test_plan_modes_gives_the_images_in_one_forward_pass(overrides: list[str], ranks: int, expected: list[int]) -> None:
-    assert [mode.images_at_once for mode in plan_modes([], [*CPU, *overrides], ranks)] == expected
+def test_plan_modes_gives_the_images_in_one_forward_pass(
+    config: str, overrides: list[str], ranks: int, expected: list[int]
+) -> None:
+    assert [mode.images_per_forward for mode in plan_modes(config, [*CPU, *overrides], ranks)] == expected
 
 
-def test_plan_modes_without_gpus_leaves_data_parallel_out() -> None:
-    assert [bool(mode.missing) for mode in plan_modes([], CPU, 2)] == [False, True, False, False, False, False]
-    assert "train.compile" in plan_modes([], [*CPU, "train.compile=true"], 2)[1].missing
+def test_plan_modes_without_gpus_leaves_data_parallel_out(config: str) -> None:
+    assert [bool(mode.missing) for mode in plan_modes(config, CPU, 2)] == [False, True, False, False, False, False]
+    assert "train.compile" in plan_modes(config, [*CPU, "train.compile=true"], 2)[1].missing
+    assert "equal shares" in plan_modes(config, [*CPU, "train.global_batch_size=63"], 2)[1].missing
 
 
-def test_defaults_are_replaced_by_overrides() -> None:
-    demo = add_defaults([], DEMO_SETTINGS)
-    assert f"model.name={DEMO_SETTINGS['model.name']}" in demo
-    assert add_defaults(["train.max_steps=3"], {"train.max_steps": "12"}) == ["train.max_steps=3"]
-    # Another model, or another optimizer section: the defaults of the old one don't apply.
-    other = add_defaults(["model.name=resnet18", "optimizer={name: adamw, lr: 1e-3}"], DEMO_SETTINGS)
-    keys = [override.partition("=")[0] for override in other]
-    assert [key for key in keys if key.startswith(("model", "optimizer"))] == ["model.name", "optimizer"]
+def test_overrides_replace_the_settings_of_a_short_run(config: str) -> None:
+    overrides = ["train.max_steps=3", "model.name=resnet18"]
+    loaded = load_config(config, overrides).config
+    assert (loaded.train.max_steps, loaded.log.every_steps, loaded.model.kwargs) == (3, 4, {})
+    assert load_config(config).config.model.name == "resnet10t"
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
         (["optimizer.lr=fast"], "optimizer.lr"),
-        (["train.global_batch_size=63"], "train.global_batch_size"),
+        (["train.global_batch_size=63", "parallel.uneven=error"], "train.global_batch_size"),
+        (["train.global_batch_size=7", "--ranks", "4"], "7 images on 4 ranks"),
         (["train.global_batch_size=2"], "2 images on 2 ranks"),
         (["--ranks", "1"], "--ranks 1"),
         (["parallel.sync_bn=true"], "parallel.sync_bn"),
@@ -85,17 +92,17 @@ def test_bad_command_line_is_reported_before_any_run(
     assert capsys.readouterr() == ("", "")
 
 
-def test_bad_config_of_one_row_is_reported_before_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_config_of_one_row_is_reported_before_any_run(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("imagenet_cls.commands.compare_parallel.missing_for_dp", lambda loaded, gpus: "")
     with pytest.raises(ConfigError, match=r"train\.compile.*parallel\.mode dp"):
-        plan_modes([], [*CPU, "train.compile=true"], 2)
+        plan_modes(config, [*CPU, "train.compile=true"], 2)
 
 
-def test_rank_of_a_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_a_launcher_is_an_error(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(UserError, match="rank of a launcher"):
-        plan_modes([], CPU, 2)
+        plan_modes(config, CPU, 2)
 
 
 def test_differences_are_the_largest_of_trained_weights() -> None:
@@ -106,18 +113,15 @@ def test_differences_are_the_largest_of_trained_weights() -> None:
     assert weight_difference(WEIGHTS | {"bn.running_mean": torch.ones(2)}, WEIGHTS) == 0.0
 
 
-def test_table_and_notes_of_outcomes() -> None:
+def test_table_compares_outcomes_with_the_first() -> None:
     def mode(name: str, missing: str = "") -> Mode:
         return Mode(name, (), (), 8, f"use of {name}", missing)
 
     other = Outcome([2.0, 1.25], WEIGHTS, 90.4, 51.0)
     lines = table([mode("one"), mode("dp", "needs two"), mode("ddp")], [ONE, None, other]).splitlines()
-    assert lines[0].split() == ["at", "once", "first", "loss", "losses", "weights", "img/s", "MiB", "good", "for"]
     assert lines[1].split()[:8] == ["one", "8", "-", "-", "-", "100", "50", "use"]
     assert lines[2].split()[:7] == ["dp", *"------"] and lines[2].endswith("not run: needs two")
     assert lines[3].split()[:7] == ["ddp", "8", "0.0e+00", "2.5e-01", "0.0e+00", "90", "51"]
-    without = Outcome(ONE.losses, {"conv.weight": WEIGHTS["conv.weight"]}, 100.0, 50.0)
-    assert ("no BatchNorm" in notes([ONE]), "no BatchNorm" in notes([without])) == (False, True)
 
 
 @pytest.mark.parametrize("model", ["plain", pytest.param("noisy", marks=pytest.mark.nightly)])

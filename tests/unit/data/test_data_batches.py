@@ -1,44 +1,26 @@
 """Batches with policies, erasing, repeats, splits and growing images: the same bits for any number of workers."""
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from test_data_loader import same
 
 from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, ErasingConfig, ProgressiveConfig
+from imagenet_cls.data.builtin import SyntheticLoader
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.loader import TrainBatch, TrainLoader
+from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import FolderSource
-from imagenet_cls.data.synthetic import SyntheticLoader, SyntheticSource
 from imagenet_cls.data.transforms import TrainTransform, draw_boxes
 from imagenet_cls.seeding import hash_key, seed_generators
-
-
-def same(one: Sequence[TrainBatch], other: Sequence[TrainBatch]) -> bool:
-    """Whether these are the same batches: images, targets, boxes and keys."""
-    return len(one) == len(other) and all(
-        torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
-    )
-
-
-def spots(share: float = 0.2):
-    """A policy of the test's own that draws from all three default generators."""
-
-    def policy(image: torch.Tensor) -> torch.Tensor:
-        where = torch.rand(image.shape[1:]) < share * random.random()
-        return torch.where(where, torch.tensor(np.random.randint(256), dtype=torch.uint8), image)
-
-    return policy
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        *("rand-m9-mstd0.5-inc1", "torchvision:aug_mix", "test_data_batches:spots"),
+        *("rand-m9-mstd0.5-inc1", "torchvision:aug_mix", "test_data_policies:sprinkle"),
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("original-mstd0.5", "v0", "augmix-m3-w3", "3a")),
         *(
             pytest.param(f"torchvision:{name}", marks=pytest.mark.nightly)
@@ -58,8 +40,8 @@ def test_policy_same_bits_for_any_number_of_workers(image_folder: Path, policy: 
     source = FolderSource(index_folder(image_folder / "train"))
 
     def epoch(num_workers: int) -> list[TrainBatch]:
-        sampler = EpochSampler(len(source), 8, 0, 1, seed=5, repeats=2)
-        loader = TrainLoader(source, TrainTransform(augment), sampler, 4, 5, num_workers)
+        sampler = EpochSampler(len(source), 4, 0, 1, seed=5, repeats=2)
+        loader = TrainLoader(source, TrainTransform(augment), sampler, 5, WorkerOptions(num_workers))
         batches = list(loader.epoch(1))
         loader.close()
         return batches
@@ -73,15 +55,14 @@ def test_policy_same_bits_for_any_number_of_workers(image_folder: Path, policy: 
     assert not any(torch.equal(one, other) for one, other in zip(images[::2], images[1::2], strict=True)), "repeats"
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_ranks_make_the_same_samples_and_boxes(image_folder: Path, world_size: int) -> None:
+def test_ranks_make_the_same_samples_and_boxes(image_folder: Path) -> None:
     augment = AugmentConfig(size_px=16, policy="rand-m9", erasing=ErasingConfig(prob=0.5, mode="pixel"), splits=2)
     source = FolderSource(index_folder(image_folder / "train"))
 
     def samples(rank: int, size: int) -> dict[int, tuple[list[int], list[int]]]:
         """Pixels and boxes of an epoch, by the samples' keys."""
         sampler = EpochSampler(len(source), 8, rank, size, seed=5, repeats=3)
-        loader = TrainLoader(source, TrainTransform(augment), sampler, 8 // size, 5, num_workers=0)
+        loader = TrainLoader(source, TrainTransform(augment), sampler, 5, WorkerOptions())
         found: dict[int, tuple[list[int], list[int]]] = {}
         for images, _, boxes, keys in loader.epoch(1):
             assert boxes is not None and keys is not None
@@ -89,20 +70,18 @@ def test_ranks_make_the_same_samples_and_boxes(image_folder: Path, world_size: i
                 found[key] = image.flatten().tolist(), box.flatten().tolist()
         return found
 
-    alone, ranks = samples(0, 1), [samples(rank, world_size) for rank in range(world_size)]
+    alone, ranks = samples(0, 1), [samples(rank, 2) for rank in range(2)]
     assert len(alone) == 80 == sum(map(len, ranks))
     assert {key: sample for rank in ranks for key, sample in rank.items()} == alone
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_splits_are_view_major_and_only_later_ones_are_augmented(image_folder: Path, num_workers: int) -> None:
+def test_splits_are_view_major_and_only_later_ones_are_augmented(image_folder: Path) -> None:
     augment = AugmentConfig(size_px=24, policy="rand-m9", erasing=ErasingConfig(prob=1.0, mode="rand"), splits=3)
-    source = FolderSource(index_folder(image_folder / "train"))
-    transform = TrainTransform(augment)
-    loader = TrainLoader(source, transform, EpochSampler(40, 8, 0, 1, 5, repeats=2), 4, 5, num_workers)
-    order = EpochSampler(40, 8, 0, 1, 5, repeats=2)
+    source, transform = FolderSource(index_folder(image_folder / "train")), TrainTransform(augment)
+    order = EpochSampler(40, 4, 0, 1, 5, repeats=2)
     order.set_epoch(1)
     samples = list(order)
+    loader = TrainLoader(source, transform, EpochSampler(40, 4, 0, 1, 5, repeats=2), 5, WorkerOptions())
     for number, batch in enumerate(loader.epoch(1)):
         assert batch.images.shape == (12, 3, 24, 24) and batch.targets.shape == (4,)
         assert batch.boxes is not None and batch.keys is not None
@@ -116,23 +95,20 @@ def test_splits_are_view_major_and_only_later_ones_are_augmented(image_folder: P
             assert torch.equal(views[0][place], base) and int(batch.targets[place]) == target
             for split in (1, 2):
                 seed_generators(expected[split])
-                assert torch.equal(views[split][place], transform.colour(base))
+                assert torch.equal(views[split][place], transform.color_transforms(base))
                 assert torch.equal(boxes[split][place], draw_boxes(augment.erasing, 24))
         assert not boxes[0].any() and boxes[1].any() and boxes[2].any()
-    loader.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_image_size_grows_between_epochs_with_the_same_workers(image_folder: Path, num_workers: int) -> None:
+def test_image_size_grows_between_epochs_with_the_same_workers(image_folder: Path) -> None:
     augment = AugmentConfig(
         size_px=32, policy="3a", progressive=ProgressiveConfig([0.0, 2.0], [16, 32], 8), erasing=ErasingConfig(prob=0.9)
     )
     source = FolderSource(index_folder(image_folder / "train"))
-
-    def loader(workers: int) -> TrainLoader:
-        return TrainLoader(source, TrainTransform(augment), EpochSampler(40, 8, 0, 1, 5), 4, 5, workers)
-
-    ours, alone = loader(num_workers), loader(0)
+    ours, alone = (
+        TrainLoader(source, TrainTransform(augment), EpochSampler(40, 4, 0, 1, 5), 5, WorkerOptions(num_workers))
+        for num_workers in (2, 0)
+    )
     for epoch, side in enumerate((16, 24, 32, 32)):
         batches = list(ours.epoch(epoch, start_step=epoch))
         assert {batch.images.shape[2:] for batch in batches} == {(side, side)}
@@ -145,10 +121,10 @@ def test_synthetic_batches_have_sizes_views_and_boxes() -> None:
     augment = AugmentConfig(
         size_px=32, progressive=ProgressiveConfig([0.0, 1.0], [16, 32], 16), splits=2, erasing=ErasingConfig(prob=0.5)
     )
-    source, device = SyntheticSource("train", 64, 10), torch.device("cpu")
+    device = torch.device("cpu")
 
     def loader() -> SyntheticLoader:
-        return SyntheticLoader(source, EpochSampler(64, 16, 0, 1, 1), 8, augment, 1, device)
+        return SyntheticLoader(10, EpochSampler(64, 16, 0, 1, 1, accumulation=2), augment, 1, device)
 
     seed_generators(3)
     expected = random.random()
@@ -162,5 +138,8 @@ def test_synthetic_batches_have_sizes_views_and_boxes() -> None:
             assert boxes is not None and boxes.shape == (16, 1, 4) and not boxes[:8].any() and boxes[8:].any()
             assert keys is not None and len(set(keys.tolist())) == 16
     assert random.random() == expected
-    ours.close()
-    assert not ours.pool and len(list(ours.epoch(0, 2))) == 4
+    assert len(list(ours.epoch(0, 2))) == 4
+    uneven = SyntheticLoader(10, EpochSampler(64, 15, 0, 2, 1, accumulation=2), augment, 1, device)
+    assert [(len(batch.targets), len(batch.images)) for batch in uneven.epoch(0, 2)] == [(4, 8), (4, 8)] * 2
+    uneven = SyntheticLoader(10, EpochSampler(64, 15, 1, 2, 1, accumulation=2), augment, 1, device)
+    assert [(len(batch.targets), len(batch.images)) for batch in uneven.epoch(0, 2)] == [(4, 8), (3, 6)] * 2

@@ -1,13 +1,17 @@
 """Indexing folders: equal to torchvision's ImageFolder, and errors for the usual mistakes."""
 
 import os
+import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from imagenet_cls.data.index import check_part_exists, index_folder, split
+from imagenet_cls.data.index import index_folder, split
+from imagenet_cls.data.sources import FolderSource, MapSource, describe_sizes
 from imagenet_cls.errors import DataError
 
 
@@ -28,7 +32,7 @@ def test_index_folder_equals_image_folder(tmp_path: Path) -> None:
     index, reference = index_folder(tmp_path), ImageFolder(str(tmp_path))
     assert list(index.classes) == reference.classes
     assert [(str(index.path(i)), int(index.targets[i])) for i in range(len(index))] == reference.samples
-    assert len(index) == 12 and index.targets.dtype == np.int64 and isinstance(index.blob, bytes)
+    assert len(index) == 12 and index.targets.dtype == np.int64 and index.names.dtype.kind == "S"
 
 
 def test_index_folder_skips_hidden_files_and_takes_gif(tmp_path: Path) -> None:
@@ -46,6 +50,17 @@ def test_digest_depends_on_names_targets_and_classes_only(tmp_path: Path) -> Non
     assert first != index_folder(tmp_path / "one", classes=["b", "a"]).digest()
 
 
+def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) -> None:
+    names = [f"a/{number:04}.jpg" for number in range(1500)]
+    source = FolderSource(index_folder(touch(tmp_path, *names)))
+    before = describe_sizes(source)
+    (tmp_path / names[0]).write_bytes(b"longer than before")
+    after = describe_sizes(source)
+    (tmp_path / names[-1]).unlink()
+    assert len({before, after, describe_sizes(source)}) == 3
+    assert describe_sizes(MapSource(range(3), "numbers", "abc")) is None
+
+
 def test_index_folder_matches_given_classes_by_name(tmp_path: Path) -> None:
     index = index_folder(touch(tmp_path, "a/1.jpg", "b/1.jpg", "c/1.jpg", "c/2.jpg"), classes=["c", "a", "b"])
     assert index.targets.tolist() == [1, 2, 0, 0] and index.classes == ("c", "a", "b")
@@ -59,18 +74,30 @@ def test_index_folder_with_other_classes_raises(tmp_path: Path, classes: str, na
 
 
 @pytest.mark.parametrize(
-    ("names", "expected"),
+    ("names", "folder", "expected"),
     [
-        (["1.JPEG", "2.JPEG"], "holds 2 images .*\n.*tools/prepare_imagenet.py"),
-        (["train/n1/1.jpg", "train/n2/1.jpg"], "a level deeper\n.*data.train=train"),
-        (["train/n1/1.jpg", "val/n1/1.jpg"], "a level deeper\n.*data.train=train"),
-        (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "2 of 3 class folders hold no image: b, c"),
-        (["readme.txt"], "holds 0 images"),
+        (["ILSVRC2012_val_00000001.JPEG", "2.JPEG"], "", "holds 2 images .*\n.*tools/prepare_imagenet.py"),
+        (["1.JPEG", "2.JPEG"], "", "holds 2 images .*\n(?!.*prepare_imagenet)"),
+        (["train/n1/1.jpg", "train/n2/1.jpg"], "", "a level deeper\n.*data.train=train data.val=null"),
+        (["images/n1/1.jpg", "images/n2/1.jpg"], "", "a level deeper\n.*data.train=FOLDER"),
+        (
+            ["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"],
+            "",
+            "deeper\n.*train data.val=Val data.val_fraction=null",
+        ),
+        (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "2 of 3 class folders hold no image: b, c"),
+        (["readme.txt"], "", "holds 0 images"),
+        (["train/n1/1.jpg"], "val", "set data.root.*\n?.*data.val_fraction=0.1"),
+        (["n1/1.jpg"], "train", "data.train=. data.val=null"),
+        ([], "nowhere/train", "set data.root"),
+        (["train/1.jpg"], "train", "holds 1 images"),
     ],
 )
-def test_index_folder_wrong_layout_raises(tmp_path: Path, names: list[str], expected: str) -> None:
+def test_index_folder_missing_or_wrong_layout_raises(
+    tmp_path: Path, names: list[str], folder: str, expected: str
+) -> None:
     with pytest.raises(DataError, match=expected) as error:
-        index_folder(touch(tmp_path, *names))
+        index_folder(touch(tmp_path, *names) / folder)
     assert error.value.exit_code == 3 and len(str(error.value).splitlines()) <= 3
 
 
@@ -78,23 +105,12 @@ def test_index_folder_single_class_with_subfolders_and_images(tmp_path: Path) ->
     assert len(index_folder(touch(tmp_path, "train/1.jpg", "train/more/2.jpg"))) == 2
 
 
-@pytest.mark.parametrize(
-    ("names", "root", "part", "expected"),
-    [
-        ([], "nowhere", "train", "nowhere: no such folder"),
-        (["train/a/1.jpg"], ".", "val", "data.val=null data.val_fraction=0.1"),
-        (["train/a/1.jpg"], "train", "train", "is there\nset data.root="),
-        (["ILSVRC/Data/CLS-LOC/train/a/1.jpg"], ".", "train", "set data.root=.*ILSVRC/Data/CLS-LOC$"),
-        (["cat/1.jpg", "dog/1.jpg"], ".", "train", "cat, dog\n.*data.train=. data.val=null"),
-        (["1.jpg"], ".", "train", "holds 1 images"),
-    ],
-)
-def test_check_part_exists_raises_with_the_likely_remedy(
-    tmp_path: Path, names: list[str], root: str, part: str, expected: str
-) -> None:
-    touch(tmp_path, *names)
-    with pytest.raises(DataError, match=expected):
-        check_part_exists(tmp_path / root, part, f"data.{part}")
+def test_class_in_another_unicode_normalization_is_shown_by_code_points(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    touch(tmp_path, f"{decomposed}/a.jpg")
+    with pytest.raises(DataError) as caught:
+        index_folder(tmp_path, [composed])
+    assert "'caf\\xe9'" in str(caught.value) and "'cafe\\u0301'" in str(caught.value)
 
 
 def test_split_is_stratified_and_a_function_of_names(tmp_path: Path) -> None:
@@ -118,3 +134,19 @@ def test_index_folder_takes_names_that_are_not_utf8(tmp_path: Path) -> None:
     (Path(os.fsdecode(os.fsencode(tmp_path) + b"/a/\xff.jpg"))).write_bytes(b"x")
     index = index_folder(tmp_path)
     assert index.path(1).is_file() and index.digest()
+
+
+def test_index_does_not_depend_on_the_order_of_the_file_system(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = index_folder(image_folder / "train")
+
+    def shuffled(*args: Any, **kwargs: Any) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+        for path, folders, files in walk(*args, **kwargs):
+            yield path, folders, random.sample(files, len(files))
+
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", shuffled)
+    for _ in range(3):
+        index = index_folder(image_folder / "train")
+        assert (index.digest(), index.classes) == (expected.digest(), expected.classes)

@@ -70,39 +70,8 @@ def test_policy_changes_images_by_the_seed_alone(image: Tensor, name: str) -> No
     assert sum(changed) >= 5 and len({tuple(result.flatten().tolist()) for result in results}) >= 3
 
 
-def test_aug_mix_integer_alpha_is_converted() -> None:
-    whole, broken = ({"alpha": alpha, "interpolation": "bilinear"} for alpha in (1, 1.0))
-    augment = AugmentConfig(policy="torchvision:aug_mix", policy_kwargs=whole)
-    assert policy_problems(augment) == []
-    assert build_policy(augment, 32).policy.alpha == broken["alpha"]  # type: ignore[union-attr]
-
-
 def test_build_policy_without_name_is_none() -> None:
     assert build_policy(AugmentConfig(), 224) is None and policy_problems(AugmentConfig()) == []
-
-
-@pytest.fixture
-def bits_drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bits that every posterize from here on is asked to keep."""
-    drawn: list[int] = []
-    real = policies.posterize
-
-    def recorded(image: Image.Image, bits_to_keep: int, **others: object) -> Image.Image:
-        drawn.append(bits_to_keep)
-        return real(image, bits_to_keep, **others)
-
-    monkeypatch.setattr(policies, "posterize", recorded)
-    return drawn
-
-
-# Decreasing posterize keeps 0 bits at magnitudes below 2.5, the increasing one at 10.
-@pytest.mark.parametrize("name", ["rand-m2-mstd0.5-p1", "rand-m9-mstd0.5-inc1"])
-def test_posterize_with_0_bits_is_kept_in_policies(image: Tensor, bits_drawn: list[int], name: str) -> None:
-    policy = built(name)
-    seed_generators(0)
-    for _ in range(2000):
-        policy(image)
-    assert 0 in bits_drawn and max(bits_drawn) > 0
 
 
 def test_posterize_with_0_bits_is_black_else_pillows(photographs: list[Image.Image]) -> None:
@@ -136,7 +105,7 @@ def test_torchvision_policy_interpolates_as_the_crop_by_default(crop: str, asked
 
 
 BAD_NAMES = [
-    *("randd-m9", "rand-m9-std0.5", "rand-m9.5", "rand-inc", "rand-tsmall", "rand-p2", "rand-p0.0", "rand-m9-m8"),
+    *("randd-m9", "rand-m9-std0.5", "rand-m9.5", "rand-inc", "rand-tsmall", "rand-p2", "rand-p0.0"),
     *("rand-", "rand-n0", "rand-n101", "rand-m11-mstd0.5", "rand-m21-mmax20", "rand-m9-mmax31", "rand-m" + "9" * 5000),
     *("rand-n16-tweights", "augmix-w0", "augmix-a0", "augmix-d101", "augmix-m30", "original-m9", "3b"),
     *("torchvision:randaugment", "no_such_module:policy", "test_data_policies:sprinkl"),
@@ -150,11 +119,6 @@ def test_policy_problems_bad_name_is_one_short_problem(name: str) -> None:
     assert problem.key == "augment.policy" and "\n" not in problem.message and len(problem.message) < 500
 
 
-def test_policy_problems_names_the_nearest_policy() -> None:
-    (problem,) = policy_problems(AugmentConfig(policy="torchvision:randaugment"))
-    assert "did you mean 'torchvision:rand_augment'" in problem.message
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "key"),
     [
@@ -162,11 +126,7 @@ def test_policy_problems_names_the_nearest_policy() -> None:
         ("3a", {"magnitude": 9}, "magnitude"),
         (OWN, {"shar": 0.2}, "shar"),
         ("torchvision:rand_augment", {"magnitud": 9}, "magnitud"),
-        ("torchvision:auto_augment", {"policy": "cifar"}, "policy"),
-        ("torchvision:rand_augment", {"interpolation": "area"}, "interpolation"),
-        ("torchvision:aug_mix", {"interpolation": "bicubic"}, "interpolation"),
-        *(("torchvision:rand_augment", {"magnitude": value}, "magnitude") for value in (-3, 31, 9.5, True, "9", None)),
-        ("torchvision:rand_augment", {"magnitude": 10, "num_magnitude_bins": 10}, "magnitude"),
+        *(("torchvision:rand_augment", {"magnitude": value}, "magnitude") for value in (-3, 9.5, True, "9", None)),
         *(("torchvision:rand_augment", {"num_ops": value}, "num_ops") for value in (0, 10**9)),
         ("torchvision:rand_augment", {"num_magnitude_bins": 0}, "num_magnitude_bins"),
         ("torchvision:rand_augment", {"num_magnitude_bins": 1, "magnitude": 0}, "num_magnitude_bins"),
@@ -176,7 +136,7 @@ def test_policy_problems_names_the_nearest_policy() -> None:
         ("torchvision:aug_mix", {"mixture_width": 0}, "mixture_width"),
         ("torchvision:aug_mix", {"chain_depth": 10**9}, "chain_depth"),
         *(("torchvision:aug_mix", {"severity": value}, "severity") for value in (0, 11)),
-        *(("torchvision:auto_augment", {"fill": value}, "fill") for value in (256, [0, 0, -1], [0, 0])),
+        *(("torchvision:auto_augment", {"fill": value}, "fill") for value in (256, [0, 0, -1])),
     ],
 )
 def test_policy_problems_bad_argument_is_a_problem_of_its_key(name: str | None, kwargs: dict, key: str) -> None:
@@ -208,6 +168,10 @@ def test_torchvision_policy_with_arguments_at_their_limits_works(image: Tensor, 
     [
         AugmentConfig(policy=OWN, policy_kwargs={"share": "much"}),
         AugmentConfig(policy="torchvision:aug_mix", interpolation="bicubic"),
+        AugmentConfig(policy="torchvision:rand_augment", policy_kwargs={"interpolation": "area"}),
+        AugmentConfig(policy="torchvision:auto_augment", policy_kwargs={"policy": "cifar"}),
+        AugmentConfig(policy="torchvision:auto_augment", policy_kwargs={"fill": [0, 0]}),
+        AugmentConfig(policy="torchvision:rand_augment", policy_kwargs={"magnitude": 31}),
     ],
 )
 def test_policy_problems_failing_trial_is_a_problem(augment: AugmentConfig) -> None:

@@ -1,7 +1,7 @@
 """prepare_imagenet, on small archives in the published forms."""
 
 import io
-import shutil
+import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from imagenet_cls.commands import program
+from imagenet_cls.commands import cli
 from imagenet_cls.commands.prepare_imagenet import prepare_command
+from imagenet_cls.files import take_lock
 
 WNIDS = ["n01440764", "n01443537", "n02105855"]
 VAL_CLASSES = [2, 0, 1, 1, 0, 2, 2]  # of validation images 1 to 7
+CLS_LOC = "ILSVRC/Data/CLS-LOC"
 COUNTS = ["--expect-classes", "3", "--expect-train", "9", "--expect-val", "7"]
 
 
@@ -65,7 +67,7 @@ def write_devkit(file: Path) -> None:
 
 
 def write_kaggle(folder: Path) -> Path:
-    base = folder / "ILSVRC" / "Data" / "CLS-LOC"
+    base = folder / CLS_LOC
     for number, wnid in enumerate(WNIDS):
         (base / "train" / wnid).mkdir(parents=True)
         for i in range(3):
@@ -92,7 +94,7 @@ def assert_complete(out: Path) -> None:
 
 
 def prepare(*arguments: object) -> int:
-    return program.exit_code_of(prepare_command, [*map(str, arguments), *COUNTS])
+    return cli.exit_code_of(prepare_command, [*COUNTS, *map(str, arguments)])
 
 
 def inodes(out: Path) -> dict[str, tuple[int, int]]:
@@ -100,61 +102,53 @@ def inodes(out: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("write", [write_archives, write_kaggle])
+@pytest.mark.parametrize(("write", "below"), [(write_archives, ""), (write_kaggle, ""), (write_kaggle, CLS_LOC)])
 def test_prepare_twice_writes_only_what_is_incomplete(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], write: Callable[[Path], Path]
+    tmp_path: Path, write: Callable[[Path], Path], below: str
 ) -> None:
-    source, out = write(tmp_path / "in"), tmp_path / "out"
+    source, out = write(tmp_path / "in") / below, tmp_path / "out"
     assert prepare(source, out) == 0
-    assert "3 classes, 9 training and 7 validation images" in capsys.readouterr().out
     assert_complete(out)
     before = inodes(out)
-    assert prepare(source, out) == 0
-    assert inodes(out) == before
     # as an interrupted call leaves it: a class half written, and no validation images
-    (out / "train" / WNIDS[1]).rename(out / "train" / f".{WNIDS[1]}.partial")
-    (out / "train" / f".{WNIDS[1]}.partial" / "stale.JPEG").write_bytes(b"x")
+    partial = (out / "train" / WNIDS[1]).rename(out / "train" / f".{WNIDS[1]}.partial")
+    (partial / "stale.JPEG").write_bytes(b"x")
     (out / "val").rename(out / ".val.partial")
-    shutil.rmtree(out / ".val.partial" / WNIDS[0])
     assert prepare(source, out) == 0
     assert_complete(out)
     kept = {name for name, identity in inodes(out).items() if before.get(name) == identity}
     assert {name for name in before if f"train/{WNIDS[0]}" in name or f"train/{WNIDS[2]}" in name} <= kept
 
 
+def test_prepare_while_another_process_writes_is_an_error(tmp_path: Path) -> None:
+    source, partial = write_kaggle(tmp_path / "in"), tmp_path / "out" / "train" / f".{WNIDS[0]}.partial"
+    partial.mkdir(parents=True)
+    with take_lock(tmp_path / "out", ""):
+        child = os.fork()
+        if not child:
+            os._exit(prepare(source, tmp_path / "out"))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert partial.exists()
+    assert prepare(source, tmp_path / "out") == 0
+    assert_complete(tmp_path / "out")
+
+
 def test_prepare_links_images_and_copies_with_copy(tmp_path: Path) -> None:
     source = write_kaggle(tmp_path / "in")
-    image = source / "ILSVRC" / "Data" / "CLS-LOC" / "val" / "ILSVRC2012_val_00000001.JPEG"
-    placed = Path("val") / WNIDS[2] / image.name
-    assert prepare(source, tmp_path / "linked") == 0
-    assert prepare(source, tmp_path / "copied", "--copy") == 0
-    assert image.samefile(tmp_path / "linked" / placed)
-    assert not image.samefile(tmp_path / "copied" / placed)
-    assert_complete(tmp_path / "copied")
+    image = source / CLS_LOC / "val" / "ILSVRC2012_val_00000001.JPEG"
+    for options in ([], ["--copy"]):
+        out = tmp_path / f"out{len(options)}"
+        assert prepare(source, out, *options) == 0
+        assert image.samefile(out / "val" / WNIDS[2] / image.name) == (not options)
+        assert_complete(out)
 
 
-def test_prepare_sorted_folders_needs_no_labels(tmp_path: Path) -> None:
-    assert prepare(write_kaggle(tmp_path / "in"), tmp_path / "sorted") == 0
-    assert prepare(tmp_path / "sorted", tmp_path / "out") == 0
-    assert_complete(tmp_path / "out")
-
-
-def test_prepare_flat_val_folder_with_the_devkit(tmp_path: Path) -> None:
-    source = write_kaggle(tmp_path / "in")
-    (source / "LOC_val_solution.csv").unlink()
+def test_prepare_flat_folder_with_the_devkit_keeps_the_training_images(tmp_path: Path) -> None:
+    kaggle = write_kaggle(tmp_path / "in") / CLS_LOC
     write_devkit(tmp_path / "devkit.tar.gz")
-    labels = ["--labels", tmp_path / "devkit.tar.gz"]
-    assert prepare(source / "ILSVRC" / "Data" / "CLS-LOC", tmp_path / "out", *labels) == 0
-    assert_complete(tmp_path / "out")
-
-
-def test_prepare_flat_folder_of_validation_images_into_existing_train(tmp_path: Path) -> None:
-    source, labels = write_kaggle(tmp_path / "in"), tmp_path / "in" / "LOC_val_solution.csv"
-    flat = (source / "ILSVRC" / "Data" / "CLS-LOC" / "val").rename(tmp_path / "flat")
-    train = source / "ILSVRC" / "Data" / "CLS-LOC" / "train"
     (tmp_path / "out").mkdir()
-    train.rename(tmp_path / "out" / "train")
-    assert prepare(flat, tmp_path / "out", "--labels", labels) == 0
+    (kaggle / "train").rename(tmp_path / "out" / "train")
+    assert prepare(kaggle / "val", tmp_path / "out", "--labels", tmp_path / "devkit.tar.gz") == 0
     assert_complete(tmp_path / "out")
 
 
@@ -179,41 +173,28 @@ def test_prepare_archive_with_outside_paths_writes_nothing_outside(tmp_path: Pat
     assert not Path("/tmp/ILSVRC2012_val_00000001.JPEG").exists()
 
 
-def truncate_archive(source: Path) -> None:
-    archive = source / "ILSVRC2012_img_train.tar"
-    archive.write_bytes(archive.read_bytes()[:20_000])
-
-
-def remove_devkit(source: Path) -> None:
-    (source / "ILSVRC2012_devkit_t12.tar.gz").unlink()
-
-
-def break_devkit(source: Path) -> None:
-    (source / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(b"no archive")
-
-
-def remove_archives(source: Path) -> None:
-    for archive in source.glob("*.tar"):
-        archive.unlink()
-
-
 @pytest.mark.parametrize(
-    ("change", "arguments"),
-    [
-        (None, ["--expect-train", "10"]),
-        (truncate_archive, []),
-        (remove_devkit, []),
-        (break_devkit, []),
-        (remove_archives, []),
-        (None, ["--labels", "nowhere"]),
-    ],
+    ("archive", "length"),
+    [("img_train.tar", 20_000), ("devkit_t12.tar.gz", 0), ("devkit_t12.tar.gz", None), ("img_*.tar", None)],
 )
-def test_prepare_bad_source_exits_with_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None] | None, arguments: list[str]
-) -> None:
-    source = write_archives(tmp_path / "in")
-    if change is not None:
-        change(source)
-    argv = [str(source), str(tmp_path / "out"), *COUNTS, *arguments]
-    assert program.exit_code_of(prepare_command, argv) == 3
-    assert len(capsys.readouterr().err.splitlines()) <= 3
+def test_prepare_broken_or_missing_archive_exits_with_3(tmp_path: Path, archive: str, length: int | None) -> None:
+    """length: the bytes that are left of the archive; None: it is missing."""
+    for path in list(write_archives(tmp_path / "in").glob(f"ILSVRC2012_{archive}")):
+        content = path.read_bytes()
+        path.unlink()
+        if length is not None:
+            path.write_bytes(content[:length])
+    assert prepare(tmp_path / "in", tmp_path / "out") == 3
+
+
+def test_prepare_sorted_validation_images_exits_with_3_and_writes_no_val(tmp_path: Path) -> None:
+    val = write_kaggle(tmp_path / "in") / CLS_LOC / "val"
+    val.rename(tmp_path / "flat")
+    (val / WNIDS[0]).mkdir(parents=True)
+    assert prepare(tmp_path / "in", tmp_path / "out") == 3
+    assert not (tmp_path / "out" / "val").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--expect-train", 10], ["--labels", "nowhere"]])
+def test_prepare_other_counts_or_labels_exit_with_3(tmp_path: Path, arguments: list[object]) -> None:
+    assert prepare(write_archives(tmp_path / "in"), tmp_path / "out", *arguments) == 3

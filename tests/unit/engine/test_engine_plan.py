@@ -1,11 +1,11 @@
 """From a global batch to micro-batches, against counting."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from imagenet_cls.config.schema import TrainConfig
-from imagenet_cls.engine.plan import Plan, accumulation_for, batch_problem, plan_run
+from imagenet_cls.engine.plan import batch_problem, micro_batch_for, part_sizes, plan_run
 from imagenet_cls.errors import DataError
 
 shares = st.integers(1, 120)
@@ -14,15 +14,9 @@ limits = st.none() | st.integers(1, 150)
 
 
 @given(shares, world_sizes, limits)
-def test_accumulation_smallest_divisor_that_fits(share: int, world_size: int, limit: int | None) -> None:
-    global_batch = share * world_size
-    found = accumulation_for(global_batch, world_size, limit)
-    fitting = [
-        k
-        for k in range(1, global_batch + 1)
-        if global_batch % (world_size * k) == 0 and (limit is None or global_batch / (world_size * k) <= limit)
-    ]
-    assert found == fitting[0]
+def test_micro_batch_largest_divisor_that_fits(share: int, world_size: int, limit: int | None) -> None:
+    fitting = [size for size in range(1, share + 1) if share % size == 0 and (limit is None or size <= limit)]
+    assert micro_batch_for(share * world_size, world_size, limit) == fitting[-1]
 
 
 @given(shares, world_sizes, limits, st.integers(1, 5000), st.integers(1, 4), st.none() | st.integers(1, 50))
@@ -37,11 +31,26 @@ def test_plan_counts_multiply_to_global_batch(
         return
     plan = plan_run(train, images, world_size)
     assert plan.world_size * plan.accumulation * plan.micro_batch == plan.global_batch == batch
-    assert plan.share == share == plan.accumulation * plan.micro_batch
+    assert share == plan.accumulation * plan.micro_batch
     assert limit is None or plan.micro_batch <= limit
     assert plan.steps_per_epoch * batch <= images < (plan.steps_per_epoch + 1) * batch
     whole = plan.steps_per_epoch * epochs
     assert plan.total_steps == (whole if max_steps is None else min(whole, max_steps))
+
+
+@given(st.integers(2, 3000), st.integers(2, 30), limits)
+def test_uneven_plan_has_the_fewest_micro_batches(batch: int, world_size: int, limit: int | None) -> None:
+    train = TrainConfig(global_batch_size=batch, micro_batch_size=limit)
+    assume(batch % world_size != 0)
+    if batch_problem(train, world_size, uneven=True):
+        assert batch < world_size or limit == 1
+        return
+    plan = plan_run(train, batch, world_size)
+    passes = world_size * plan.accumulation
+    assert plan.forward_passes == passes <= batch  # none is empty
+    groups = [len(range(group, batch, passes)) for group in range(passes)]
+    assert sorted(set(groups)) == part_sizes(batch, passes) and max(groups) == plan.micro_batch <= (limit or batch)
+    assert plan.accumulation == 1 or -(-batch // (passes - world_size)) > (limit or batch)
 
 
 @given(st.integers(1, 300), st.integers(1, 40))
@@ -55,8 +64,3 @@ def test_batch_problem_names_nearest_divisors(batch: int, world_size: int) -> No
     below = [m for m in multiples if m < batch][-1:]
     above = next(m for m in multiples if m > batch)
     assert problem.message.endswith("nearest that do: " + " or ".join(map(str, [*below, above])))
-
-
-def test_plan_equality_by_value() -> None:
-    train = TrainConfig(epochs=2, global_batch_size=6, micro_batch_size=2)
-    assert plan_run(train, 20, 1) == Plan(1, 6, 3, 2, 3, 2, 6)

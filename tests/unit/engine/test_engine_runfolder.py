@@ -5,13 +5,25 @@ import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from imagenet_cls.engine.run_folder import RunFolder
+from imagenet_cls.config.schema import Config, ModelConfig
+from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import ResourceError, UsageError
 
-WRITTEN = ("config.yaml", "env.json", "metrics.jsonl", "tensorboard", "checkpoints", "plots")
+WRITTEN = (
+    "config.yaml",
+    "env.json",
+    "metrics.jsonl",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "writers",
+    "checkpoints",
+    "plots",
+)
 
 
 def fill(path: Path) -> None:
@@ -26,32 +38,36 @@ def contents(path: Path) -> list[str]:
     return sorted(str(entry.relative_to(path)) for entry in path.rglob("*") if entry.name != ".lock")
 
 
-def test_open_folder_with_a_run_is_an_error(tmp_path: Path) -> None:
-    fill(tmp_path)
-    before = contents(tmp_path)
-    with pytest.raises(UsageError, match="step 12") as error:
-        RunFolder(tmp_path).open(resume=False, overwrite=False)
-    assert all(flag in str(error.value) for flag in ("--resume", "--overwrite", "--work-dir"))
-    with pytest.raises(UsageError, match="--overwrite"):
-        RunFolder(tmp_path).open(resume=True, overwrite=True)
-    assert contents(tmp_path) == before and not (tmp_path / ".lock").exists()
+def open_folder(path: Path, **options: Any) -> RunFolder:
+    folder = RunFolder(path)
+    folder.open(Config(), RunOptions(path, **options))
+    return folder
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_check_free_any_part_of_a_run_is_an_error(tmp_path: Path, name: str) -> None:
-    RunFolder(tmp_path).check_free(False, False)
+def test_open_folder_with_any_part_of_a_run_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(UsageError):
-        RunFolder(tmp_path).check_free(False, False)
-    RunFolder(tmp_path).check_free(True, False)
-    RunFolder(tmp_path).check_free(False, True)
+    for options in ({}, {"resume": True, "overwrite": True}):
+        with pytest.raises(UsageError, match="--overwrite"):
+            open_folder(tmp_path, **options)
+    assert contents(tmp_path) == [name] and not (tmp_path / ".lock").exists()
+    for option in ("resume", "overwrite"):
+        open_folder(tmp_path, **{option: True}).close()
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-0000012", "plots/weights.pth"])
+def test_overwrite_weights_in_the_run_is_an_error(tmp_path: Path, name: str) -> None:
+    fill(tmp_path)
+    options = RunOptions(tmp_path, overwrite=True)
+    RunFolder(tmp_path).check_usable(Config(model=ModelConfig(checkpoint=str(tmp_path / "mine" / "x.pth"))), options)
+    with pytest.raises(UsageError, match=r"model\.checkpoint"):
+        RunFolder(tmp_path).check_usable(Config(model=ModelConfig(checkpoint=str(tmp_path / name))), options)
 
 
 def test_clear_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
     fill(tmp_path)
     before = contents(tmp_path)
-    folder = RunFolder(tmp_path)
-    folder.open(resume=False, overwrite=True)
+    folder = open_folder(tmp_path, overwrite=True)
     assert contents(tmp_path) == before  # not before the new run is known to begin
     folder.clear()
     folder.close()
@@ -59,10 +75,10 @@ def test_clear_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
 
 
 def hold(path: Path, pipe: Connection) -> None:
-    folder = RunFolder(path)
-    folder.open(resume=True, overwrite=False)
+    folder = open_folder(path, resume=True)
     pipe.send("held")
     pipe.poll(60)
+    folder.close()
 
 
 def test_open_locked_folder_is_an_error_until_the_holder_dies(tmp_path: Path) -> None:
@@ -74,27 +90,37 @@ def test_open_locked_folder_is_an_error_until_the_holder_dies(tmp_path: Path) ->
     try:
         assert ours.poll(60) and ours.recv() == "held"
         with pytest.raises(UsageError, match=rf"process {holder.pid} on ") as error:
-            RunFolder(tmp_path).open(resume=True, overwrite=False)
+            open_folder(tmp_path, resume=True)
         assert error.value.exit_code == 2
     finally:
         holder.kill()
         holder.join(60)
-    folder = RunFolder(tmp_path)
-    folder.open(resume=True, overwrite=False)
+    open_folder(tmp_path, resume=True).close()
     assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
-    folder.close()
 
 
 def test_open_unwritable_place_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="--work-dir"):
-        RunFolder(tmp_path / "file").open(False, False)
+    with pytest.raises(UsageError):
+        open_folder(tmp_path / "file")
     for place in (tmp_path / "file" / "run", Path("/proc/run")):
-        with pytest.raises(ResourceError, match="--work-dir"):
-            RunFolder(place).open(False, False)
+        with pytest.raises(ResourceError):
+            open_folder(place)
 
 
-def test_begin_records_only_listed_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discard_removes_only_what_open_created(tmp_path: Path) -> None:
+    open_folder(tmp_path / "a" / "b").discard()
+    assert contents(tmp_path) == []
+    fill(tmp_path)
+    before = contents(tmp_path)
+    open_folder(tmp_path, resume=True).discard()
+    assert contents(tmp_path) == before and not (tmp_path / ".lock").exists()
+    open_folder(tmp_path, resume=True).close()
+    open_folder(tmp_path, resume=True).discard()
+    assert (tmp_path / ".lock").exists()
+
+
+def test_metadata_records_only_listed_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_TOKEN", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     folder = RunFolder(tmp_path)
@@ -104,29 +130,13 @@ def test_begin_records_only_listed_variables(tmp_path: Path, monkeypatch: pytest
     env = json.loads((tmp_path / "env.json").read_text())
     assert "hunter2" not in (tmp_path / "env.json").read_text() and env["variables"]["NCCL_DEBUG"] == "INFO"
     assert env["versions"]["torch"] == "9.9" and (tmp_path / "config.yaml").read_text() == "seed: 1\n"
-    (tmp_path / "config.yaml").unlink()
-    (tmp_path / "config.yaml").mkdir()
-    with pytest.raises(ResourceError):
-        folder.write_metadata([], "seed: 1\n", {})
 
 
-def test_check_present_folder_moved_is_an_error(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.open(False, False)
+def test_check_present_moved_folder_is_an_error(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "run")
     folder.check_present()
     (tmp_path / "run").rename(tmp_path / "moved")
-    with pytest.raises(ResourceError, match="--resume"):
-        folder.check_present()
     (tmp_path / "run").mkdir()
     with pytest.raises(ResourceError):
         folder.check_present()
     folder.close()
-
-
-@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-0000012", "plots/weights.pth"])
-def test_check_removable_weights_in_the_run_are_an_error(tmp_path: Path, name: str) -> None:
-    fill(tmp_path)
-    folder = RunFolder(tmp_path)
-    folder.check_removable({"model.checkpoint": tmp_path / "mine" / "x.pth", "--resume-from": None})
-    with pytest.raises(UsageError, match=r"model\.checkpoint"):
-        folder.check_removable({"model.checkpoint": tmp_path / name})

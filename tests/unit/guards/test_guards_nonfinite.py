@@ -38,15 +38,12 @@ def test_steps_in_a_row_over_two_intervals_end_the_run() -> None:
     assert "the loss on rank 0 of 1, from image6a, image6b, image6c and 1 more (logs/rank0.log)" in lines[1]
 
 
-def test_note_last_step_of_the_run_not_finite_is_reported() -> None:
-    guard = NonFiniteGuard(ALONE, 10, total_steps=4)
+def test_note_names_the_last_step_of_the_run() -> None:
+    guard = NonFiniteGuard(ALONE, 10, total_steps=2)
     notes = [
-        guard.note(records(step, first_step=n)) for n, step in enumerate([(1.0, False), NAN, (1.0, False), NAN], 1)
+        guard.count_and_describe(records(step, first_step=n)) for n, step in enumerate([NAN, NAN, (1.0, False)], 1)
     ]
-    assert notes[0] is notes[2] is None
-    assert (
-        "last step" not in (notes[1] or "") and "2 such steps" in (notes[3] or "") and "last step" in (notes[3] or "")
-    )
+    assert ["last step" in (note or "") for note in notes] == [False, True, False] and notes[2] is None
 
 
 def test_last_step_finite_follows_the_last_record() -> None:
@@ -59,21 +56,19 @@ def test_last_step_finite_follows_the_last_record() -> None:
 def test_fp16_overflow_is_normal_but_nan_is_not() -> None:
     guard = NonFiniteGuard(ALONE, 2, 20, fp16=True)
     overflows = records(*[OVERFLOW] * 20)
-    assert guard.note(overflows) is None
+    assert guard.count_and_describe(overflows) is None
     check(guard, [*overflows, *records((1.0, False), first_step=21)])
     assert guard.last_step_finite
     with pytest.raises(NonFiniteError, match="in 2 steps in a row"):
         check(guard, records(NAN, NAN, first_step=22))
 
 
-def test_fp16_endless_overflow_ends_the_run() -> None:
-    with pytest.raises(NonFiniteError, match="in 52 steps in a row"):
-        check(NonFiniteGuard(ALONE, 2, 99, fp16=True), records(*[OVERFLOW] * 52))
-
-
-def test_infinite_loss_with_finite_gradient_counts() -> None:
+@pytest.mark.parametrize(("fp16", "steps"), [(True, [OVERFLOW] * 52), (False, [(math.inf, False)] * 2)])
+def test_endless_overflow_or_infinite_loss_ends_the_run(fp16: bool, steps: list[tuple[float, bool]]) -> None:
+    guard = NonFiniteGuard(ALONE, 2, 99, fp16=fp16)
+    check(guard, records(*steps[:-1]))
     with pytest.raises(NonFiniteError):
-        check(NonFiniteGuard(ALONE, 2, 99), records((math.inf, False), (math.inf, False)))
+        check(guard, records(steps[-1], first_step=len(steps)))
 
 
 def test_check_finite_weights_ignores_frozen_ones() -> None:

@@ -1,4 +1,4 @@
-"""Split BatchNorm is BatchNorm for each split; gradient checkpointing changes memory and nothing else."""
+"""Split BatchNorm is BatchNorm for each split; gradient checkpointing changes memory and nothing else; image sizes."""
 
 import copy
 from collections.abc import Callable
@@ -12,23 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ConfigError
-from imagenet_cls.models.adapt import checkpoint_activations, split_batch_norm
-from imagenet_cls.models.check import model_problems
-from imagenet_cls.models.weights import load_weights
+from imagenet_cls.models.adapt import checkpoint_activations, resize_model, size_remedy, split_batch_norm
+from imagenet_cls.models.build import build_model, model_problems
 
 SPLIT = ModelConfig(split_bn=True)
 
 
 def images_of(step: int, count: int = 6) -> Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(step))
-
-
-def with_history(model: nn.Module) -> nn.Module:
-    """BatchNorm that has seen something, so that its statistics tell a copy from a fresh layer."""
-    with torch.no_grad():
-        for step in range(3):
-            model.train()(images_of(step) * 2 + 1)
-    return model
 
 
 # ------------------------------------------------------------------------------------------------------ split BatchNorm
@@ -50,32 +41,11 @@ def test_split_batch_norm_equals_one_layer_per_split() -> None:
     assert torch.equal(split.eval()(images), own[0].eval()(images))
 
 
-def test_split_batch_norm_keeps_evaluation_and_loads_into_a_plain_model() -> None:
-    """timm's model keeps its function in evaluation; its weights load into a plain one, which leaves the others out."""
-    torch.manual_seed(0)
-    plain = with_history(timm.create_model("test_efficientnet", num_classes=5))  # BatchNorm with activation
-    expected = plain.eval()(images_of(9))
-    split = split_batch_norm(copy.deepcopy(plain), SPLIT, 3)
-    assert split_batch_norm(plain, ModelConfig(), 3) is plain
-    torch.testing.assert_close(split.eval()(images_of(9)), expected, rtol=0, atol=0)
-    split.train()(images_of(8))
-    state = split.state_dict()
-    assert any(".aux_bn.1." in name for name in state)
-    again = timm.create_model("test_efficientnet", num_classes=5)
-    assert load_weights(again, state, 5) == f"loaded {len(plain.state_dict())} tensors"
-    torch.testing.assert_close(again.eval()(images_of(9)), split.eval()(images_of(9)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("levit_128s", "has BatchNorm1d, and only BatchNorm2d can be split"), ("test_vit", "has no BatchNorm")],
-)
-def test_split_batch_norm_without_batch_norm_2d_is_an_error(name: str, reason: str) -> None:
+@pytest.mark.parametrize("name", ["levit_128s", "test_vit"])  # BatchNorm of tokens, and none
+def test_split_batch_norm_without_batch_norm_2d_is_an_error(name: str) -> None:
     (problem,) = model_problems(ModelConfig(name=name, split_bn=True))
-    assert (
-        problem.key == "model.split_bn" and reason in problem.message and model_problems(ModelConfig(name=name)) == []
-    )
-    with pytest.raises(ConfigError, match=rf"model\.split_bn: .*{reason}"):
+    assert problem.key == "model.split_bn" and model_problems(ModelConfig(name=name)) == []
+    with pytest.raises(ConfigError, match=r"^model\.split_bn: "):
         split_batch_norm(timm.create_model(name), SPLIT, 3)
 
 
@@ -98,20 +68,19 @@ def trained(model: nn.Module, autocast: bool = False) -> tuple[list[float], dict
     return losses, model.state_dict()
 
 
-def saved_bytes(model: nn.Module) -> int:
+def bytes_for_backward(model: nn.Module) -> int:
     """What a forward pass keeps for backward, parameters aside."""
     parameters = {p.data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model.train()(images_of(0))
     assert output.requires_grad
-    return sum(kept.values())
+    return sum(size for pointer, size in kept.items() if pointer not in parameters)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +100,16 @@ def test_checkpointing_gives_the_same_bits_with_less_memory(name: str, autocast:
 
     plain, checkpointed = make(), make()
     checkpoint_activations(checkpointed)
-    assert saved_bytes(checkpointed) < 0.8 * saved_bytes(plain)
+    assert bytes_for_backward(checkpointed) < 0.8 * bytes_for_backward(plain)
+    assert_same_training(make, autocast)
+
+
+def assert_same_training(make: Callable[[], nn.Module], autocast: bool = False) -> None:
+    checkpointed = make()
+    checkpoint_activations(checkpointed)
     losses, state = trained(make(), autocast)
-    again = make()
-    checkpoint_activations(again)
-    assert trained(again, autocast)[0] == losses and len(set(losses)) == len(losses)
-    for key, value in again.state_dict().items():
+    assert trained(checkpointed, autocast)[0] == losses and len(set(losses)) == len(losses)
+    for key, value in checkpointed.state_dict().items():
         assert torch.equal(value, state[key]), key
 
 
@@ -145,11 +118,7 @@ def test_checkpointing_with_split_batch_norm_gives_the_same_bits() -> None:
         torch.manual_seed(0)
         return split_batch_norm(timm.create_model("test_efficientnet", num_classes=5), SPLIT, 3)
 
-    losses, state = trained(make())
-    again = make()
-    checkpoint_activations(again)
-    assert trained(again)[0] == losses
-    assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+    assert_same_training(make)
 
 
 class UserModel(nn.Module):
@@ -188,16 +157,6 @@ def test_checkpointing_updates_statistics_once(momentum: float | None) -> None:
     assert momentum is None or not torch.equal(bare["running_mean"], plain["running_mean"])
 
 
-def test_statistics_are_restored_if_recomputation_ends_early() -> None:
-    """torch ends it by an exception, here within BatchNorm, the last layer that backward needs anything of."""
-    model = UserModel()
-    checkpoint_activations(model)
-    buffers = [id(buffer) for buffer in model.buffers()]
-    for step in range(2):
-        model.train()(images_of(step)).square().mean().backward()
-        assert [id(buffer) for buffer in model.buffers()] == buffers
-
-
 @pytest.mark.nightly
 def test_checkpointing_of_a_compiled_model() -> None:
     """The compiler recomputes by itself, and updates once."""
@@ -214,12 +173,51 @@ def test_checkpointing_of_a_compiled_model() -> None:
 
 @pytest.mark.parametrize("name", ["torchvision:resnet18", "vgg11"])
 def test_model_without_checkpointing_is_a_problem(name: str) -> None:
-    assert model_problems(ModelConfig(name=name)) == []
+    assert model_problems(ModelConfig(name=name)) == model_problems(ModelConfig("resnet18"), True) == []
     (problem,) = model_problems(ModelConfig(name=name), grad_checkpointing=True)
-    assert problem.key == "train.grad_checkpointing" and "train.micro_batch_size" in problem.message
-
-
-def test_user_model_without_checkpointing_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"train\.grad_checkpointing: Sequential has no gradient checkpointing"):
+    assert problem.key == "train.grad_checkpointing"
+    with pytest.raises(ConfigError, match=r"^train\.grad_checkpointing: "):
         checkpoint_activations(nn.Sequential(nn.Linear(3, 3)))
-    assert model_problems(ModelConfig(name="resnet18"), grad_checkpointing=True) == []
+
+
+# ---------------------------------------------------------------------------------------------------------- image sizes
+
+TINY_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 2, "img_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "remedy"),
+    [
+        ("vit_tiny_patch16_224", TINY_VIT, {"dynamic_img_size": True}),
+        ("test_maxvit", {}, {"img_size": 96}),
+        ("torchvision:vit_b_16", {}, {"image_size": 96}),
+    ],
+)
+def test_size_remedy_makes_the_model_take_the_size(name: str, kwargs: dict, remedy: dict) -> None:
+    ((key, value),) = remedy.items()
+    with torch.device("meta"):
+        model = build_model(ModelConfig(name, kwargs=kwargs), 5)
+        remedied = build_model(ModelConfig(name, kwargs={**kwargs, **remedy}), 5)
+        assert f"model.kwargs.{key} to {str(value).lower()}" in size_remedy(model, 96)
+        assert remedied.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 5)
+
+
+def test_resize_model_of_any_size_changes_nothing() -> None:
+    assert size_remedy(timm.create_model("test_resnet"), 96) == ""
+    assert resize_model(timm.create_model("test_resnet"), 40) is None
+
+
+def test_resize_model_without_support_raises_and_keeps_the_mode() -> None:
+    fixed = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5))
+    assert resize_model(fixed, 16) is None
+    with pytest.raises(ValueError, match="mat1 and mat2 shapes cannot be multiplied"):
+        resize_model(fixed, 32)
+    assert fixed.training
+
+
+def test_resize_model_keeps_embedding_frozen() -> None:
+    """The resized values: tests/parity."""
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=5, **TINY_VIT)
+    vit.pos_embed.requires_grad_(False)
+    resize_model(vit, 96)
+    assert vit.pos_embed.shape[1] == 37 and not vit.pos_embed.requires_grad

@@ -1,4 +1,4 @@
-"""The teacher: weights, normalisation, errors."""
+"""The teacher: weights, normalization, errors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,6 @@ import timm
 import torch
 import torchvision
 from helpers import plain
-from timm.task.distillation import DistillationTeacher
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import DistillConfig, TeacherConfig
@@ -19,7 +18,6 @@ from imagenet_cls.models.teacher import (
     Teacher,
     build_teacher,
     distillation_problems,
-    enable_distillation_token,
 )
 from imagenet_cls.models.weights import read_weights
 from imagenet_cls.parallel.environment import RankInfo
@@ -31,16 +29,13 @@ HALF = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 
-def read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
-    return read_weights(path), None
+def built(teacher: TeacherConfig, num_classes: int = 5, size_px: int = 16, own: MeanStd | None = None, seed: int = 0):
+    """own: the normalization that the weights in a file were trained with."""
 
+    def read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
+        return read_weights(path)[0], own
 
-def read_half(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
-    return read_weights(path), HALF
-
-
-def built(teacher: TeacherConfig, num_classes: int = 5, size_px: int = 16, reader=read) -> Teacher:
-    return build_teacher(teacher, num_classes, ALONE, reader, IMAGENET, [size_px], 0)
+    return build_teacher(teacher, num_classes, ALONE, read, IMAGENET, [size_px], seed)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +60,10 @@ def test_teacher_is_frozen_with_its_weights(trained) -> None:
     assert torch.equal(teacher(images), logits)  # nothing was drawn, no statistics moved
 
 
-def test_teacher_gets_images_with_its_own_normalisation(trained) -> None:
-    """uint8 -> normalised for the student -> what the teacher's own normalisation gives."""
+def test_teacher_gets_images_with_its_own_normalization(trained) -> None:
+    """uint8 -> normalized for the student -> what the teacher's own normalization gives."""
     network, config = trained
-    teacher = built(config, size_px=32, reader=read_half)
+    teacher = built(config, size_px=32, own=HALF)
     pixels = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
     for channels_last in (False, True):
         found = teacher(Preprocess(*IMAGENET, CPU, channels_last)(pixels))
@@ -76,112 +71,80 @@ def test_teacher_gets_images_with_its_own_normalisation(trained) -> None:
     assert (teacher(Preprocess(*HALF, CPU, False)(pixels)) - found).abs().max() > 1e-3  # else this could not fail
 
 
-@pytest.mark.parametrize(("mean_std", "own"), [(HALF, IMAGENET), (IMAGENET, HALF), (IMAGENET, IMAGENET)])
-def test_normalisation_equals_timms(mean_std: MeanStd, own: MeanStd) -> None:
-    images = torch.randn(2, 3, 8, 8)
-    network = nn.Identity()
-    network.pretrained_cfg = {"mean": own[0], "std": own[1]}  # type: ignore[assignment]
-    mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in mean_std)
-    expected = DistillationTeacher(network).normalize_input(images, mean, std)
-    torch.testing.assert_close(Teacher(network, mean_std, own)(images), expected, rtol=1e-6, atol=1e-6)
-    if own == mean_std:
-        assert torch.equal(expected, images) and torch.equal(Teacher(network, mean_std, own)(images), images)
-
-
-def test_memory_format_of_images_is_kept() -> None:
-    images = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+def test_teacher_keeps_memory_format_and_autocast(trained) -> None:
+    images = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     assert Teacher(nn.Identity(), HALF, IMAGENET)(images).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_teacher_runs_under_the_callers_autocast(trained) -> None:
-    teacher = built(trained[1], size_px=32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert teacher(torch.randn(2, 3, 32, 32)).dtype == torch.bfloat16
-
-
-def test_teacher_with_other_classes_is_an_error(trained) -> None:
-    """From a file, from timm's and torchvision's published weights (before anything is fetched), from a factory."""
-    cases = [
-        (trained[1], 32, "resnet10t was trained for 5 classes, but the student has 7"),
-        (TeacherConfig("resnet18.a1_in1k", True), 32, "resnet18.a1_in1k was trained for 1000 classes"),
-        (TeacherConfig("resnet18", True), 32, "resnet18 was trained for 1000 classes, but"),
-        (TeacherConfig("torchvision:resnet18", True), 32, "torchvision:resnet18 was trained for 1000 classes, but"),
-        (TeacherConfig(f"{__name__}:of_nine"), 16, r"returns \(1, 9\) for one image, not \(1, 7\)"),
-    ]
-    for config, size_px, text in cases:
-        with pytest.raises(ConfigError, match=rf"distill\.teacher: .*{text}") as caught:
-            built(config, 7, size_px)
-        assert caught.value.exit_code == 2
+        assert built(trained[1], size_px=32)(images).dtype == torch.bfloat16
 
 
 def of_nine(num_classes):
     return plain(9)
 
 
+@pytest.mark.parametrize("name", ["file", "torchvision:resnet18", f"{__name__}:of_nine"])
+def test_teacher_with_other_classes_is_an_error(name: str, trained, published: nn.Module) -> None:
+    """A file of 5 classes, published weights of 1000, and a factory's model of 9."""
+    config = trained[1] if name == "file" else TeacherConfig(name, pretrained=name.startswith("torchvision:"))
+    with pytest.raises(ConfigError, match=r"^distill\.teacher: "):
+        built(config, 7)
+
+
 def test_teacher_that_cannot_take_the_size_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"distill\.teacher\.name: helpers:plain can't take 20 px"):
+    with pytest.raises(ConfigError, match=r"^distill\.teacher\.name: "):
         built(TeacherConfig("helpers:plain"), size_px=20)
 
 
-def test_mismatched_weights_are_reported_with_the_teachers_keys(trained, tmp_path: Path) -> None:
+def test_weights_errors_have_the_teachers_keys(trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TeacherConfig("resnet14t", checkpoint=trained[1].checkpoint)
     with pytest.raises(CheckpointError, match=r"set distill\.teacher\.name and distill\.teacher\.kwargs"):
         built(config, size_px=32)
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"^distill\.teacher\.checkpoint: "):
         built(TeacherConfig("resnet10t", checkpoint=str(tmp_path / "none.pth")))
-
-
-def test_pretrained_teacher_without_network_is_a_resource_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens there: torch.hub fails at once
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    with pytest.raises(ResourceError) as caught:
+    with pytest.raises(ResourceError, match=r"distill\.teacher\.checkpoint=FILE"):
         built(TeacherConfig("torchvision:resnet18", True), 1000)
-    assert "distill.teacher.pretrained=false distill.teacher.checkpoint=FILE" in str(caught.value)
 
 
-def test_published_weights_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fed from the cache folder of its own download path."""
-    source = torchvision.models.resnet18().eval()
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """The network of torchvision's published weights, which are in the cache folder of its downloads."""
+    network = torchvision.models.resnet18().eval()
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
-    torch.save(source.state_dict(), tmp_path / "checkpoints" / "resnet18-f37072fd.pth")
+    torch.save(network.state_dict(), tmp_path / "checkpoints" / "resnet18-f37072fd.pth")
+    return network
+
+
+def test_teacher_with_published_weights_of_torchvision(published: nn.Module) -> None:
     images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(built(TeacherConfig("torchvision:resnet18", True), 1000, 32)(images), source(images))
+    torch.testing.assert_close(built(TeacherConfig("torchvision:resnet18", True), 1000, 32)(images), published(images))
 
 
-def test_factory_without_weights_is_initialised_by_key() -> None:
+def test_factory_without_weights_is_initialized_by_key() -> None:
     teachers = [built(TeacherConfig("helpers:plain")) for _ in range(2)]
     torch.manual_seed(1)
     teachers.append(built(TeacherConfig("helpers:plain")))
-    other = build_teacher(TeacherConfig("helpers:plain"), 5, ALONE, read, IMAGENET, [16], seed=1)
+    other = built(TeacherConfig("helpers:plain"), seed=1)
     weights = [teacher.network[0].weight for teacher in (*teachers, other)]  # type: ignore[index]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[3])
 
 
-def test_distillation_tokens() -> None:
-    sizes = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2, "num_classes": 5}
-    model = timm.create_model("deit_tiny_distilled_patch16_224", **sizes)
-    images = torch.randn(2, 3, 32, 32)
-    assert isinstance(model(images), Tensor)
-    assert enable_distillation_token(model)
-    logits, token_logits = model.train()(images)
-    torch.testing.assert_close(model.eval()(images), (logits + token_logits) / 2)
-    assert not enable_distillation_token(timm.create_model("resnet10t"))
-
-
-def problems(name: str | None, kind: str = "soft", **options) -> dict[str, str]:
-    found = distillation_problems(DistillConfig(kind, teacher=TeacherConfig(name, **options)))  # type: ignore[arg-type]
-    return {problem.key: problem.message for problem in found}
-
-
-def test_distillation_problems() -> None:
-    assert problems("resnet10t", checkpoint="x.pth") == problems(None) == problems("resnet1", "none") == {}
-    assert "did you mean 'resnet50" in problems("resnet5O", pretrained=True)["distill.teacher.name"]
-    assert list(problems("resnet10t", kwargs={"drop_rat": 0.1})) == ["distill.teacher.kwargs.drop_rat"]
-    reserved = problems("resnet10t", kwargs={"num_classes": 3})
-    assert "set by the program" in reserved["distill.teacher.kwargs.num_classes"]
-    unpublished = problems("helpers:plain", pretrained=True)["distill.teacher.pretrained"]
-    assert "use distill.teacher.checkpoint" in unpublished
+@pytest.mark.parametrize(
+    ("teacher", "kind", "keys"),
+    [
+        (TeacherConfig("resnet10t", checkpoint="x.pth"), "soft", []),
+        (TeacherConfig(None), "soft", []),
+        (TeacherConfig("resnet1"), "none", []),
+        (TeacherConfig("resnet5O", True), "soft", ["name"]),
+        (TeacherConfig("resnet10t", kwargs={"drop_rat": 0.1}), "soft", ["kwargs.drop_rat"]),
+        (TeacherConfig("resnet10t", kwargs={"num_classes": 3}), "soft", ["kwargs.num_classes"]),
+        (TeacherConfig("helpers:plain", True), "soft", ["pretrained"]),
+    ],
+)
+def test_problems_have_the_teachers_keys(teacher: TeacherConfig, kind: str, keys: list[str]) -> None:
+    problems = distillation_problems(DistillConfig(kind, teacher=teacher))  # type: ignore[arg-type]
+    assert [problem.key for problem in problems] == [f"distill.teacher.{key}" for key in keys]
+    assert not any(" model." in problem.message for problem in problems)

@@ -3,50 +3,62 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.exit import STOP_SIGNALS
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.signals import StopRequested, StopSignalHandler
 
 SINGLE = Group(RankInfo(), torch.device("cpu"))
 
 
+@pytest.fixture
+def restored_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_stop_request_after_a_signal_raises_and_close_restores_handlers(number: signal.Signals) -> None:
-    before = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+@pytest.mark.usefixtures("restored_handlers")
+def test_stop_request_after_a_signal_raises_and_later_signals_change_nothing(number: signal.Signals) -> None:
     stop = StopSignalHandler(SINGLE)
     stop.install()
-    try:
+    stop.check()
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(StopRequested) as raised:
         stop.check()
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), signal.SIGTERM)  # a later signal changes nothing
-        with pytest.raises(StopRequested) as raised:
-            stop.check()
-        assert raised.value.signal_number == number
-    finally:
-        stop.close()
-        stop.close()
-    assert [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)] == before
+    assert raised.value.signal_number == number
+    stop.close()
+    os.kill(os.getpid(), signal.SIGTERM)  # as from a launching process, before this one has reported its stop
+
+
+@pytest.mark.usefixtures("restored_handlers")
+def test_close_without_a_signal_restores_the_handlers() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    stop = StopSignalHandler(SINGLE)
+    stop.install()
+    stop.close()
+    stop.close()
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 @pytest.mark.parametrize(
-    ("numbers", "torchrun", "code"),
+    ("numbers", "code"),
     [
-        ((signal.SIGINT, signal.SIGINT), False, 130),
-        ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), False, 130),
-        ((signal.SIGINT, signal.SIGTERM), False, 0),
-        ((signal.SIGINT, signal.SIGUSR2), True, 0),
-        ((signal.SIGINT, signal.SIGTERM), True, 130),  # torchrun forwards a second Ctrl-C as SIGTERM
+        ((signal.SIGINT, signal.SIGINT), 130),
+        ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), 130),
+        ((signal.SIGINT, signal.SIGTERM, signal.SIGUSR2), 0),
     ],
 )
-def test_second_ctrl_c_ends_the_process_and_other_signals_do_not(
-    numbers: tuple[signal.Signals, ...], torchrun: bool, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_ctrl_c_ends_the_process(numbers: tuple[signal.Signals, ...], code: int) -> None:
     """Two within half a second are one."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1") if torchrun else monkeypatch.delenv("TORCHELASTIC_RUN_ID", False)
     pid = os.fork()
     if not pid:
         StopSignalHandler(SINGLE).install()

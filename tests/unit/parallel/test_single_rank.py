@@ -1,4 +1,4 @@
-"""parallel with a single rank: collectives and wrapping change nothing. Several ranks: tests/distributed."""
+"""Devices, backends and wrapping with a single rank. Several ranks: tests/distributed."""
 
 import pytest
 import torch
@@ -6,40 +6,21 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.collectives import all_reduce_mean, all_reduce_sum, broadcast_tensors, gather_to_main
+from imagenet_cls.parallel.devices import choose_device, gpu_index
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import (
-    Group,
-    check_backend,
-    choose_device,
-    gpu_index,
-    init_group,
-    run_on_main,
-)
-from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, warm_up_buckets, wrap_model
+from imagenet_cls.parallel.process_group import Group, check_backend, init_group
+from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, rebuild_ddp_buckets, wrap_model
 
 CPU = torch.device("cpu")
 SINGLE = Group(RankInfo(), CPU)
 
 
-def test_collectives_with_a_single_rank_return_their_input() -> None:
-    tensor = torch.tensor([1.0, 2.0])
-    assert all_reduce_sum(tensor, SINGLE) is tensor and all_reduce_mean(tensor, SINGLE).tolist() == [1.0, 2.0]
-    rows = [{"a": 1}]
-    assert gather_to_main(rows, SINGLE) == rows
-    tensors = {"a": tensor}
-    assert broadcast_tensors(tensors, SINGLE) is tensors
-    assert run_on_main(SINGLE, lambda: 7) == 7
-    with pytest.raises(UsageError):
-        run_on_main(SINGLE, lambda: (_ for _ in ()).throw(UsageError("no")))
-
-
 def test_single_rank_makes_no_process_group_and_wraps_nothing() -> None:
     group = init_group(RankInfo(), CPU, "auto", "auto", "env://", 5.0)
-    assert group.control is None and group.is_main and not dist.is_initialized()
+    assert group.cpu_group is None and group.is_main and not dist.is_initialized()
     model = nn.Linear(2, 2)
     assert wrap_model(model, group, "auto") is model and wrap_model(model, group, "none") is model
-    warm_up_buckets(model, lambda: pytest.fail("there are no buckets"))
+    rebuild_ddp_buckets(model, lambda: pytest.fail("there are no buckets"))
     with gradient_sync(model, False):
         pass
 
@@ -52,6 +33,16 @@ def test_choose_device_without_the_gpu_raises() -> None:
         choose_device("cuda:99", RankInfo())
 
 
+def test_choose_device_mps_for_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("mps", RankInfo()) == torch.device("mps")
+    with pytest.raises(UsageError, match="device=mps with 2 ranks"):
+        choose_device("mps", RankInfo(0, 0, 2, 2))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="device=mps"):
+        choose_device("mps", RankInfo())
+
+
 def test_gpu_index_is_the_local_rank_or_from_device_ids() -> None:
     ranks = [RankInfo(4 + local, local, 8, 4) for local in range(4)]
     assert [gpu_index("cuda", rank_info, 4) for rank_info in ranks] == [0, 1, 2, 3]
@@ -62,22 +53,15 @@ def test_gpu_index_is_the_local_rank_or_from_device_ids() -> None:
             gpu_index("cuda", rank_info, gpus, ids)
 
 
-@pytest.mark.parametrize("launcher", ["none", "pytorch", "spawn", "slurm", "mpi"])
-def test_check_backend_for_each_launcher(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_backend("auto", launcher)
-    check_backend("gloo", launcher)
-    if not dist.is_mpi_available():
-        with pytest.raises(UsageError, match="mpi"):
-            check_backend("mpi", launcher)
-    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+def test_check_backend_that_is_missing_or_does_not_fit_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_backend("auto", "spawn")
+    check_backend("gloo", "mpi")
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name != "ucc")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UsageError, match="nccl"):
-        check_backend("nccl", launcher)
-    if launcher in ("spawn", "pytorch"):
-        with pytest.raises(UsageError, match=f"--launcher {launcher}"):
-            check_backend("mpi", launcher)
-    else:
-        check_backend("mpi", launcher)
+    check_backend("mpi", "mpi")
+    for backend, launcher in (("ucc", "none"), ("nccl", "none"), ("mpi", "spawn"), ("mpi", "pytorch")):
+        with pytest.raises(UsageError):
+            check_backend(backend, launcher)
 
 
 def test_batch_norm_statistics_after_a_skipped_step_are_restored() -> None:
@@ -99,12 +83,12 @@ def test_batch_norm_statistics_after_a_skipped_step_are_restored() -> None:
     assert not torch.equal(statistics.buffers[0], after_good[0])
 
 
-def test_batch_norm_statistics_after_loading_remember_the_loaded_values() -> None:
+def test_batch_norm_statistics_of_a_loaded_state_are_restored() -> None:
     norm = nn.BatchNorm1d(2)
     statistics = BatchNormStatistics(norm, SINGLE)
-    norm.running_mean.fill_(5.0)  # type: ignore[union-attr]
-    statistics.store_current()
-    norm.running_mean.fill_(float("nan"))  # type: ignore[union-attr]
+    for value in (5.0, float("nan")):
+        norm.running_mean.fill_(value)  # type: ignore[union-attr]
+        if value == 5.0:
+            statistics.store_current()
     statistics.sync(torch.tensor(True))
     assert norm.running_mean.tolist() == [5.0, 5.0]  # type: ignore[union-attr]
-    BatchNormStatistics(nn.Linear(2, 2), SINGLE).sync(torch.tensor(True))  # a model without BatchNorm

@@ -1,4 +1,4 @@
-"""The console, in a pipe and on a pseudo-terminal: what it shows, and that it never ends the run."""
+"""The console, in a pipe and on a pseudo-terminal, and the log files: what they show, and that errors end no run."""
 
 import fcntl
 import io
@@ -12,100 +12,108 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 
-from imagenet_cls.report.console import Console
+from imagenet_cls.errors import ResourceError
+from imagenet_cls.report.console import Console, open_log
 
-RECORD = {"kind": "train", "step": 120, "epoch": 2, "loss": 0.04117, "lr": 0.05, "grad_norm": 1.0}
+RECORD = {"kind": "train", "step": 120, "epoch": 2, "loss": 0.04117, "top1_pct": 98.44, "lr": 0.05, "grad_norm": 1.0}
 RECORD |= {"images_per_sec": 4210.4, "data_wait_pct": 3.2, "memory_mib": 1.0}
 EVAL = {"kind": "eval", "step": 120, "epoch": 2, "weights": "ema", "top1_pct": 97.214, "top5_pct": 99.9}
 EVAL |= {"loss": 0.0931, "images": 359, "seconds": 0.41}
 
 
-def test_train_in_a_pipe_prints_one_line_each():
-    stream = io.StringIO()
-    console = Console(stream)
-    console.train({**RECORD, "step": 60, "lr": 1e-5}, total_steps=176, total_epochs=8)
-    console.train(RECORD, total_steps=176, total_epochs=8)
-    console.close()
-    first, second = stream.getvalue().splitlines()
-    assert "lr 1.00e-05" in first
-    assert re.fullmatch(
-        r"epoch 3/8  step 120/176  loss 0\.0412  lr 0\.0500  4210 img/s  data 3 %  eta \d:\d\d:\d\d", second
-    )
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_table_messages_and_results_in_a_pipe():
-    stream = io.StringIO()
+@pytest.mark.parametrize("stream_type", [io.StringIO, Terminal])
+def test_lines_in_a_pipe_or_a_dumb_terminal_are_plain(monkeypatch, stream_type):
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(time, "monotonic", iter([1000.0, 1030.0]).__next__)
+    stream = stream_type()
     console = Console(stream)
     console.table([("device", "cpu"), ("parameters", "11.7 M")])
     console.message("[bold] :smile: stays as it is")
+    console.message("\x1b[31mred")
+    console.show_step({**RECORD, "step": 60, "lr": 1e-5}, total_steps=180, total_epochs=8)
+    console.show_step(RECORD, total_steps=180, total_epochs=8)
     console.eval_result(EVAL, total_epochs=8)
+    console.close()
     assert stream.getvalue().splitlines() == [
         "device      cpu",
         "parameters  11.7 M",
         "[bold] :smile: stays as it is",
+        "\\x1b[31mred",
+        "epoch 3/8  step 60/180  loss 0.0412  top-1 98.4 %  lr 1.00e-05  4210 img/s  waiting for data 3 %  eta -",
+        "epoch 3/8  step 120/180  loss 0.0412  top-1 98.4 %  lr 0.0500  4210 img/s  waiting for data 3 %  eta 0:00:30",
         "epoch 3/8  ema weights: top-1 97.21 %  top-5 99.90 %  loss 0.0931  359 images in 0.4 s",
     ]
 
 
-def test_eta_after_resume_counts_only_steps_of_this_process(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stream = io.StringIO()
-    console = Console(stream, start_step=100)
-    now[0] += 60  # a slow start is not part of the pace
-    console.table([("device", "cpu")])
-    for step in (110, 120):
-        now[0] += 20
-        console.train({**RECORD, "step": step}, total_steps=150, total_epochs=3)
-    assert re.findall(r"eta (\S+)", stream.getvalue()) == ["0:01:20", "0:01:00"]
-
-
 def test_eval_progress_in_a_pipe_prints_every_ten_seconds(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", iter(range(31)).__next__)
     stream = io.StringIO()
     console = Console(stream)
     for done in range(31):
         console.eval_progress(done, 30)
-        now[0] += 1
     assert stream.getvalue().splitlines() == [f"evaluating  {done}/30 images" for done in (10, 20, 30)]
 
 
 def test_message_on_ascii_stdout_is_escaped():
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    Console(stream).message("Münsterländer")
-    assert raw.getvalue() == b"M\\xfcnsterl\\xe4nder\n"
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="ascii") as stream, os.fdopen(reader, "rb") as shown:
+        console = Console(stream)
+        console.message("Münsterländer")
+        console.close()
+        assert shown.readline() == b"M\\xfcnsterl\\xe4nder\n"
 
 
 def test_output_whose_reader_left_is_silenced():
-    code = (
-        "import sys\n"
-        "from imagenet_cls.report.console import Console\n"
-        "console = Console()\n"
-        "for number in range(3000):\n"
-        "    console.message(f'line {number} ' + 'x' * 100)\n"
-        "print('still here', file=sys.stderr)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline().startswith("line 0")
-    process.stdout.close()
-    assert process.stderr.read() == "still here\n"
-    assert process.wait(timeout=120) == 0
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        os.close(reader)
+        console = Console(stream)
+        for number in range(3):
+            console.message(f"line {number}")
+            console.close()
 
 
-def test_dumb_terminal_gets_plain_lines(monkeypatch):
-    class Dumb(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+FULL_PIPE_SCRIPT = """
+from imagenet_cls.parallel import exit
+from imagenet_cls.report import console
+exit._OUTPUT_TIMEOUT_SEC = console._LAST_TEXT_SEC = 0.2
+output = console.Console()
+for number in range(20000):
+    output.message(f"line {number}")
+output.close()
+exit.print_error("the error", 5)
+"""
 
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Dumb()
-    Console(stream).train(RECORD, 176, 8)
-    assert "\x1b" not in stream.getvalue() and "step 120/176" in stream.getvalue()
+
+def test_pipe_that_nobody_reads_blocks_neither_messages_nor_the_exit():
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    process = subprocess.Popen([sys.executable, "-c", FULL_PIPE_SCRIPT], stdout=writer, stderr=writer)
+    os.close(writer)
+    assert process.wait(timeout=120) == 5
+    with os.fdopen(reader) as shown:
+        assert shown.read().startswith("line ")
+
+
+def test_slow_reader_gets_the_newest_lines():
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader) as shown:
+        console = Console(stream)
+        for number in range(20000):
+            console.message(f"line {number}")
+        lines = iter(shown.readline, "line 19999\n")
+        assert len(list(lines)) < 19999
+        console.close()
 
 
 TERMINAL_SCRIPT = """
@@ -113,31 +121,31 @@ import signal, sys, time
 from imagenet_cls.report.console import Console
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 console = Console()
-record = dict(kind="train", epoch=2, loss=0.0412, lr=0.05, images_per_sec=4210.0, data_wait_pct=3.0)
+record = dict(kind="train", epoch=2, loss=0.0412, top1_pct=98.44, lr=0.05, images_per_sec=4210.0, data_wait_pct=3.0)
 try:
     console.message("hello [bold]terminal[/bold]")
     for step in range(1, 6):
-        console.train(record | {"step": step}, 176, 8)
+        console.show_step(record | {"step": step}, 176, 8)
     for done in (0, 180, 359):
-        time.sleep(0.15)
         console.eval_progress(done, 359)
     result = dict(epoch=2, weights="raw", top1_pct=97.2, top5_pct=99.9, loss=0.1, images=359, seconds=0.4)
     console.eval_result(result, 8)
-    while sys.argv[1] == "wait":
-        console.train(record | {"step": 6}, 176, 8)
+    for step in range(6, 10000 if sys.argv[1] == "wait" else 6):
+        console.show_step(record | {"step": step}, 176, 8)
         time.sleep(0.01)
 except KeyboardInterrupt:
     pass
 finally:
     console.close()
 console.message("the end")
+console.close()
 """
 
 
-def on_terminal(mode: str, columns: int, stop_with: int | None = None) -> tuple[str, int, bool]:
-    """What the script shows on a pseudo-terminal, its exit status, whether the settings are as before."""
+def on_terminal(mode: str, stop_with: int | None = None) -> tuple[str, int, bool]:
+    """Returns what the script shows on a pseudo-terminal, its exit status, whether the settings are as before."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(slave)
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
@@ -160,22 +168,64 @@ def on_terminal(mode: str, columns: int, stop_with: int | None = None) -> tuple[
     return shown.decode(), status, same
 
 
-def test_terminal_shows_a_bar_with_all_numbers_in_80_columns():
-    shown, status, same = on_terminal("end", columns=80)
+def test_terminal_shows_a_bar_with_numbers_in_80_columns():
+    shown, status, same = on_terminal("end")
     assert (status, same) == (0, True)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert "hello [bold]terminal[/bold]" in text and "━" in text
-    numbers = r"epoch 3/8 \S+ +5/176 eta \d:\d\d:\d\d loss 0\.0412 lr 0\.0500 4210 img/s data 3 %"
+    numbers = r"epoch 3/8 \S+ +5/176 eta \d:\d\d:\d\d loss 0\.0412 top-1 98\.4 % lr 0\.0500 4210"
     assert re.search(numbers, text), text[-800:]
     assert re.search(r"evaluating \S+ +180/359 images", text)
     assert "epoch 3/8  raw weights: top-1 97.20 %" in text
     assert text.rstrip().endswith("\r\nthe end")
 
 
-@pytest.mark.parametrize("stop_with", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("stop_with", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
 def test_terminal_after_interrupt_is_usable(stop_with):
-    shown, status, same = on_terminal("wait", columns=120, stop_with=stop_with)
+    shown, status, same = on_terminal("wait", stop_with)
     assert same
     assert shown.rfind("\x1b[?25h") >= shown.rfind("\x1b[?25l"), "the cursor is left hidden"
     assert status == (0 if stop_with == signal.SIGINT else -signal.SIGKILL)
     assert stop_with == signal.SIGKILL or shown.rstrip().endswith("the end")
+
+
+LOG_SCRIPT = """
+import logging, os, sys, torch, warnings
+from pathlib import Path
+from imagenet_cls.report.console import open_log
+folder = Path(sys.argv[1])
+log = open_log(folder, 3)
+log.info("from the project")
+warnings.warn("from warnings")
+logging.getLogger("timm.models").warning("from timm")
+logging.getLogger("torch.distributed").warning("from torch")
+logging.getLogger("torch.__trace").debug("a trace")
+open_log(folder, 4)
+logging.getLogger("timm.models").info("after the move")
+if os.fork() == 0:
+    logging.getLogger("worker").error("from a fork")
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_log_takes_what_libraries_and_warnings_print(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOG_SCRIPT, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    first, second = ((tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in (3, 4))
+    for text in ("from the project", "from warnings", "WARNING timm.models: from timm", "from torch"):
+        assert first.count(text) == 1
+    assert "a trace" not in first and "after the move" not in first
+    assert "after the move" in second and "from a fork" in second
+
+
+def test_log_that_cannot_be_written_is_an_error_only_when_opened(tmp_path: Path, capsys) -> None:
+    (tmp_path / "logs").write_text("a file in the way")
+    with pytest.raises(ResourceError):
+        open_log(tmp_path, 0)
+    (tmp_path / "full" / "logs").mkdir(parents=True)
+    (tmp_path / "full" / "logs" / "rank0.log").symlink_to("/dev/full")
+    open_log(tmp_path / "full", 0).error("lost")
+    open_log(tmp_path / "full", 1)
+    assert capsys.readouterr().err == ""

@@ -1,15 +1,21 @@
 """Reporter and TensorBoard: every output gets its records, and a resume leaves one history."""
 
-import os
+import errno
+import re
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tracker import AppendOnly, read_rows
 
-from imagenet_cls.report.jsonl import read_metrics
+from imagenet_cls.config.schema import CheckpointConfig, Config, LogConfig
+from imagenet_cls.errors import ResourceError, Stopped
+from imagenet_cls.report.jsonl import MetricsFile, read_metrics
 from imagenet_cls.report.reporter import Reporter
+from imagenet_cls.report.writers import writer_names, writer_problems
 
 EVAL = {"kind": "eval", "step": 6, "epoch": 1, "weights": "raw", "top1_pct": 97.5, "top5_pct": 100.0}
 EVAL |= {"loss": 0.1, "images": 360, "seconds": 0.5}
@@ -17,7 +23,7 @@ EVAL |= {"loss": 0.1, "images": 360, "seconds": 0.5}
 
 def train_records(first: int, last: int, loss: float = 1.0) -> list[dict]:
     records = [
-        {"kind": "train", "step": step, "epoch": 1, "loss": loss, "lr": 0.1, "grad_norm": 1.0}
+        {"kind": "train", "step": step, "epoch": 1, "loss": loss, "top1_pct": 50.0, "lr": 0.1, "grad_norm": 1.0}
         for step in range(first, last + 1)
     ]
     records[-1] |= {"images_per_sec": 100.0, "data_wait_pct": 3.0, "memory_mib": 5.0}
@@ -25,7 +31,10 @@ def train_records(first: int, last: int, loss: float = 1.0) -> list[dict]:
 
 
 def make_reporter(folder: Path | None, resume_step: int = 0, **changes: object) -> Reporter:
-    settings = {"tensorboard": False, "is_main": True, "total_steps": 10, "total_epochs": 1}
+    on_error = "continue" if changes.pop("continue_on_error", False) else "stop"
+    log = LogConfig(writers=list(changes.pop("writers", [])))
+    config = Config(log=log, checkpoint=CheckpointConfig(on_error=on_error))
+    settings = {"config": config, "is_main": True, "total_steps": 10, "total_epochs": 1}
     return Reporter(folder, resume_step, **settings | changes)
 
 
@@ -42,13 +51,12 @@ def wait_for_the_next_second() -> None:
 
 def report_all(reporter: Reporter) -> None:
     reporter.table([("device", "cpu")])
-    reporter.config("model:\n  name: resnet18")
     images = torch.randint(0, 256, (40, 3, 8, 8), dtype=torch.uint8)
     reporter.first_batch(images, torch.arange(40) % 3, ("ant", "bee", "cat"))
-    reporter.train([])
-    reporter.train(train_records(1, 3))
+    reporter.report_steps([])
+    reporter.report_steps(train_records(1, 3))
     reporter.sync()
-    reporter.train(train_records(4, 6))
+    reporter.report_steps(train_records(4, 6))
     reporter.eval_progress(0, 360)
     reporter.eval_result(EVAL)
     reporter.eval_result({**EVAL, "weights": "ema", "top1_pct": 98.5})
@@ -57,7 +65,7 @@ def report_all(reporter: Reporter) -> None:
 
 
 def test_main_rank_writes_every_output(tmp_path, capsys):
-    with make_reporter(tmp_path, tensorboard=True) as reporter:
+    with make_reporter(tmp_path, writers=["tensorboard"]) as reporter:
         report_all(reporter)
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["kind"] for record in records] == ["train"] * 6 + ["eval", "eval", "event"]
@@ -67,7 +75,10 @@ def test_main_rank_writes_every_output(tmp_path, capsys):
     assert printed.out.count("step 3/10") == printed.out.count("step 6/10") == printed.out.count("stopped") == 1
     events = read_events(tmp_path)
     assert set(events.Tags()["scalars"]) == {
-        *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib")),
+        *(
+            f"train/{name}"
+            for name in ("loss", "top1_pct", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib")
+        ),
         *(f"{group}/{name}" for group in ("val", "val_ema") for name in ("top1_pct", "top5_pct", "loss")),
     }
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
@@ -75,33 +86,25 @@ def test_main_rank_writes_every_output(tmp_path, capsys):
     assert events.Scalars("val/top1_pct")[0].value == 97.5 and events.Scalars("val_ema/top1_pct")[0].value == 98.5
     assert events.Tags()["images"] == ["train/first_batch"]
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
-    assert "      name: resnet18" in texts["config/text_summary"]
+    assert "      name: resnet50" in texts["config/text_summary"]
     labels = texts["train/first_batch_labels/text_summary"].splitlines()
     assert labels[:4] == ["1. ant", "2. bee", "3. cat", "4. ant"] and len(labels) == 32
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
-    with make_reporter(tmp_path, tensorboard=True, is_main=False) as reporter:
+    with make_reporter(tmp_path, writers=["tensorboard"], is_main=False) as reporter:
         report_all(reporter)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
-
-
-def test_reporter_without_folder_only_prints(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with make_reporter(None, tensorboard=True) as reporter:
-        report_all(reporter)
-    assert list(tmp_path.iterdir()) == []
-    assert "top-1 97.50 %" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("resume_step", [0, 4])
 def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
     """0: the first attempt died before its first checkpoint, and the second starts from scratch."""
     for first, resumed, loss in ((1, 0, 1.0), (resume_step + 1, resume_step, 2.0)):
-        with make_reporter(tmp_path, resumed, tensorboard=True) as reporter:
+        with make_reporter(tmp_path, resumed, writers=["tensorboard"]) as reporter:
             reporter.first_batch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([0]), ("ant",))
-            reporter.train(train_records(first, 7, loss))
+            reporter.report_steps(train_records(first, 7, loss))
         wait_for_the_next_second()
     expected = [(step, 1.0 if step <= resume_step else 2.0) for step in range(1, 8)]
     assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "metrics.jsonl")] == expected
@@ -111,14 +114,14 @@ def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
 
 
 def test_tensorboard_after_resume_before_an_evaluation_shows_it_once(tmp_path):
-    with make_reporter(tmp_path, tensorboard=True) as reporter:
-        reporter.train(train_records(1, 6))
+    with make_reporter(tmp_path, writers=["tensorboard"]) as reporter:
+        reporter.report_steps(train_records(1, 6))
         reporter.eval_result(EVAL)
-        reporter.train(train_records(7, 8))
+        reporter.report_steps(train_records(7, 8))
     wait_for_the_next_second()
-    with make_reporter(tmp_path, 6, tensorboard=True, evaluated_step=0) as reporter:
+    with make_reporter(tmp_path, 6, writers=["tensorboard"], evaluated_step=0) as reporter:
         reporter.eval_result(EVAL)
-        reporter.train(train_records(7, 10))
+        reporter.report_steps(train_records(7, 10))
     events = read_events(tmp_path)
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11))
     assert [event.step for event in events.Scalars("val/top1_pct")] == [6]
@@ -127,19 +130,104 @@ def test_tensorboard_after_resume_before_an_evaluation_shows_it_once(tmp_path):
     assert len(events.Scalars("train/images_per_sec")) == sum("images_per_sec" in record for record in records)
 
 
-def test_records_survive_a_process_killed_without_cleanup(tmp_path):
-    pid = os.fork()
-    if pid == 0:
-        make_reporter(tmp_path).train(train_records(1, 5))
-        os._exit(9)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
-    assert not (tmp_path / "tensorboard").exists()
+def test_full_disk_is_an_error_or_reported_once(tmp_path, capsys, monkeypatch):
+    def full(self, records):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MetricsFile, "write", full)
+    with pytest.raises(ResourceError) as caught, make_reporter(tmp_path) as reporter:
+        reporter.report_steps(train_records(1, 2))
+    assert len(str(caught.value).splitlines()) <= 3
+    reporter = make_reporter(tmp_path, continue_on_error=True)
+    for step in (3, 4):
+        reporter.report_steps(train_records(step, step))
+    assert capsys.readouterr().out.count("can't write") == 1
+    for save_or_end in (reporter.sync, reporter.close):
+        with pytest.raises(ResourceError):
+            save_or_end()
 
 
-def test_close_after_an_error_keeps_the_records(tmp_path):
-    with pytest.raises(KeyboardInterrupt), make_reporter(tmp_path, tensorboard=True) as reporter:
-        reporter.train(train_records(1, 3))
-        raise KeyboardInterrupt
-    reporter.close()
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+def rows_of(folder: Path) -> dict[int, dict[str, float]]:
+    return read_rows(folder / "writers" / "tracker:AppendOnly" / "rows.jsonl")
+
+
+def test_append_only_writer_has_each_step_once_and_complete(tmp_path):
+    """Stopped before the evaluation of step 6 and killed after step 9; then the writer lacks steps of metrics.jsonl."""
+    with pytest.raises(Stopped), make_reporter(tmp_path, writers=["tracker:AppendOnly"]) as reporter:
+        reporter.report_steps(train_records(1, 6))
+        raise Stopped("stopped", 15)
+    assert sorted(rows_of(tmp_path)) == [1, 2, 3, 4, 5]
+    killed = make_reporter(tmp_path, 6, writers=["tracker:AppendOnly"])
+    killed.eval_result(EVAL)
+    killed.report_steps(train_records(7, 9, loss=2.0))
+    kept = rows_of(tmp_path)
+    assert sorted(kept) == [1, 2, 3, 4, 5, 6, 7, 8] and kept[6]["val/top1_pct"] == 97.5
+    with make_reporter(tmp_path, 7, writers=["tracker:AppendOnly"], evaluated_step=6) as reporter:
+        reporter.report_steps(train_records(8, 10, loss=3.0))
+    assert [row["train/loss"] for row in rows_of(tmp_path).values()] == [1.0] * 6 + [2.0] * 2 + [3.0] * 2
+    with make_reporter(tmp_path, 10, writers=["tensorboard"], evaluated_step=10):
+        pass
+    events = read_events(tmp_path)
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11)), "added to a resumed run"
+    assert [event.step for event in events.Scalars("val/loss")] == [6]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_writer_that_fails_is_reported_once_and_the_run_continues(tmp_path, capsys, monkeypatch, error):
+    def fail(self, rows):
+        raise error("no space in the tracker")
+
+    monkeypatch.setattr(AppendOnly, "write", fail)
+    with make_reporter(tmp_path, writers=["tracker:AppendOnly", "tensorboard"]) as reporter:
+        reporter.report_steps(train_records(1, 3))
+        reporter.report_steps(train_records(4, 6))
+    assert capsys.readouterr().out.count("no space in the tracker") == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == len(read_events(tmp_path).Scalars("train/loss")) == 6
+
+
+def test_writer_that_changes_the_first_batch_changes_a_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(AppendOnly, "first_batch", lambda self, images, labels: images.zero_())
+    images = torch.ones(2, 3, 8, 8, dtype=torch.uint8)
+    with make_reporter(tmp_path, writers=["tracker:AppendOnly"]) as reporter:
+        reporter.first_batch(images, torch.tensor([0, 0]), ("ant",))
+    assert images.all()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_writer_that_cannot_start_is_a_resource_error(tmp_path, monkeypatch, error):
+    def fail(self, folder, config, resume_step):
+        raise error("not logged in")
+
+    monkeypatch.setattr(AppendOnly, "__init__", fail)
+    with pytest.raises(ResourceError, match=r"log\.writers.*not logged in"):
+        make_reporter(tmp_path, writers=["tracker:AppendOnly"])
+
+
+def test_tensorboard_shows_changed_values_as_hyperparameters(tmp_path):
+    with make_reporter(tmp_path, writers=["tensorboard"]):
+        pass
+    metadata = read_events(tmp_path).PluginTagToContent("hparams")
+    start = HParamsPluginData.FromString(metadata["_hparams_/session_start_info"]).session_start_info
+    assert {name: value.string_value for name, value in start.hparams.items()} == {"log.writers": "[tensorboard]"}
+    assert "_hparams_/session_end_info" in metadata
+
+
+def test_writer_problems_name_the_key_and_the_extra(monkeypatch):
+    assert writer_problems(LogConfig(writers=["jsonl", "tensorboard", "tracker:AppendOnly"])) == []
+    monkeypatch.setattr("imagenet_cls.report.writers.find_spec", lambda name: None)
+    for name, expected in (
+        ("tensorbord", "did you mean 'tensorboard'"),
+        ("wandb", r"pip install 'imagenet-cls\[wandb\]'"),
+        ("mlflow", r"pip install 'imagenet-cls\[mlflow\]'"),
+        ("tracker:Missing", "has no 'Missing'"),
+        ("tracker:NoArguments", "too many positional arguments"),
+        ("tracker:read_rows", "no subclass"),
+        ("builtins:dict", "no subclass"),
+    ):
+        (problem,) = writer_problems(LogConfig(writers=[name]))
+        assert problem.key == "log.writers" and re.search(expected, problem.message)
+
+
+def test_tensorboard_false_leaves_it_out():
+    assert writer_names(LogConfig()) == ["tensorboard"]
+    assert writer_names(LogConfig(tensorboard=False, writers=["wandb", "jsonl", "tensorboard", "wandb"])) == ["wandb"]

@@ -1,0 +1,43 @@
+"""The checkpoint folders in `checkpoints/` by their names. Does not import torch."""
+
+import re
+import shutil
+from pathlib import Path
+
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.files import TEMPORARY, remove
+
+# `.old`: being replaced by another checkpoint of the same step; valid until that one is in place.
+_NAME = re.compile(r"step-([0-9]{7,})(\.old)?")
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint folders in a run's `checkpoints/`, newest (highest step) first. They are not verified.
+
+    A dangling link, as to a disk that is not mounted, is listed too: it counts as a damaged checkpoint. Raises
+    CheckpointError if the folder can't be read.
+    """
+    try:
+        paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+        found = [path for path in paths if path.is_dir() or path.is_symlink()]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}\nRestore access, or give another folder.") from error
+    return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
+
+
+def finish_interrupted_writes(folder: Path) -> None:
+    """Remove or complete what a killed run was writing. Only the run that holds the folder's lock may call this."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+    for aside in [path for path in folder.glob("step-*.old") if _NAME.fullmatch(path.name)]:
+        final = aside.with_suffix("")
+        if final.exists():
+            remove(aside)
+        else:
+            aside.rename(final)

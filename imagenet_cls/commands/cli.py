@@ -1,0 +1,180 @@
+"""What all commands share: the parser of the arguments, the exit code, and errors in a few lines."""
+
+import argparse
+import atexit
+import io
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from imagenet_cls.config import keys
+from imagenet_cls.errors import ResourceError, UsageError, UserError, command_line, explain_permission_error
+from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.parallel.exit import end_process, exit_on_signal, handle_interrupts, print_error
+
+Command = Callable[[Sequence[str]], int | None]
+_NO_VALUE = re.compile(r"-.*|[\w.]+=.*|.*\.ya?ml|")  # another option, an override, a config or nothing
+T = TypeVar("T")
+
+
+def main(command: Command, argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code, after printing a UserError on stderr. Any other exception is a bug.
+
+    argv: the command's arguments. None: those of this process, which ends here; until the command asks for something
+    else (`handle_interrupts`, or its own handlers), Ctrl-C ends it at once.
+    """
+    open_streams()
+    if argv is None:
+        handle_interrupts(exit_on_signal)  # libraries may swallow a KeyboardInterrupt while they are imported
+        end(exit_code_of(command, sys.argv[1:]))
+    return exit_code_of(command, argv or [])
+
+
+def open_streams() -> None:
+    """Make standard streams that take any text. One that is closed (`>&-`) becomes /dev/null."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # open as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")  # file names need not be valid text
+
+
+def exit_code_of(command: Command, argv: Sequence[str]) -> int:
+    """Run a command, print the UserError or PermissionError that it raises, and return the exit code."""
+    try:
+        try:
+            os.getcwd()  # noqa: PTH109
+        except FileNotFoundError as missing:
+            raise ResourceError("The working directory no longer exists.\nChange to another folder.") from missing
+        return command(argv) or 0
+    except (UserError, PermissionError) as raised:
+        error = explain_permission_error(raised)
+        if not isinstance(error, UserError):
+            raise
+        text = "".join(traceback.format_exception(error)) if "--traceback" in argv else str(error)
+        print_error(text, error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of stdout (`| head`) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def end(code: int) -> NoReturn:
+    """End this process: run the registered exit functions, but don't free all modules, which takes seconds with torch.
+
+    Under a debugger or a profiler the interpreter exits as usual.
+    """
+    handle_interrupts(signal.SIG_IGN)
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    end_process(code)
+
+
+def track(items: Sequence[T], description: str) -> Iterable[T]:
+    """Iterate, with a progress bar on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(items, description, console=console, disable=not console.is_terminal)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def build_parser(
+    name: str, description: str, usage: str | None = None, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """The parser of a command of `commands.main`, with --traceback, which `exit_code_of` reads.
+
+    usage: the arguments, without the name of the command.
+    """
+    program = command_line(name)
+    usage = usage and f"{program} {usage}"
+    parser = argparse.ArgumentParser(prog=program, usage=usage, description=description, epilog=epilog)
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the config file and its overrides, for `split_overrides`."""
+    parser.add_argument("arguments", nargs="*", metavar="CONFIG key=value", help="a config file, and overrides")
+    parser.add_argument("--cfg-options", nargs="+", metavar="key=value", help="overrides, as mmdetection has them")
+
+
+def add_allow_import(parser: argparse.ArgumentParser) -> None:
+    """Add --allow-import: code that the config in a checkpoint may name, see `models.build.check_trusted`."""
+    parser.add_argument(
+        "--allow-import", metavar="NAME", action="append", default=[],
+        help="let the checkpoint use this my_module:my_factory, or import this module; may be repeated",
+    )  # fmt: skip
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments, options and positional ones in any order. Raises UsageError for options of other projects.
+
+    The value of `--resume` may be left out, also before a config or an override.
+    """
+    words = []
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
+        words += [word, "auto"] if word == "--resume" and _NO_VALUE.fullmatch(following) else [word]
+    arguments, unknown = parser.parse_known_intermixed_args(words)
+    following_words = dict(zip(words, [*words, ""][1:], strict=True))
+    errors = []
+    for word in filter(lambda word: word.startswith("-"), unknown):
+        option, _, value = word.partition("=")
+        if not (value or _NO_VALUE.fullmatch(following_words[word])):
+            value = following_words[word]
+        if text := keys.instead_of_option(option, value or None):
+            errors.append(f"{option} {value}".rstrip() + f": {text}")
+    if errors:
+        raise UsageError("\n".join(errors[:3]))
+    if unknown:
+        similar = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{similar}")
+    return arguments
+
+
+def split_overrides(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides (key=value) and the other arguments, which `names` describes: at most as many as `names`."""
+    every = [*arguments.arguments, *(arguments.cfg_options or [])]
+    overrides = [argument for argument in every if "=" in argument]
+    others = [argument for argument in every if "=" not in argument]
+    spaced = any(argument.startswith("=") or argument.endswith("=") for argument in overrides)
+    key = next((other for other in others if other in keys.value_types()), None)
+    if len(others) > len(names) or key is not None:
+        raise UsageError(
+            f"unexpected argument {key or others[len(names)]!r}: this takes {' and '.join(names)}, and overrides.\n"
+            f"Write overrides as {key or 'key'}=value{', without spaces around the equals sign' if spaced else ''}."
+        )
+    return overrides, others
+
+
+def _whole_number(text: str, least: int, most: int | None = None) -> int:
+    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
+    return number
+
+
+# Types of argparse options.
+positive = partial(_whole_number, least=1)
+not_negative = partial(_whole_number, least=0)
+port_number = partial(_whole_number, least=1, most=65535)

@@ -1,0 +1,40 @@
+"""The console script `imagenet-cls`: runs one of the commands."""
+
+import sys
+from importlib import import_module
+
+from imagenet_cls import __version__
+from imagenet_cls.commands import cli
+from imagenet_cls.lookup import did_you_mean
+
+# Function and description. The function's module has the name of the command, and is imported when the command runs.
+COMMANDS = {
+    "train": ("train_command", "train from a config"),
+    "test": ("evaluate_command", "evaluate a checkpoint, foreign weights or published weights"),
+    "predict": ("predict_command", "classify images with a checkpoint"),
+    "print-config": ("print_config_command", "print a resolved config"),
+    "plot-schedule": ("plot_schedule_command", "plot the learning rate of a config"),
+    "prepare-imagenet": ("prepare_command", "unpack the archives of ImageNet"),
+    "verify-data": ("verify_command", "read every image of a dataset, and list the bad ones"),
+    "average-checkpoints": ("average_command", "average the weights of checkpoints"),
+    "check-dist": ("check_command", "check that the ranks can communicate"),
+    "compare-parallel": ("compare_command", "compare the same steps in one process, under DP and under DDP"),
+}
+
+
+def main() -> None:
+    """Run the command that the first argument names; it gets the other arguments."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in COMMANDS:
+        del sys.argv[1]
+        module = import_module(f"imagenet_cls.commands.{name.replace('-', '_')}")
+        cli.main(getattr(module, COMMANDS[name][0]))
+    elif name in ("-h", "--help"):
+        print("usage: imagenet-cls COMMAND [--help] [arguments]\n\nCommands:")
+        print("\n".join(f"  {command:<20} {text}" for command, (_, text) in COMMANDS.items()))
+    elif name == "--version":
+        print(__version__)
+    else:
+        problem = f"no command {name!r}{did_you_mean(name, COMMANDS)}" if name else "no command given"
+        print(f"imagenet-cls: {problem}\nSee imagenet-cls --help.", file=sys.stderr)
+        sys.exit(2)

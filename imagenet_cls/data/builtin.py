@@ -1,0 +1,156 @@
+"""Datasets that need no files: scikit-learn's digits, written once as JPEGs, and random images made on the device.
+
+Random images measure a model without its input, and try a config without data. With `data.name: synthetic`,
+`SyntheticLoader` and `synthetic_eval_batches` replace `TrainLoader` and `eval_batches`; nothing is decoded or copied.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from imagenet_cls.config.schema import AugmentConfig
+from imagenet_cls.data.loader import TrainBatch
+from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.data.transforms import draw_boxes, size_px_at
+from imagenet_cls.errors import DataError, ResourceError
+from imagenet_cls.seeding import generator, hash_key, preserve_rng_state, seed_generators
+
+DIGIT_PX = 32
+NUM_DIGITS = 1797
+# Different micro-batches to choose from. Few, to save GPU memory.
+POOL_BATCHES = 4
+
+
+def write_digits(root: Path, part: str) -> None:
+    """Write the 1,797 digits to `root/part/<digit>/<number>.jpg` unless they are there.
+
+    The 8x8 images with 17 gray levels are enlarged to 32x32 (bicubic) and saved as JPEG, quality 95. They are written
+    to a temporary folder that is renamed, so the folder is always whole; of several processes that write at once, one
+    wins. Raises DataError for a folder with other contents.
+    """
+    folder = root / part
+    if folder.exists():
+        found = sum(1 for _ in folder.glob("[0-9]/*.jpg"))
+        if found != NUM_DIGITS:
+            raise DataError(
+                f"{folder}: holds {found} images of digits, not {NUM_DIGITS}\n"
+                "delete the folder, and the next start writes it again; or set data.root to another place"
+            )
+        return
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=root) as temporary:
+            _write(Path(temporary, part))
+            Path(temporary, part).rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # otherwise another process was faster
+            raise ResourceError(
+                f"{folder}: the digits can't be written: {error.strerror}\nmake room, or set data.root elsewhere"
+            ) from None
+
+
+def _write(folder: Path) -> None:
+    from sklearn.datasets import load_digits  # takes a second to import, and only the demo needs it
+
+    digits = load_digits()
+    for digit in range(10):
+        (folder / str(digit)).mkdir(parents=True)
+    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+        image = Image.fromarray((pixels * 255 / 16).round().astype("uint8"))
+        image = image.resize((DIGIT_PX, DIGIT_PX), Image.Resampling.BICUBIC)
+        image.save(folder / str(digit) / f"{number:04d}.jpg", quality=95)
+
+
+class SyntheticSource:
+    """`num_images` random images of size_px by size_px with random targets. part: part of the key, as `train`."""
+
+    def __init__(self, part: str, num_images: int, num_classes: int, size_px: int = 224):
+        self.part = part
+        self.num_images = num_images
+        self.size_px = size_px
+        self.classes = tuple(str(number) for number in range(num_classes))
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def load(self, i: int) -> tuple[torch.Tensor, int]:
+        draws = generator("synthetic", self.part, i)
+        image = torch.randint(0, 256, (3, self.size_px, self.size_px), dtype=torch.uint8, generator=draws)
+        return image, hash_key("synthetic target", self.part, i) % len(self.classes)
+
+    def name(self, i: int) -> str:
+        return f"synthetic/{self.part}[{i}]"
+
+    def digest(self) -> str:
+        return sha256(repr((self.part, self.num_images, self.size_px, len(self.classes))).encode()).hexdigest()
+
+
+class SyntheticLoader:
+    """A `BatchLoader` whose batches are made on `device`, a few for each epoch, and used again and again.
+
+    The key (seed, epoch, step, micro-batch, rank) chooses the batch, and (seed, rank, number in the pool) decides its
+    content. Size, splits and erasing are as in `augment`; the rest of it would not change noise.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        sampler: EpochSampler,
+        augment: AugmentConfig,
+        seed: int,
+        device: torch.device,
+    ):
+        self.num_classes = num_classes
+        self.sampler = sampler
+        self.augment = augment
+        self.seed = seed
+        self.device = device
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
+        """Micro-batches of this rank, images and targets on the device. They share memory: don't change them."""
+        rank, size_px = self.sampler.rank, size_px_at(self.augment, epoch)
+        sizes, places = self.sampler.micro_batch_sizes, range(POOL_BATCHES)
+        pools = {n: [self._batch((self.seed, rank, place), n, size_px) for place in places] for n in set(sizes)}
+        for step in range(start_step, self.sampler.steps_per_epoch):
+            for micro_batch, size in enumerate(sizes):
+                yield pools[size][hash_key("synthetic", self.seed, epoch, step, micro_batch, rank) % POOL_BATCHES]
+
+    def _batch(self, key: tuple[int, int, int], batch_size: int, size_px: int) -> TrainBatch:
+        splits, erasing = self.augment.splits, self.augment.erasing
+        images, targets = _random_batch(key, batch_size * splits, size_px, self.num_classes, self.device)
+        targets = targets[:batch_size]
+        if erasing.prob == 0:
+            return TrainBatch(images, targets)
+        keys = [hash_key("synthetic sample", *key, place) for place in range(len(images))]
+        boxes = torch.zeros(len(images), erasing.max_count, 4, dtype=torch.int32)
+        with preserve_rng_state():
+            for place in range(batch_size if splits > 1 else 0, len(images)):
+                seed_generators(keys[place])
+                boxes[place] = draw_boxes(erasing, size_px)
+        return TrainBatch(images, targets, boxes, torch.tensor(keys))
+
+    def close(self) -> None:
+        """Has no effect: there are no workers."""
+
+
+def synthetic_eval_batches(
+    num_classes: int, indices: Sequence[int], batch_size: int, size_px: int, seed: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """As `eval_batches`: (images, targets, indices), every index once, always the same images."""
+    images, targets = _random_batch((seed, "eval", 0), batch_size, size_px, num_classes, device)
+    for start in range(0, len(indices), batch_size):
+        chunk = torch.tensor(list(indices[start : start + batch_size]), dtype=torch.int64)
+        yield images[: len(chunk)], targets[: len(chunk)], chunk
+
+
+def _random_batch(
+    key: tuple[int, int | str, int], batch_size: int, size_px: int, num_classes: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator(device).manual_seed(hash_key("synthetic batch", *key))
+    shape = (batch_size, 3, size_px, size_px)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=draws)
+    return images, torch.randint(0, num_classes, (batch_size,), device=device, generator=draws)

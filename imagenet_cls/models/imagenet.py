@@ -1,0 +1,70 @@
+"""The outputs of weights that were published for ImageNet-1k, in the order of a dataset's classes.
+
+The outputs are in the order of the WordNet ids. Class folders are in the order of their names, which differs from it if
+they are called `0`, `1`, `10`, ... or `tench`, `goldfish`, ...
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from timm.data import ImageNetInfo
+from torch import nn
+from torchvision.models import ResNet18_Weights
+
+from imagenet_cls.errors import DataError
+from imagenet_cls.models.adapt import head_names
+
+IMAGENET_CLASSES = 1000
+
+
+def imagenet_order(classes: Sequence[str]) -> list[int]:
+    """For each class its output in weights that were published for ImageNet-1k; then all other outputs.
+
+    The classes are named by WordNet ids, by torchvision's categories or by timm's descriptions, of which the first
+    synonym counts; 1,000 classes also by the numbers 0 to 999. Raises DataError for other names.
+    """
+    names = [name.replace("_", " ").partition(",")[0] for name in classes]
+    names = [str(int(name)) if name.isdecimal() else name for name in names]
+    candidates = _all_names()
+    if len(classes) < IMAGENET_CLASSES:
+        candidates = candidates[1:]  # with fewer than 1,000 classes, numbers are not accepted
+    for known in candidates:
+        if names == known:  # also with a name that two classes share (there are two cranes)
+            return list(range(IMAGENET_CLASSES))
+        outputs = {name: output for output, name in enumerate(known) if known.count(name) == 1}
+        if len(set(names)) == len(names) and outputs.keys() >= set(names):
+            order = [outputs[name] for name in names]
+            return order + sorted(set(range(IMAGENET_CLASSES)).difference(order))
+    closest = max(candidates, key=lambda known: len(set(names).intersection(known)))
+    unknown = next((name for name in names if name not in closest), "a name that two classes share")
+    raise DataError(
+        f"the published weights have the classes of ImageNet-1k, and the dataset's {unknown!r} is not one of them\n"
+        "name the classes by WordNet ids (n01440764), by torchvision's categories, or all by the numbers 0 to 999"
+    )
+
+
+def match_outputs(model: nn.Module, classes: Sequence[str]) -> str:
+    """Put the outputs of weights that were published for ImageNet-1k in the order of `classes`, in place.
+
+    The rows of the head are permuted. Returns the end of a message about it, "" where the order is the same. Raises
+    DataError, see `imagenet_order`.
+    """
+    order = imagenet_order(classes)
+    if order == list(range(IMAGENET_CLASSES)):
+        return ""
+    head = [model.get_parameter(name) for name in head_names(model, IMAGENET_CLASSES)]
+    assert head and all(len(parameter) == IMAGENET_CLASSES for parameter in head), type(model)
+    with torch.no_grad():
+        for parameter in head:
+            parameter.copy_(parameter[order])
+    return "; its outputs were put in the order of the dataset's classes"
+
+
+@cache
+def _all_names() -> tuple[list[str], ...]:
+    """The classes in the order of the outputs, by each kind of name; the numbers come first."""
+    info = ImageNetInfo("imagenet-1k")
+    first_synonyms = [description.partition(",")[0] for description in info.label_descriptions()]
+    numbers = [str(number) for number in range(IMAGENET_CLASSES)]
+    return numbers, info.label_names(), ResNet18_Weights.DEFAULT.meta["categories"], first_synonyms

@@ -1,0 +1,108 @@
+"""The device of a rank, and the GPUs of DataParallel in one process."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from imagenet_cls.errors import UsageError, command_line
+from imagenet_cls.parallel.environment import RankInfo
+
+
+def choose_device(device: str, rank_info: RankInfo, device_ids: Sequence[int] | None = None) -> torch.device:
+    """The device of this rank; with `auto` and `cuda`, each rank of a machine gets its own GPU (`gpu_index`).
+
+    `mps` is chosen by name only. Raises UsageError for a device that is missing, or one fixed GPU for several ranks.
+    """
+    if device == "mps":
+        if not torch.backends.mps.is_available():
+            raise UsageError(f"device=mps: torch {torch.__version__} has no mps device here.\nUse device=cpu.")
+        if rank_info.world_size > 1:
+            raise UsageError(f"device=mps with {rank_info.world_size} ranks: mps has one device.\nUse one rank.")
+        return torch.device("mps")
+    gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise UsageError(
+            f"device={device}, but torch {torch.__version__} sees no GPU here.\nUse device=cpu or device=auto."
+        )
+    return torch.device("cuda", gpu_index(device, rank_info, gpus, device_ids))
+
+
+def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[int] | None = None) -> int:
+    """The GPU of a rank among the `gpus` visible ones: `device_ids[local_rank]`, by default the local rank.
+
+    Raises UsageError if there is none for it.
+    """
+    local_rank = rank_info.local_rank
+    who = f"rank {rank_info.rank} (local rank {local_rank})"
+    if rank_info.world_size > 1 and ":" in device:
+        raise UsageError(
+            f"device={device} with {rank_info.world_size} ranks: each rank needs its own GPU.\nUse device=cuda."
+        )
+    if device_ids is not None and local_rank >= len(device_ids):
+        raise UsageError(
+            f"{who} has no GPU: parallel.device_ids has {len(device_ids)}.\n"
+            "Start as many ranks on this machine as it has GPUs, or add GPUs to it."
+        )
+    index = int(device.partition(":")[2] or (local_rank if device_ids is None else device_ids[local_rank]))
+    if rank_info.launcher in ("slurm", "mpi") and gpus == 1 and rank_info.local_world_size > 1:
+        index = 0  # each task sees only its own GPU (--gpus-per-task)
+    if index >= gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise UsageError(
+            f"{who} needs GPU {index}, but {gpus} are visible here (CUDA_VISIBLE_DEVICES: {visible}).\n"
+            f"Start at most {gpus} ranks on this machine, or use device=cpu."
+        )
+    return index
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of one process.
+
+    all: the first one holds parameters and running statistics. output: where logits are gathered and the loss is
+    computed. note: a message for the user about this choice, or "".
+    """
+
+    all: tuple[torch.device, ...]
+    output: torch.device
+    note: str = ""
+
+
+def choose_devices(device: str, ids: Sequence[int] | None, output_id: int | None, visible: int) -> Devices:
+    """The devices of a DataParallel run, numbered as CUDA_VISIBLE_DEVICES orders the `visible` GPUs.
+
+    device: `cpu`, or anything else for GPUs. ids: in any order, the first holds the parameters; None: all visible.
+    output_id: None for the first. With fewer than two visible GPUs the model runs on one device.
+
+    Raises UsageError for missing GPUs.
+    """
+    if device == "cpu" or visible == 0:
+        cpu = torch.device("cpu")
+        return Devices((cpu,), cpu, "parallel.mode=dp: no GPU is used, so the model runs on the CPU")
+    if visible == 1:
+        only = torch.device("cuda", 0)
+        return Devices((only,), only, "parallel.mode=dp: one GPU is visible, so the model runs on it")
+    chosen = list(range(visible)) if ids is None else list(ids)
+    output = chosen[0] if output_id is None else output_id
+    absent = sorted({index for index in (*chosen, output) if index >= visible})
+    if absent:
+        key = "device_ids" if set(absent) & set(chosen) else "output_device"
+        raise UsageError(
+            f"parallel.{key} names GPU {_listing(absent)}, but {visible} are visible here: 0 to {visible - 1}.\n"
+            "Number GPUs from 0 in the order of CUDA_VISIBLE_DEVICES."
+        )
+    note = (
+        f"parallel.mode=dp: DataParallel on GPUs {_listing(chosen)} of one process. DistributedDataParallel is faster: "
+        f"leave parallel.mode at auto and start with `{command_line('train')} CONFIG --gpus {len(chosen)}`"
+        if len(chosen) > 1
+        else f"parallel.mode=dp: only GPU {chosen[0]} is named, so the model runs on it"
+    )
+    return Devices(tuple(torch.device("cuda", index) for index in chosen), torch.device("cuda", output), note)
+
+
+def _listing(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids))

@@ -1,0 +1,294 @@
+"""One rank differs: NaN, other bits, other code, out of memory. All ranks notice at the same step and name it.
+
+Two ranks are forked once and make one run after the other (`CASES`); the tests read their folders.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+import torch.distributed as dist
+from forked_ranks import RankServer, destroy_group
+from forked_ranks import join_group as join_over_gloo
+from helpers import DEMO, REPOSITORY, TRAIN, is_alive, noisy, pids_by_rank, run
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+import imagenet_cls
+from imagenet_cls.commands.distributed import join_group
+from imagenet_cls.commands.train import load_for_training, train_on_rank, train_parser
+from imagenet_cls.errors import UserError
+from imagenet_cls.guards.heartbeat import start_heartbeat
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.seeding import generator
+
+HERE = Path(__file__).stem
+RANKS, BATCH, UNEVEN_BATCH, IMAGES, SEED = 2, 8, 9, 96, 0
+_SETTLING_PASSES = 2  # that DDP's buckets take before the first step
+
+
+def words_for(work_dir: Path, **changes: Any) -> list[str]:
+    """A run of 12 steps on random images, saved at each, on a network with BatchNorm, momentum and an average."""
+    settings = {
+        "model.name": f"{HERE}:quiet",
+        "data.name": "synthetic",
+        "data.kwargs": f"{{train_images: {IMAGES}, val_images: 4, num_classes: 2, size_px: 16}}",
+        "augment.size_px": 16,
+        "eval.crop_px": 16,
+        "train.global_batch_size": BATCH,
+        "train.epochs": 1,
+        "optimizer.lr": 0.01,
+        "ema.decay": 0.9,
+        "log.every_steps": 4,
+        "log.tensorboard": "false",
+        "checkpoint.every_steps": 1,
+        "checkpoint.keep_last": "null",
+        "parallel.timeout_sec": 30,
+        "device": "cpu",
+        "seed": SEED,
+    }
+    settings |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(work_dir)]
+
+
+def quiet(num_classes: int) -> nn.Module:
+    """No draws, so that nothing but what a test does tells ranks apart."""
+    return noisy(num_classes, width=4, dropout=0.0)
+
+
+def nonfinite_loss(
+    rank: int, first_step: int, last_step: int, gradient: bool = False
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Cross-entropy that is NaN on one rank in some steps; gradient: it is finite, and only its gradient is not."""
+    calls = -_SETTLING_PASSES
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        good = functional.cross_entropy(logits, targets)
+        if dist.get_rank() != rank or not first_step <= calls <= last_step:
+            return good
+        return good + (0 * logits).sum().sqrt() if gradient else good * float("nan")
+
+    return loss
+
+
+class Diverging(nn.Sequential):
+    """In the forward pass of one step, the last bit of one weight changes on one rank."""
+
+    def __init__(self, num_classes: int, rank: int, step: int, name: str = "1.weight"):
+        super().__init__(*quiet(num_classes))
+        self.rank, self.step, self.name, self.calls = rank, step, name, -_SETTLING_PASSES
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.training and (dist.get_rank(), self.calls) == (self.rank, self.step):
+            with torch.no_grad():
+                weight = self.get_parameter(self.name)
+                weight[-1, -1, -1, -1] = torch.nextafter(weight[-1, -1, -1, -1], torch.tensor(9.0))
+        return super().forward(images)
+
+
+def failing(num_classes: int) -> nn.Module:
+    """A GPU's memory that runs out on rank 1 in the fourth step."""
+
+    class Failing(nn.Sequential):
+        calls = -_SETTLING_PASSES
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.calls += self.training
+            if dist.get_rank() == 1 and self.calls == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...\nand more")
+            return super().forward(images)
+
+    return Failing(*quiet(num_classes))
+
+
+def own_loss(**kwargs: Any) -> dict[str, Any]:
+    given = ", ".join(f"{name}: {str(value).lower()}" for name, value in kwargs.items())
+    return {"loss__name": f"{HERE}:nonfinite_loss", "loss__kwargs": f"{{{given}}}"}
+
+
+def diverging(**kwargs: Any) -> dict[str, Any]:
+    given = ", ".join(f"{name}: {value}" for name, value in kwargs.items())
+    return {"model__name": f"{HERE}:Diverging", "model__kwargs": f"{{{given}}}"}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "undisturbed": {},
+    "one NaN": own_loss(rank=1, first_step=6, last_step=6),
+    "NaN in the last step": own_loss(rank=1, first_step=12, last_step=12),
+    "NaN to the end": own_loss(rank=1, first_step=6, last_step=99)
+    | {"train__max_nonfinite_steps": 3, "train__global_batch_size": UNEVEN_BATCH},
+    "gradient to the end": own_loss(rank=1, first_step=2, last_step=99, gradient=True)
+    | {"train__max_nonfinite_steps": 2, "train__micro_batch_size": 2},
+    "diverged": diverging(rank=1, step=5) | {"parallel__check_every_steps": 4, "checkpoint__every_steps": "null"},
+    "diverged, saved": diverging(rank=1, step=5),
+    "diverged, not checked": diverging(rank=1, step=5) | {"parallel__check_every_steps": "null"},
+    "other code": {},
+}
+
+
+def change_code(folder: Path) -> None:
+    """As on a machine that was not set up like the others: a line of the package differs, and a version."""
+    copy = folder / "imagenet_cls"
+    shutil.copytree(Path(imagenet_cls.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "seeding.py").open("a") as file:
+        file.write("# a line more\n")
+    imagenet_cls.__file__, safetensors.__version__ = str(copy / "__init__.py"), "0.0.1"
+
+
+def every_case(rank: int, world_size: int, folder: Path) -> None:
+    """One run after the other, and what each ended with."""
+    ends = {}
+    for name, changes in CASES.items():
+        words = words_for(folder / name, parallel__init_method=f"file://{folder}/store {name}", **changes)
+        arguments = train_parser().parse_intermixed_args(words)
+        loaded, rank_info = load_for_training(arguments), RankInfo(rank, rank, world_size, world_size)
+        group = join_group(loaded, rank_info)
+        ends[name] = [0, ""]
+        if name == "other code" and rank == 1:
+            change_code(folder)
+        try:
+            train_on_rank(arguments, loaded, group)
+        except UserError as error:
+            ends[name] = [error.exit_code, str(error)]
+            assert error.printed_elsewhere == (rank > 0), "only rank 0 prints"
+        destroy_group(group)
+        group.heartbeat.close()
+    (folder / f"ends{rank}.json").write_text(json.dumps(ends))
+
+
+@pytest.fixture(scope="module")
+def runs(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("apart")
+    rank_server.call(every_case, RANKS, folder)
+    return folder
+
+
+def end_of(runs: Path, name: str) -> tuple[int, list[str]]:
+    """The exit code of a case on all ranks, and the lines of rank 0, which are printed."""
+    by_rank = [json.loads((runs / f"ends{rank}.json").read_text())[name] for rank in range(RANKS)]
+    assert by_rank[0][0] == by_rank[1][0]
+    return by_rank[0][0], by_rank[0][1].splitlines()
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if record["kind"] == kind]
+
+
+def saved(folder: Path, step: int, name: str) -> dict[str, bytes]:
+    """The bits of a checkpoint's tensors, but for BatchNorm's counts of batches, which count every one that it saw."""
+    tensors = load_file(folder / "checkpoints" / f"step-{step:07d}" / name)
+    bits = {key: tensor.view(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
+    return {key: value for key, value in bits.items() if not key.endswith("num_batches_tracked")}
+
+
+def samples(step: int, rank: int, batch: int = BATCH) -> list[str]:
+    """What a rank sees in a step (from 1 on), by the definition of the order."""
+    order = torch.randperm(IMAGES, generator=generator("permutation", SEED, 0)).tolist()
+    return [f"synthetic/train[{index}]" for index in order[(step - 1) * batch : step * batch][rank::RANKS]]
+
+
+def test_nan_on_one_rank_skips_the_update_on_all(runs: Path) -> None:
+    """That ranks still agree, the checks before each checkpoint tell. Such a step is saved only if it is the last."""
+    assert end_of(runs, "one NaN") == end_of(runs, "NaN in the last step") == (0, [])
+    folder, ended = runs / "one NaN", runs / "NaN in the last step"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert saved(ended, 12, name) == saved(ended, 11, name) == saved(runs / "undisturbed", 11, name)
+        assert saved(ended, 12, name) != saved(runs / "undisturbed", 12, name)
+        assert saved(folder, 5, name) == saved(runs / "undisturbed", 5, name) != saved(folder, 7, name)
+        assert saved(folder, 7, name) != saved(runs / "undisturbed", 7, name)
+    assert not (folder / "checkpoints" / "step-0000006").exists()
+    steps = records(folder, "train")
+    assert [step["step"] for step in steps if step.get("skipped")] == [6] and len(steps) == 12
+    (event,) = records(folder, "event")
+    assert event["message"].startswith("step 6: loss or gradient was NaN or infinite (1 such steps")
+
+
+def test_repeated_nan_exits_6_and_names_rank_and_samples(runs: Path) -> None:
+    code, lines = end_of(runs, "NaN to the end")
+    mine = samples(8, 1, UNEVEN_BATCH)
+    assert code == 6 and len(lines) == 3 and "step 8 (loss nan, lr " in lines[0]
+    assert "rank 1 of 2" in lines[1] and ", ".join(mine[:3]) in lines[1]
+    logs = [(runs / "NaN to the end" / "logs" / f"rank{rank}.log").read_text() for rank in range(RANKS)]
+    listed = re.findall(r"the samples of step 8 on this rank: (.*)", logs[1])
+    assert [line.split(", ") for line in listed] == [mine] and "the samples of step" not in logs[0]
+
+
+def test_repeated_nonfinite_gradient_exits_6_and_names_all_ranks(runs: Path) -> None:
+    """It is the same on all ranks once it is reduced, so all are named. From a second micro-batch on."""
+    code, lines = end_of(runs, "gradient to the end")
+    assert code == 6 and len(lines) == 3 and "step 2 (loss 0." in lines[0]
+    assert "ranks 0, 1 of 2" in lines[1] and samples(2, 0)[0] in lines[1]
+
+
+def test_diverged_rank_exits_5_and_is_named(runs: Path) -> None:
+    """In step 5 on rank 1 one bit changes; every fourth step is checked."""
+    code, lines = end_of(runs, "diverged")
+    assert code == 5 and len(lines) == 3
+    expected = r"diverged replicas: rank 1 \(.+\) of 2 differ from the rest after step 8, in 1\.weight\b.*\."
+    assert re.fullmatch(expected, lines[0])
+    assert "after step 4," in lines[2]
+
+
+def test_diverged_replicas_are_not_saved(runs: Path) -> None:
+    code, lines = end_of(runs, "diverged, saved")
+    assert code == 5 and "after step 5, in 1.weight" in lines[0] and "after step 4," in lines[2]
+    assert max((runs / "diverged, saved" / "checkpoints").glob("step-*")).name == "step-0000004"
+
+
+def test_divergence_without_the_check_exits_0(runs: Path) -> None:
+    """Which is why it is made: the run ends well, with other weights than it should have."""
+    assert end_of(runs, "diverged, not checked") == (0, [])
+
+
+def test_ranks_with_different_code_or_libraries_exit_2(runs: Path) -> None:
+    code, lines = end_of(runs, "other code")
+    assert code == 2 and len(lines) == 2
+    assert "rank 1 of 2" in lines[0] and "safetensors" in lines[0] and "the code of imagenet_cls" in lines[0]
+    assert not (runs / "other code").exists()
+
+
+def test_out_of_memory_on_one_rank_exits_5_on_all(tmp_path: Path) -> None:
+    words = words_for(tmp_path / "run", model__name=f"{HERE}:failing", model__kwargs="{}")
+    paths = os.pathsep.join([str(REPOSITORY / "tests"), str(Path(__file__).parent)])
+    done = run([sys.executable, TRAIN, *words, "--gpus", "2"], timeout_sec=120, PYTHONPATH=paths)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 5 and len(lines) == 3, done.stderr
+    assert "out of memory" in lines[0] and "train.micro_batch_size" in lines[2]
+    assert not any(is_alive(pid) for pid in pids_by_rank(tmp_path / "run").values())
+
+
+def wait_outside_of_collectives(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 is stopped; rank 0 sleeps."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
+    start_heartbeat(join_over_gloo(rank, world_size, folder / "store", timeout_sec=3.0), timeout_sec=3.0)
+    time.sleep(0.5)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+
+
+def test_lost_rank_outside_of_a_collective_exits_5_and_is_named(rank_server: RankServer, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as failed:
+        rank_server.call(wait_outside_of_collectives, 2, tmp_path)
+    errors = failed.value.args[0].partition("\nassert ")[0]  # what pytest adds
+    named = f"lost contact with host {socket.gethostname()} (127.0.0.1; rank 1): no heartbeat for "
+    assert errors.count(named) == 1 and len(errors.splitlines()) <= 3, errors
+    record = json.loads((tmp_path / "error0.json").read_text())
+    assert record["exit_code"] == 5 and named in record["message"]
+    assert not (tmp_path / "error1.json").exists()

@@ -1,0 +1,77 @@
+"""The Python API: the example of docs/api.md, and the same numbers as tools/predict.py for every kind of image."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import REPOSITORY, losses, train_here
+from PIL import Image
+
+import imagenet_cls
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.errors import CheckpointError, DataError
+
+
+@pytest.fixture(scope="module")
+def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working directory after a short training of the demo."""
+    folder = tmp_path_factory.mktemp("api")
+    (folder / "data").mkdir()
+    (folder / "data" / "digits").symlink_to(digits)
+    settings = ["train.max_steps=2", "data.num_workers=0", "model.name=resnet10t", "log.tensorboard=false"]
+    train_here(
+        ["demo", *settings, f"data.root={digits}", "log.plots=false", "--work-dir", str(folder / "work_dirs/demo")]
+    )
+    return folder
+
+
+def test_example_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    (folder / "use_model.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    monkeypatch.chdir(folder)
+    names = runpy.run_path("use_model.py")
+    assert names["logits"].shape == (3, 10)
+    assert names["losses"] == losses(folder / "work_dirs/demo")
+
+
+def test_every_kind_of_image_has_the_numbers_of_predict(folder: Path, call: Callable) -> None:
+    file = next((folder / "data/digits/train/3").iterdir())
+    _, out, _ = call(predict_command, folder / "work_dirs/demo", file, "--json", "--logits")
+    expected = json.loads(out)
+    array = np.array(Image.open(file).convert("RGB"))
+    kinds = [str(file), file, Image.open(file), array, torch.from_numpy(array).permute(2, 0, 1)]
+    predictor = imagenet_cls.Predictor(folder / "work_dirs/demo")
+    for image in kinds:
+        (row,) = predictor.predict([image], with_logits=True)
+        assert row["image"] == (str(file) if isinstance(image, str | Path) else 0)
+        assert row["logits"] == pytest.approx(expected["logits"], abs=1e-5)
+        assert [name for name, _ in row["top"]] == [name for name, _ in expected["top"]]
+    assert [row["image"] for row in predictor.predict(kinds * 8)][-5:] == [str(file), str(file), 37, 38, 39]
+
+
+def test_wrong_arguments_raise(folder: Path) -> None:
+    predictor = imagenet_cls.Predictor(folder / "work_dirs/demo")
+    for wrong in (np.zeros((8, 8, 3)), np.zeros((8, 8), np.uint8), torch.zeros(1, 8, 8, dtype=torch.uint8)):
+        with pytest.raises(TypeError, match="uint8"):
+            predictor.logits([wrong])
+    with pytest.raises(TypeError, match="list"):
+        next(predictor.predict("none.jpg"))
+    with pytest.raises(DataError, match=r"none\.jpg"):
+        predictor.logits(["none.jpg"])
+    for name in ("load_model", "read_metrics"):
+        with pytest.raises(CheckpointError, match="nowhere"):
+            getattr(imagenet_cls, name)(folder / "nowhere")
+    with pytest.raises(AttributeError):
+        imagenet_cls.no_such_name  # noqa: B018
+
+
+def test_import_of_the_package_imports_no_torch() -> None:
+    program = "import sys, imagenet_cls; imagenet_cls.read_metrics; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

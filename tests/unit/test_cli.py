@@ -1,0 +1,180 @@
+"""Standard streams, Ctrl-C and missing libraries."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from configparser import ConfigParser
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from imagenet_cls.commands import LIBRARIES
+from imagenet_cls.commands.cli import parse
+from imagenet_cls.commands.main import COMMANDS
+from imagenet_cls.commands.train import train_command, train_parser
+from imagenet_cls.errors import command_line
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "stdout"), (2, "stderr")])
+def test_closed_stream_accepts_output(number: int, name: str) -> None:
+    """As the shell closes it with `>&-`: Python has None in its place then."""
+    program = (
+        "import sys\nfrom imagenet_cls.commands.cli import main\n"
+        "def command(words):\n    print('output', sys.stdout.isatty(), file=sys.stdout)\n"
+        "    print('error', sys.stderr.isatty(), file=sys.stderr)\n    return 7\n"
+        "main(command)"
+    )
+    closed = f'exec "$0" -c "$1" {number}>&-'
+    done = subprocess.run(["bash", "-c", closed, sys.executable, program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+    assert (done.stdout, done.stderr) == (("", "error False\n") if name == "stdout" else ("output False\n", ""))
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS.glob("*.py")), ids=lambda path: path.stem)
+def test_tool_without_libraries_names_the_setup_script(tool: Path) -> None:
+    """-S: with Python's own modules alone."""
+    command = [sys.executable, "-S", str(tool), str(TOOLS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 2)
+    assert "bash scripts/setup.sh" in done.stderr
+
+
+def test_ctrl_c_during_imports_exits_130_silently(tmp_path: Path) -> None:
+    """By one that catches every exception and continues, as some do."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    command = [sys.executable, str(TOOLS / "train.py"), "configs/demo.yaml", "--dry-run"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_ignored_by_the_shell_stays_ignored() -> None:
+    """Also if the command sets a handler."""
+    program = (
+        "import os, signal\nfrom imagenet_cls.commands.cli import main\n"
+        "from imagenet_cls.parallel.exit import handle_interrupts\n"
+        "def command(words):\n    handle_interrupts(signal.default_int_handler)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    return 7\n"
+        "main(command)"
+    )
+    command = ["bash", "-c", 'trap \'\' INT; exec "$0" -c "$1"', sys.executable, program]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--lr", "0.1"], ["optimizer.lr=0.1"]),
+        (["--lr=0.1", "--amp", "--batch-size", "64"], ["optimizer.lr=0.1", "train.precision=", "batch_size=64"]),
+        (["-b", "64", "--seed", "3", "a.yaml"], ["train.global_batch_size=64", " seed=3"]),
+        (["--deterministic", "--label-smoothing", "0.1"], ["train.deterministic=true", "loss.label_smoothing=0.1"]),
+        (["--config", "a.yaml"], ["without an option"]),
+        (["--test-only"], [command_line("test")]),
+        (["--auto-scale-lr", "a.yaml", "data.root=b"], ["optimizer.lr_base_batch=256"]),
+        (["--workdir", "x"], ["'--work-dir'"]),
+        (["a.yaml", "optimizer.lr", "0.1"], ["optimizer.lr=value"]),
+        (["a.yaml", "optimizer.lr", "=", "0.1"], ["optimizer.lr=value, without spaces"]),
+        (["a.yaml", "b.yaml"], ["'b.yaml'"]),
+        (["--work-dir", ""], ["--work-dir"]),
+    ],
+)
+def test_arguments_of_other_projects_exit_with_2_and_name_ours(
+    call: Callable, words: list[str], named: list[str]
+) -> None:
+    code, _, err = call(train_command, *words)
+    assert code == 2 and all(text in err for text in named)
+    assert ("spaces" in err) == ("=" in words) and "data.root" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "resume", "others"),
+    [
+        (["--resume"], "auto", []),
+        (["--resume", "auto", "a.yaml"], "auto", ["a.yaml"]),
+        (["--resume", "a.yaml"], "auto", ["a.yaml"]),
+        (["--resume", "seed=1", "a.yaml"], "auto", ["seed=1", "a.yaml"]),
+        (["a.yaml", "--resume", "runs/lr=1/last"], "runs/lr=1/last", ["a.yaml"]),
+        (["--resume", "--overwrite"], "auto", []),
+        (["-g", "2"], None, []),
+        (["--nproc_per_node=2"], None, []),
+    ],
+)
+def test_resume_takes_an_optional_checkpoint(words: list[str], resume: str | None, others: list[str]) -> None:
+    arguments = parse(train_parser(), words)
+    assert (arguments.resume, arguments.arguments) == (resume, others)
+    assert resume or arguments.gpus == 2
+
+
+def test_libraries_are_those_of_setup_cfg() -> None:
+    """By the names that they are imported by, which are not always those that they are installed by."""
+    setup = ConfigParser()
+    setup.read(TOOLS.parent / "setup.cfg")
+    wanted = {line.partition(">")[0] for line in setup["options"]["install_requires"].split()}
+    packages = {name: {package.lower() for package in given} for name, given in packages_distributions().items()}
+    assert {package for name in LIBRARIES for package in packages[name] & wanted} == wanted
+
+
+def test_verify_data_on_ctrl_c_exits_with_130(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"none")
+    program = (
+        "import os, runpy, signal, sys, time\nimport imagenet_cls.commands.verify_data\n"
+        "def interrupted(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
+        f"imagenet_cls.commands.verify_data.image_problem = interrupted\nsys.argv[0] = 'verify_data'\n"
+        f"runpy.run_path({str(TOOLS / 'verify_data')!r} + '.py', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).returncode == 130
+
+
+def console_script(*words: str) -> subprocess.CompletedProcess[str]:
+    """The console script `imagenet-cls`, as pip installs it. Prints to stdout whether torch was imported."""
+    program = (
+        "import atexit, sys\nfrom imagenet_cls.commands.main import main\nsys.argv[0] = '/usr/bin/imagenet-cls'\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\nmain()"
+    )
+    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
+
+
+def test_predict_with_a_missing_checkpoint_names_it_before_torch_is_imported() -> None:
+    done = console_script("predict", "nowhere", "a.jpg")
+    assert (done.returncode, done.stdout) == (4, "False\n") and "nowhere" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "print-config"])
+def test_removed_working_directory_exits_with_5(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    done = console_script(command, "resnet50")
+    assert (done.returncode, done.stdout) == (5, "False\n") and len(done.stderr.splitlines()) <= 3
+
+
+@pytest.mark.parametrize("launcher", [[], ["--gpus", "2"]])
+def test_folder_that_holds_a_run_is_an_error_before_torch_is_imported(tmp_path: Path, launcher: list[str]) -> None:
+    (tmp_path / "checkpoints" / "step-0000012").mkdir(parents=True)
+    done = console_script("train", "--work-dir", str(tmp_path), *launcher)
+    assert (done.returncode, done.stdout) == (2, "False\n") and "--overwrite" in done.stderr
+
+
+def test_console_script_has_every_tool() -> None:
+    assert {name.replace("-", "_") for name in COMMANDS} == {path.stem for path in TOOLS.glob("*.py")}
+
+
+def test_console_script_shows_its_own_name_and_imports_no_torch_for_help() -> None:
+    done = console_script("train", "--help")
+    assert (done.returncode, done.stdout.split()[-1]) == (0, "False")
+    assert done.stdout.startswith("usage: imagenet-cls train ")
+
+
+@pytest.mark.parametrize("words", [[], ["trian"], ["train", "--no-such-option"], ["test"]])
+def test_console_script_called_wrongly_exits_with_2(words: list[str]) -> None:
+    done = console_script(*words)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert len(done.stderr.splitlines()) == 2
+    assert "imagenet-cls" in done.stderr
