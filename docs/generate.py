@@ -113,7 +113,8 @@ def _type_text(key: str) -> str:
     text = keys.describe_type(bare) if keys.choices(bare) else text
     allowed = keys.info(key).allowed
     text = text if allowed is None else f"{text}, {allowed}"
-    return f"{text}, or null" if optional else text
+    words = () if keys.choices(bare) else keys.choices(keys.value_types()[key])
+    return ", or ".join([text, *words, *(["null"] if optional else [])])
 
 
 def _default_text(key: str) -> str:

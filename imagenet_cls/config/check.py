@@ -16,7 +16,7 @@ NO_VALUE = "has no value; set it in a config or on the command line (a changed n
 
 def check_value(key: str, value: Any) -> None:
     """Raise ValueError unless a value is finite and has the range, length, order and form of its key."""
-    if value is None:
+    if value is None or value in keys.choices(keys.value_types()[key]):
         return
     info, shown, items = keys.info(key), format_value(value), value if isinstance(value, list) else [value]
     try:

@@ -101,14 +101,20 @@ def keys_with(flag: Literal["recipe", "per_machine"], value: bool) -> frozenset[
     )
 
 
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; of any other type, that type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
 def split_optional(hint: Any) -> tuple[Any, bool]:
-    """A type without its `| None`, and whether it had one."""
-    return (typing.get_args(hint)[0], True) if isinstance(hint, types.UnionType) else (hint, False)
+    """The first type of a union, and whether None is another one."""
+    first, *others = _members(hint)
+    return first, type(None) in others
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """The values that a `Literal` type allows; empty for other types."""
-    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    """The words that a `Literal` type, or a union with one, allows; empty for other types."""
+    return tuple(word for of in _members(hint) if typing.get_origin(of) is Literal for word in typing.get_args(of))
 
 
 def is_text(hint: Any) -> bool:
@@ -118,10 +124,11 @@ def is_text(hint: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """A type as text for an error: `a number`, `one of auto, fp32`, `true or false or null`."""
+    """A type as text for an error: `a number`, `one of auto, fp32`, `a whole number or auto or null`."""
     bare, optional = split_optional(hint)
-    text = f"one of {', '.join(choices(bare))}" if choices(bare) else _TYPE_NAMES[bare]
-    return f"{text} or null" if optional else text
+    if choices(bare):
+        return f"one of {', '.join(choices(bare))}" + (" or null" if optional else "")
+    return " or ".join([_TYPE_NAMES[bare], *choices(hint), *(["null"] if optional else [])])
 
 
 def instead_of_option(option: str, value: str | None) -> str | None:

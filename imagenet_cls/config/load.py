@@ -230,7 +230,7 @@ class _Builder:
             with suppress(OmegaConfBaseException, OverflowError, ValueError):
                 OmegaConf.update(self.config, key, value, merge=False)
                 return
-        near = did_you_mean(value, keys.choices(bare)) if isinstance(value, str) else ""
+        near = did_you_mean(value, keys.choices(hint)) if isinstance(value, str) else ""
         raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")
 
 

@@ -185,9 +185,9 @@ class DataConfig:
     # Share of the training part that is held out for validation when val is null. Images are chosen class by class by a
     # hash of the path below root, so they are the same on every machine.
     val_fraction: float | None = key(None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",))
-    # Worker processes that read and decode, for each rank. 0: in the training process. null: this rank's share of the
-    # CPU cores, at most 16. The samples don't depend on it.
-    num_workers: int | None = key(None, Range(0, 256), recipe=False, per_machine=True)
+    # Worker processes that read and decode, for each rank. 0: in the training process. auto: from this rank's share of
+    # the CPUs, at most 16; docs/data.md has the rule. null: the same. The samples don't depend on it.
+    num_workers: int | Literal["auto"] | None = key("auto", Range(0, 256), recipe=False, per_machine=True)
     # Batches that each worker prepares ahead.
     prefetch_batches: int = key(2, COUNT, recipe=False, per_machine=True)
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.

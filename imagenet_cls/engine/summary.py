@@ -10,6 +10,7 @@ from imagenet_cls.data.datasets import DataSets
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.sources import targets_of
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
+from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import part_sizes
 from imagenet_cls.models.adapt import frozen_batch_norm
@@ -36,6 +37,7 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     rows = {
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
         "data": f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images",
+        "data workers": describe_workers(config, plan, group),
         "device": f"{device}, {precision[parts.evaluation.autocast_dtype]}",
         "ranks": f"{group.world_size} (launcher: {group.rank_info.launcher})",
         "batch": f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device",

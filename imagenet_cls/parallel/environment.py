@@ -4,13 +4,16 @@ Imports no torch, so that a launching process can read it first.
 """
 
 import fcntl
+import math
 import os
 import re
 import socket
 import struct
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from imagenet_cls.errors import UsageError, command_line
 
@@ -224,3 +227,43 @@ def cpu_threads(local_world_size: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
     own = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
     return max(1, min(cores, int(own)) if own.isdigit() else cores // local_world_size)
+
+
+def cpus_per_rank(rank_info: RankInfo) -> float:
+    """The CPUs that this rank may use: those of its affinity, or fewer by a quota of its cgroups or by SLURM.
+
+    The ranks of a machine share them equally, except those that SLURM has given CPUs of their own.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    cpus = min(affinity, cgroup_cpus())
+    of_task = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
+    if of_task.isdigit():
+        cpus = min(cpus, int(of_task))
+        if rank_info.launcher == "slurm":  # each rank is a task
+            return cpus
+    return cpus / rank_info.local_world_size
+
+
+def cgroup_cpus(root: Path = Path("/")) -> float:
+    """The CPU quota of this process's cgroups (version 2 or 1), in CPUs: `docker run --cpus`, a limit of Kubernetes.
+
+    The smallest of the cgroup and those above it; infinity without a quota. root: of the file system. In a container
+    without a cgroup namespace, the path in /proc is that of the host, and /sys/fs/cgroup is the container's own cgroup.
+    """
+    quotas = [math.inf]
+    with suppress(OSError):  # no cgroups: macOS
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                mount, files = "sys/fs/cgroup", ["cpu.max"]
+            elif "cpu" in controllers.split(","):
+                mount, files = "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+            else:
+                continue
+            group = Path(path.lstrip("/"))
+            for level in (group, *group.parents):
+                with suppress(OSError):  # the root of all cgroups has no cpu.max
+                    quota, period = " ".join((root / mount / level / file).read_text() for file in files).split()
+                    if quota not in ("max", "-1"):
+                        quotas.append(int(quota) / int(period))
+    return min(quotas)

@@ -23,8 +23,8 @@ def noisy_words(digits: Path, folder: Path, **more: Any) -> list[str]:
     return arguments(digits, folder, "noisy", **common, **more)
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_same_bits_for_any_number_of_workers(digits: Path, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize("workers", [0, 3, "auto"])
+def test_same_bits_for_any_number_of_workers(digits: Path, tmp_path: Path, workers: int | str) -> None:
     """Another seed gives other bits, otherwise the comparison shows nothing."""
     for name, changes in {"a": {}, "b": {"data__num_workers": workers}, "other": {"seed": 1}}.items():
         train_here(noisy_words(digits, tmp_path / name, train__epochs=1, **changes))

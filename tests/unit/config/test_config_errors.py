@@ -93,6 +93,12 @@ def test_error_in_file_names_line_and_key(text: str, line: str) -> None:
         ("data.path=/x", "data.path: unknown key; did you mean 'data.root'?"),
         ("data.on_bad_image=skip", "data.on_bad_image: 'skip' "),
         ("data.manifest=3", "data.manifest: 3 "),
+        (
+            "data.num_workers=atuo",
+            "data.num_workers: 'atuo' is not a whole number or auto or null; did you mean 'auto'?",
+        ),
+        ("data.num_workers=true", "data.num_workers: true is not a whole number or auto or null"),
+        ("data.num_workers=-1", "data.num_workers: -1 is out of range: 0 to 256"),
         ("_base_=x.yaml", "_base_: unknown key"),
     ],
 )

@@ -1,20 +1,25 @@
 """Rank information from each launcher's variables, without torch."""
 
+import math
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from imagenet_cls.errors import UsageError
+from imagenet_cls.parallel import environment
 from imagenet_cls.parallel.environment import (
     RankInfo,
     address_towards,
+    cgroup_cpus,
     choose_interface,
     complete_master_address,
     cpu_threads,
+    cpus_per_rank,
     find_rank_info,
     first_host,
     interface_towards,
@@ -157,6 +162,56 @@ def test_cpu_threads_share_the_cores_or_are_slurms(monkeypatch: pytest.MonkeyPat
     assert cpu_threads(8) == cores  # each task's own
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS
     assert cpu_threads(1) >= 1
+
+
+CONTAINER_V1 = "9:name=systemd:/\n4:cpu,cpuacct:/docker/4711\n3:cpuset:/docker/4711\n"
+
+
+@pytest.mark.parametrize(
+    ("own_cgroups", "files", "expected"),
+    [
+        (None, {}, math.inf),  # no cgroups
+        ("0::/\n", {}, math.inf),  # the root has no cpu.max
+        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", {"cpu.max": "750000 100000\n"}, 7.5),  # a container
+        ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "400000 100000\n"}, 2.0),  # the upper one limits
+        ("0::/a\n", {"a/cpu.max": "max 100000\n", "other/cpu.max": "100000 100000\n"}, math.inf),
+        (CONTAINER_V1, {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+        (CONTAINER_V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        (
+            "1:cpu:/a\n0::/\n",  # both versions
+            {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            3.0,
+        ),
+    ],
+)
+def test_cgroup_cpus_is_the_smallest_quota(
+    tmp_path: Path, own_cgroups: str | None, files: dict[str, str], expected: float
+) -> None:
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    if own_cgroups is not None:
+        texts["proc/self/cgroup"] = own_cgroups
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cgroup_cpus(tmp_path) == expected
+
+
+def test_cpus_per_rank_shares_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cpus(ranks: int, launcher: str = "pytorch") -> float:
+        return cpus_per_rank(RankInfo(0, 0, ranks, ranks, launcher))
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(environment, "cgroup_cpus", lambda: math.inf)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    assert (cpus(1), cpus(8)) == (64, 8)
+    monkeypatch.setattr(environment, "cgroup_cpus", lambda: 12.0)
+    assert (cpus(1), cpus(8)) == (12, 1.5)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    assert cpus(1) == 12, "of the job, not of a step"
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert cpus(8, "slurm") == 6, "each rank is a task"
+    assert cpus(3, "pytorch") == 2, "three ranks in one task"
 
 
 def test_commands_read_the_environment_before_torch_is_imported() -> None:
