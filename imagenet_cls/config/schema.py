@@ -553,6 +553,9 @@ class LogConfig:
 
     # Optimizer steps between two log lines; metrics.jsonl has every step.
     every_steps: int = key(50, COUNT)
+    # Which steps have the norm of the gradient in metrics.jsonl. step: every step. report: every `every_steps`-th step,
+    # which saves time in the others, unless train.clip_norm needs the norm.
+    grad_norm: Literal["step", "report"] = "step"
     # What rank 0 writes: `jsonl` (metrics.jsonl; always written), `tensorboard`, `wandb`, `mlflow`, or
     # `my_module:MyWriter`.
     writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True)
@@ -560,6 +563,10 @@ class LogConfig:
     tensorboard: bool = key(True, per_machine=True)
     # Plot loss, top-1 and learning rate into plots/ at the end (rank 0 only).
     plots: bool = key(True, per_machine=True)
+
+    def has_grad_norm(self, step: int) -> bool:
+        """Whether the norm of the gradient is reported for a step, counted from 0."""
+        return self.grad_norm == "step" or (step + 1) % self.every_steps == 0
 
 
 @dataclass(frozen=True)

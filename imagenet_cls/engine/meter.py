@@ -24,7 +24,7 @@ class Meter:
         self.global_batch = global_batch
         self.own_losses: Tensor | None = None  # of the steps of the last `flush`, this rank's own: (steps,)
         self.rows: list[tuple[int, int, float]] = []
-        self.values: list[Tensor] = []
+        self.values: list[tuple[Tensor, Tensor | None, Tensor]] = []
         self.created = time.perf_counter()
         self.total_steps, self.total_seconds = 0, 0.0  # of all records so far
         self.restart_clock()
@@ -46,24 +46,30 @@ class Meter:
             self.waited += time.perf_counter() - before
             yield batch
 
-    def add(self, step: int, epoch: int, lr: float, loss_and_top1: Tensor, norm: Tensor, skipped: Tensor) -> None:
+    def add(
+        self, step: int, epoch: int, lr: float, loss_and_top1: Tensor, norm: Tensor | None, skipped: Tensor
+    ) -> None:
         """One step. loss_and_top1: of `forward_backward`; norm: of the reduced gradient (scalar); all on the device."""
         self.rows.append((step, epoch, lr))
-        self.values.append(torch.cat([loss_and_top1, torch.stack([norm, skipped]).to(loss_and_top1.dtype)]))
+        self.values.append((loss_and_top1, norm, skipped))
         self.timed_steps += 1
 
     def flush(self) -> list[dict[str, Any]]:
         """The records of all steps since the last call, loss and accuracy averaged over the ranks. A collective."""
         if not self.rows:
             return []
-        own = torch.stack(self.values)
+        losses_and_top1, norms, skips = zip(*self.values, strict=True)
+        own = torch.stack(losses_and_top1)
         self.own_losses = own[:, 0]
-        values = all_reduce_mean(own.clone(), self.group).tolist()
+        no_norm = own.new_zeros(())
+        others = [torch.stack([no_norm if norm is None else norm for norm in norms]), torch.stack(skips)]
+        columns = torch.cat([own, torch.stack([column.to(own.dtype) for column in others], dim=1)], dim=1)
+        values = all_reduce_mean(columns, self.group).tolist()
         records = [
-            {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "top1_pct": 100 * top1}
-            | {"lr": lr, "grad_norm": norm}
+            {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "top1_pct": 100 * top1, "lr": lr}
+            | ({} if norms[row] is None else {"grad_norm": norm})
             | ({"skipped": True} if skipped else {})
-            for (step, epoch, lr), (loss, top1, norm, skipped) in zip(self.rows, values, strict=True)
+            for row, ((step, epoch, lr), (loss, top1, norm, skipped)) in enumerate(zip(self.rows, values, strict=True))
         ]
         self.rows, self.values = [], []
         seconds = time.perf_counter() - self.started

@@ -203,7 +203,9 @@ class Run:
                 is_first = False
             yield batch
 
-    def after_step(self, epoch: int, lr: float, loss_and_top1: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
+    def after_step(
+        self, epoch: int, lr: float, loss_and_top1: Tensor, grad_norm: Tensor | None, skipped: Tensor
+    ) -> None:
         """Record a step; log, check replicas, stop and save where that is due, in this order. A collective."""
         step = self.progress.step
         self.meter.add(step, epoch, lr, loss_and_top1, grad_norm, skipped)

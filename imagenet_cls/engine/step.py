@@ -12,7 +12,7 @@ All host synchronizations of a training step:
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.utils.agc import adaptive_clip_grad
@@ -53,8 +53,12 @@ def set_deterministic(deterministic: bool, device: torch.device) -> None:
 class Updater:
     """Updates the weights from the gradients in `.grad`.
 
-    A gradient that is not finite skips the update. After the all-reduce it is non-finite on every rank, so all ranks
-    skip the same updates. Fused optimizers skip on the device.
+    A gradient with an element that is NaN or infinite skips the update. After the all-reduce it is non-finite on every
+    rank, so all ranks skip the same updates. Fused optimizers skip on the device.
+
+    A gradient whose elements are finite, but whose squares overflow float32 (norms above 1.8e19), has an infinite norm.
+    With `clip_norm` it skips the update, too, since it can't be scaled down to that norm. Otherwise the update is made,
+    whether the norm is computed or not: `log.grad_norm` does not change the weights.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Updater:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer
         self.clip = clipping(model, train, head_names)
+        self.clips_by_norm = train.clip_norm is not None
         self.scaler = scaler
         # Fused kernels read `found_inf` from their optimizer's attribute; a wrapper (Lookahead) does not pass it on.
         # Whether the fused kernels of MPS do so is untested.
@@ -78,19 +83,20 @@ class Updater:
         )
         self.has_stepped = False
 
-    def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:
+    def update(self, lr: float, momentum: float | None = None, with_norm: bool = True) -> tuple[Tensor | None, Tensor]:
         """Unscale, clip, step, and clear the gradients.
 
         lr: multiplied by the `lr_scale` of each parameter group. momentum: the new momentum (Adam's first beta); None
-        leaves it unchanged.
+        leaves it unchanged. with_norm: whether to compute the norm where clipping does not need it.
 
-        Returns the gradient's global norm before clipping (fp32 scalar on the device) and whether the update was
-        skipped (bool scalar on the device).
+        Returns the gradient's global norm before clipping (fp32 scalar on the device; None if it was not computed) and
+        whether the update was skipped (bool scalar on the device).
         """
         self.scaler.unscale_(self.optimizer)
         with_grad = [p for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
-        skipped = ~torch.isfinite(norm)
+        gradients = [p.grad for p in with_grad if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) if with_norm or self.clips_by_norm else None
+        found_inf = self._found_inf(gradients, norm)
         self.clip(with_grad, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -98,20 +104,48 @@ class Updater:
                 set_momentum(group, momentum)
         # The first update of a fused SGD allocates uninitialized momentum, which a skip on the device would keep.
         if self.skips_on_device and self.has_stepped:
-            self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self.optimizer.step()
             del self.optimizer.found_inf  # type: ignore[attr-defined]
-        elif not bool(skipped):
+        elif not found_inf.item():
             self.optimizer.step()
             self.has_stepped = True
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm, skipped
+        return norm, found_inf.bool()
+
+    def _found_inf(self, gradients: Sequence[Tensor], norm: Tensor | None) -> Tensor:
+        """1 where the update has to be skipped, else 0: a float32 scalar on the device."""
+        if self.clips_by_norm:
+            assert norm is not None
+            return (~torch.isfinite(norm)).float()
+        if self.scaler.is_enabled():  # `unscale_` has checked every element
+            (found_inf,) = self.scaler._found_inf_per_device(self.optimizer).values()
+            return found_inf
+        return find_nonfinite(gradients)
+
+
+def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """1 if an element of a tensor is NaN or infinite, else 0: a float32 scalar on the device of the tensors.
+
+    Uses the kernel of torch's GradScaler with a scale of 1, which leaves the values unchanged. It is exact, while a sum
+    or a norm of finite values may overflow. The kernel takes tensors of one dtype: on CPUs and GPUs float32, float64
+    and float16. Tensors of other dtypes, and those on MPS, are checked one by one.
+    """
+    device = tensors[0].device
+    found, scale = torch.zeros((), device=device), torch.ones((), device=device)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+        if device.type in ("cpu", "cuda") and dtype in (torch.float32, torch.float64, torch.float16):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found, scale)
+        else:
+            found = torch.maximum(found, ~torch.stack([tensor.isfinite().all() for tensor in group]).all())
+    return found
 
 
 def clipping(
     model: nn.Module, train: TrainConfig, head_names: Sequence[str] = ()
-) -> Callable[[list[nn.Parameter], Tensor], None]:
+) -> Callable[[list[nn.Parameter], Tensor | None], None]:
     """A function of the parameters with gradients and of the global norm that clips the gradients in place.
 
     `clip_norm` scales the whole gradient down to that global norm, `clip_value` clamps each element, `clip_agc` scales
@@ -120,7 +154,7 @@ def clipping(
     leaves out the last two parameters, which are the head's in most models. A config has at most one of the three.
     """
     if (clip_norm := train.clip_norm) is not None:
-        return lambda parameters, norm: nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        return lambda parameters, norm: nn.utils.clip_grads_with_norm_(parameters, clip_norm, cast(Tensor, norm))
     if (clip_value := train.clip_value) is not None:
         return lambda parameters, _: nn.utils.clip_grad_value_(parameters, clip_value)
     if (clip_agc := train.clip_agc) is not None:

@@ -39,7 +39,8 @@ def train(run: "Run") -> None:
                 with parts.sam.perturbed_weights():
                     forward_backward(parts, micro_batches, epoch, step)
             lr = parts.schedule(step, progress.evaluations)  # only the plateau schedule uses the evaluations
-            grad_norm, skipped = parts.updater.update(lr, parts.schedule.momentum(step))
+            with_norm = parts.config.log.has_grad_norm(step)
+            grad_norm, skipped = parts.updater.update(lr, parts.schedule.momentum(step), with_norm)
             parts.batch_norm_statistics.sync(skipped)
             parts.ema.update(parts.model, step)
             progress.step = step + 1

@@ -31,6 +31,17 @@ def test_same_bits_for_any_number_of_workers(digits: Path, tmp_path: Path, worke
     assert state_digest(tmp_path / "a") == state_digest(tmp_path / "b") != state_digest(tmp_path / "other")
 
 
+def test_norm_of_the_gradient_for_reports_only_changes_no_result(digits: Path, tmp_path: Path) -> None:
+    norms = []
+    for name in ("step", "report"):
+        settings = {"train__epochs": 1, "log__every_steps": 4, "log__grad_norm": name}
+        train_here(noisy_words(digits, tmp_path / name, **settings))
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        norms.append({line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line})
+    assert state_digest(tmp_path / "step") == state_digest(tmp_path / "report")
+    assert list(norms[0]) == list(range(1, 12)) and norms[1] == {step: norms[0][step] for step in (4, 8)}
+
+
 def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> None:
     for micro in (128, 64, 32):
         train_here(arguments(digits, tmp_path / str(micro), train__micro_batch_size=micro))

@@ -1,5 +1,6 @@
 """Losses and accuracies stay on the device until they are read."""
 
+import math
 import re
 
 import torch
@@ -32,6 +33,15 @@ def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
     assert last["images_per_sec"] > 0 and 0 <= last["data_wait_pct"] <= 100 and last["memory_mib"] > 10
     assert m.flush() == []
     assert re.fullmatch(r"3 steps in \d:\d\d:\d\d, \d+ img/s", m.describe_total())
+
+
+def test_a_step_without_a_norm_has_no_grad_norm() -> None:
+    m = Meter(ALONE, global_batch=8)
+    m.add(1, 0, 0.1, torch.tensor([1.0, 0.5]), None, torch.tensor(False))
+    add(m, 2, loss=math.nan)
+    without, with_nan = m.flush()
+    assert "grad_norm" not in without and (without["loss"], without["top1_pct"]) == (1.0, 50.0)
+    assert math.isnan(with_nan["grad_norm"])
 
 
 def test_top1_share_of_hard_and_mixed_targets_two_outputs_and_several_views() -> None:
