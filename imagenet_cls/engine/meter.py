@@ -27,6 +27,7 @@ class Meter:
         self.values: list[tuple[Tensor, Tensor | None, Tensor]] = []
         self.created = time.perf_counter()
         self.total_steps, self.total_seconds = 0, 0.0  # of all records so far
+        self.last_interval = (0, 0.0)  # steps and seconds of the last `flush`
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -73,6 +74,7 @@ class Meter:
         ]
         self.rows, self.values = [], []
         seconds = time.perf_counter() - self.started
+        self.last_interval = (self.timed_steps, seconds)
         self.total_steps += self.timed_steps
         self.total_seconds += seconds
         records[-1] |= {

@@ -212,7 +212,8 @@ class Run:
         if step % self.parts.config.log.every_steps == 0:
             self.log_steps()  # waits for the device; raises after too many non-finite steps in a row
         self.replica_check.check_if_due(step)  # raises if replicas have diverged
-        self.stop_signals.check()  # raises StopRequested, on all ranks at the same step
+        # Raises StopRequested, on all ranks at the same step.
+        self.stop_signals.check_after_step(in_any_case=self.save_scheduled() or self.at_epoch_end)
         self.saver.check()  # raises if a save in the background has failed
         if self.save_scheduled() and not self.evaluation_due():  # else saved after the evaluation
             self.log_steps()  # before `save_due`, which reads whether this step was finite
@@ -235,6 +236,8 @@ class Run:
     def log_steps(self) -> None:
         """Report the steps since the last call, and raise NonFiniteError after too many non-finite ones in a row."""
         records = self.meter.flush()
+        if records:
+            self.stop_signals.agree_on_interval(*self.meter.last_interval)
         self.reporter.report_steps(records)
         if line := self.nonfinite_guard.count_and_describe(records):
             self.reporter.event(self.progress.step, line)
@@ -249,6 +252,10 @@ class Run:
     @property
     def at_end(self) -> bool:
         return self.progress.step >= self.parts.plan.total_steps
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self.progress.step % self.parts.plan.steps_per_epoch == 0
 
     def save_scheduled(self) -> bool:
         """Whether this step is the last one or one of `checkpoint.every_steps` or `checkpoint.every_epochs`."""

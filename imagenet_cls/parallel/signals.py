@@ -1,7 +1,9 @@
 """Stop requests: a signal on any rank stops all ranks at the same step.
 
-The handler only sets a flag. After each step the flags of all ranks are reduced over the CPU group, asynchronously:
-step s + 1 waits for the result of step s, which is usually complete by then.
+The handler only sets a flag. A single rank reads it after each step. Several ranks reduce their flags over the CPU
+group every few steps, asynchronously: a check waits for the result of the previous check, which is usually complete by
+then. The number of steps between two checks is chosen so that they last half a second: a run stops within a second, or
+two steps.
 """
 
 import contextlib
@@ -20,6 +22,10 @@ from imagenet_cls.parallel.exit import (
     set_parent_death_signal,
 )
 from imagenet_cls.parallel.process_group import Group
+
+# The longest time between two checks, if a step does not last longer. A signal is sent at the next check and read at
+# the one after it.
+_INTERVAL_SEC = 0.5
 
 
 class StopRequested(Exception):
@@ -42,6 +48,8 @@ class StopSignalHandler:
     def __init__(self, group: Group):
         self.group = group
         self.signal = 0
+        self.every_steps = 1
+        self._steps = 0  # since the last check
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._previous: dict[int, Any] = {}
 
@@ -56,11 +64,29 @@ class StopSignalHandler:
             set_parent_death_signal(signal.SIGKILL)  # a second Ctrl-C ends the launching process, and so this one
         self.signal = self.signal or number
 
+    def agree_on_interval(self, steps: int, seconds: float) -> None:
+        """Set `every_steps`, equal on all ranks, to the steps that last half a second, 1 to `steps`. A collective.
+
+        seconds: how long this rank's last `steps` steps took.
+        """
+        self.every_steps = 1
+        if self.group.cpu_group is not None and steps > 1:
+            slowest = torch.tensor([seconds / steps], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group.cpu_group)
+            self.every_steps = max(1, min(steps, int(_INTERVAL_SEC / slowest.item())))
+
+    def check_after_step(self, in_any_case: bool = False) -> None:
+        """`check` after every `every_steps`-th step and `in_any_case`; with a single rank after each step."""
+        self._steps += 1
+        if in_any_case or self.group.cpu_group is None or self._steps >= self.every_steps:
+            self.check()
+
     def check(self) -> None:
         """Raise StopRequested on all ranks at the same step, if any of them has received a stop signal.
 
-        All ranks must call it equally often: after each optimizer step, and before batches of an evaluation.
+        All ranks must call it equally often.
         """
+        self._steps = 0
         number = self.signal
         if self.group.cpu_group is not None:
             number = 0

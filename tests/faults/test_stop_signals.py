@@ -3,6 +3,7 @@
 With launchers, and what a terminal sends: test_launchers_die.py.
 """
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from forked_ranks import KillPoint
 from same_run import ACCUMULATION, Run, checkpoints, records
 
 IN_STEP_17 = ("in_forward", 17 * ACCUMULATION)
+# The runs report every step, so the ranks also check in every step.
 # The flags of step 17 are reduced while step 18 is under way.
 STOPPED_AT = {1: 17, 2: 18}
 TERM, INT, USR2, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP
@@ -43,6 +45,16 @@ def test_stop_signal_saves_the_same_step_on_all_ranks(
     ]
     assert checkpoints(run.folder)[-1] == step
     assert run.resume() == step
+
+
+def test_stop_signal_between_two_reports_stops_by_the_end_of_the_epoch(new_run: Callable[..., Run]) -> None:
+    """The ranks check every few steps, which last half a second, and in any case at the end of an epoch."""
+    run = new_run(2, log__every_steps=1000)
+    assert run.start(kills=TO_RANK[TERM][1:]) == [143, 143], run.output
+    found = re.search(r"stopped by SIGTERM after step (\d+) of 40", run.output)
+    assert found is not None and 18 <= int(found[1]) <= 20, run.output
+    assert checkpoints(run.folder)[-1] == int(found[1])
+    assert run.resume() == int(found[1])
 
 
 def test_stop_signal_in_an_evaluation_does_not_wait_for_its_end(new_run: Callable[..., Run], tmp_path: Path) -> None:

@@ -39,6 +39,15 @@ def test_stop_request_after_a_signal_raises_and_later_signals_change_nothing(num
     os.kill(os.getpid(), signal.SIGTERM)  # as from a launching process, before this one has reported its stop
 
 
+def test_single_rank_checks_after_each_step() -> None:
+    stop = StopSignalHandler(SINGLE)
+    stop.agree_on_interval(50, 0.05)
+    stop.check_after_step()
+    stop.signal = signal.SIGTERM
+    with pytest.raises(StopRequested):
+        stop.check_after_step()
+
+
 @pytest.mark.usefixtures("restored_handlers")
 def test_close_without_a_signal_restores_the_handlers() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
