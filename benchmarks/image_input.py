@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.data.sources import decode_rgb
+from imagenet_cls.data.decode import decode_rgb
 from imagenet_cls.data.transforms import TrainTransform, draw_bernoulli, resize
 
 IMAGES, ROUNDS = 48, 30

@@ -98,7 +98,7 @@ def images_of(data: DataConfig, root: Path) -> list[str]:
 
 def image_problem(path: Path) -> str | None:
     """Why an image can't be used in training, or None. Reads and decodes it; raises nothing for a bad file."""
-    from imagenet_cls.data.sources import decode_rgb
+    from imagenet_cls.data.decode import decode_rgb
 
     try:
         if not path.is_file():  # reading a pipe would never end

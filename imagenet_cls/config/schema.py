@@ -190,6 +190,9 @@ class DataConfig:
     num_workers: int | Literal["auto"] | None = key("auto", Range(0, 256), recipe=False, per_machine=True)
     # Batches that each worker prepares ahead.
     prefetch_batches: int = key(2, COUNT, recipe=False, per_machine=True)
+    # Decoding of JPEG files. `auto`: only the region that a sample needs, where libjpeg-turbo 3 is found, to the same
+    # pixels (docs/data.md). `whole`: the whole image, which also finds damage outside of the region.
+    decode: Literal["auto", "whole"] = key("auto", recipe=False, per_machine=True)
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
     # The list of bad images that tools/verify_data.py wrote: those of the training part are left out, at most one in

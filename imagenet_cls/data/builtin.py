@@ -15,6 +15,7 @@ from PIL import Image
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import draw_boxes, size_px_at
 from imagenet_cls.errors import DataError, ResourceError
 from imagenet_cls.seeding import generator, hash_key, preserve_rng_state, seed_generators
@@ -65,7 +66,7 @@ def _write(folder: Path) -> None:
         image.save(folder / str(digit) / f"{number:04d}.jpg", quality=95)
 
 
-class SyntheticSource:
+class SyntheticSource(ImageSource):
     """`num_images` random images of size_px by size_px with random targets. part: part of the key, as `train`."""
 
     def __init__(self, part: str, num_images: int, num_classes: int, size_px: int = 224):

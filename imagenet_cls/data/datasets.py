@@ -138,7 +138,7 @@ def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, Ima
         "train": f"replace the file, or list it ({verify} {root}) and set data.exclude to the list",
         "val": "replace the file: validation leaves no image out",
     }
-    return {part: FolderSource(index, remedies[part]) for part, index in indexes.items()}, note
+    return {part: FolderSource(index, remedies[part], data.decode) for part, index in indexes.items()}, note
 
 
 def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[str, ImageIndex]:

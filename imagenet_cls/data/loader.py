@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.data.transforms import TrainTransform, Transform
+from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at
 from imagenet_cls.errors import ResourceError, UserError, first_line
 from imagenet_cls.parallel.exit import STOP_SIGNALS, set_parent_death_signal
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
@@ -42,9 +42,9 @@ _OUT_OF_MEMORY = ("No space left on device", "Cannot allocate memory", "shared m
 class TrainBatch(NamedTuple):
     """B images in V views each (`augment.splits`), view-major: `images.split(B)` are the views, as in timm's AugMix.
 
-    images: uint8 (B * V, 3, S, S). targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4) of top, left,
-    height, width, zeros where none; and keys: int64 (B * V,), which the fill colors are drawn from. Both are always on
-    the CPU, and None without erasing.
+    images: uint8 (B * V, 3, S, S), channels-last. targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4)
+    of top, left, height, width, zeros where none; and keys: int64 (B * V,), which the fill colors are drawn from. Both
+    are always on the CPU, and None without erasing.
     """
 
     images: torch.Tensor
@@ -110,9 +110,9 @@ class TrainLoader:
 
 
 def eval_batches(
-    source: ImageSource, transform: Transform, indices: Sequence[int], batch_size: int, options: WorkerOptions
+    source: ImageSource, transform: EvalTransform, indices: Sequence[int], batch_size: int, options: WorkerOptions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Batches for evaluation: images uint8 (B, 3, S, S), targets int64 (B,), indices int64 (B,).
+    """Batches for evaluation: images uint8 (B, 3, S, S), channels-last, targets int64 (B,), indices int64 (B,).
 
     Every image of `indices` once, in order; the last batch may be smaller. The workers end with the iterator. Errors
     as in `TrainLoader.epoch`.
@@ -125,34 +125,46 @@ def eval_batches(
         _stop_workers(loader)
 
 
-def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, keys: list[SampleKey]) -> TrainBatch:
+def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, samples: list[SampleKey]) -> TrainBatch:
     """Split s of V of sample (epoch, index, view) is drawn from the key (seed, epoch, index, view * V + s)."""
-    samples, targets = [], []
-    for epoch, index, view in keys:
+    size, augment, targets = len(samples), transform.augment, []
+    num_views = size * transform.splits
+    images = _empty_images(num_views, size_px_at(augment, samples[0][0]))
+    boxes, keys = torch.zeros(num_views, augment.erasing.max_count, 4, dtype=torch.int32), [0] * num_views
+    for row, (epoch, index, view) in enumerate(samples):
         numbers = range(view * transform.splits, (view + 1) * transform.splits)
         split_keys = [hash_key("sample", seed, epoch, index, number) for number in numbers]
         seed_generators(split_keys[0])
-        image, target = source.load(index)
-        samples.append(transform(image, epoch, split_keys))
+        image, crop, target = source.load_region(index, transform.draw_crop)
         targets.append(target)
-    views = [sample[split] for split in range(transform.splits) for sample in samples]
-    boxes = [view.boxes for view in views if view.boxes is not None]
-    return TrainBatch(
-        images=default_collate([view.image for view in views]),  # in a worker, straight into shared memory
-        targets=torch.tensor(targets),
-        boxes=torch.stack(boxes) if boxes else None,
-        keys=torch.tensor([view.key for view in views]) if boxes else None,
-    )
+        for split, drawn in enumerate(transform(image, epoch, split_keys, crop)):
+            images[split * size + row] = drawn.image
+            keys[split * size + row] = drawn.key
+            if drawn.boxes is not None:
+                boxes[split * size + row] = drawn.boxes
+    if augment.erasing.prob == 0:
+        return TrainBatch(images, torch.tensor(targets))
+    return TrainBatch(images, torch.tensor(targets), boxes, torch.tensor(keys))
 
 
-def _eval_batch(source: ImageSource, transform: Transform, indices: list[int]) -> tuple[torch.Tensor, ...]:
-    images, targets = [], []
-    for index in indices:
+def _eval_batch(source: ImageSource, transform: EvalTransform, indices: list[int]) -> tuple[torch.Tensor, ...]:
+    images, targets = _empty_images(len(indices), transform.crop_px), []
+    for row, index in enumerate(indices):
         seed_generators(hash_key("eval", index))  # a user's dataset may draw; the transform doesn't
-        image, target = source.load(index)
-        images.append(transform(image))
+        image, _, target = source.load_region(index, transform.needed_region)
+        images[row] = transform(image)
         targets.append(target)
-    return default_collate(images), torch.tensor(targets), torch.tensor(indices)
+    return images, torch.tensor(targets), torch.tensor(indices)
+
+
+def _empty_images(num_images: int, size_px: int) -> torch.Tensor:
+    """uint8 (num_images, 3, size_px, size_px), channels-last, not initialized; in shared memory in a worker."""
+    size_bytes = num_images * size_px * size_px * 3
+    if get_worker_info() is None:
+        images = torch.empty(size_bytes, dtype=torch.uint8)
+    else:
+        images = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size_bytes))
+    return images.view(num_images, size_px, size_px, 3).permute(0, 3, 1, 2)
 
 
 class _BatchDataset(Dataset[Any]):

@@ -90,14 +90,14 @@ def build_policy(augment: AugmentConfig, size_px: int, mean: Sequence[float] = I
 
 
 class OnPillow:
-    """A policy for Pillow images, applied to tensors. Band by band: 0.12 ms for 224 px there and back, else 0.32."""
+    """A policy for Pillow images, applied to tensors."""
 
     def __init__(self, policy: Callable[[Image.Image], Image.Image]):
         self.policy = policy
 
     def __call__(self, image: Tensor) -> Tensor:
-        changed = self.policy(Image.merge("RGB", [Image.fromarray(band) for band in image.numpy()]))
-        return torch.from_numpy(np.stack([np.asarray(band) for band in changed.split()]))
+        changed = self.policy(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
+        return torch.from_numpy(np.array(changed)).permute(2, 0, 1)
 
 
 def _timm_policy(name: str, interpolation: str, size_px: int, mean: Sequence[float]) -> Any:

@@ -1,89 +1,23 @@
-"""One image and its target: decoding, image files, map-style datasets, and subsets of another source."""
+"""One image and its target: image files, map-style datasets, and subsets of another source."""
 
-import io
 import os
-import struct
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
-from torchvision.io import ImageReadMode
 
+from imagenet_cls.data.decode import ChooseBox, decode_region, decode_rgb, rgb_tensor
 from imagenet_cls.data.index import ImageIndex
-from imagenet_cls.errors import DataError, first_line
+from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
+from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular
 
-# Pillow's own limit (2 * Image.MAX_IMAGE_PIXELS as it is installed). ImageNet's largest image has about a tenth of it.
-MAX_PIXELS = 178_956_970
-
-# The operator that torchvision.io.decode_jpeg calls; from 0.29 on, that function warns of its move to torchcodec.
-_DECODE_JPEG = torch.ops.image.decode_jpeg
-
 _MOST_SIZES = 1000
-_START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive Huffman: what torchvision decodes
-
-
-def decode_rgb(data: bytes) -> torch.Tensor:
-    """Decode an image file into uint8 (3, H, W) on the CPU, the pixels of Pillow's `Image.open(...).convert("RGB")`.
-
-    Gray images get three equal channels; transparency is dropped; an animation gives its first frame. An EXIF
-    orientation is not applied, as in torchvision's ImageFolder and timm. The memory may be channels-last. Raises
-    DataError with the reason, without the file's name, for broken, truncated and absurdly large images.
-    """
-    height, width, channels = _jpeg_header(data) or (0, 0, 0)
-    if channels in (1, 3) and height * width <= MAX_PIXELS:
-        try:
-            return _DECODE_JPEG(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value)
-        except RuntimeError:
-            pass  # Pillow decides; it raises for truncated files too
-    return _decode_with_pillow(data)
-
-
-def rgb_tensor(image: Image.Image) -> torch.Tensor:
-    """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # palettes with transparency
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-
-
-def _decode_with_pillow(data: bytes) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # EXIF blocks that cannot be parsed, sizes between Pillow's two limits
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                return rgb_tensor(image)
-        except Image.UnidentifiedImageError:
-            reason = "not an image of a known format" if data else "an empty file"
-        except Image.DecompressionBombError:
-            reason = f"more than the {MAX_PIXELS} pixels allowed"
-        except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-            # Pillow's decoders and format plug-ins raise all of these for damaged files.
-            reason = f"damaged or truncated ({first_line(error)})"
-    raise DataError(reason)
-
-
-def _jpeg_header(data: bytes) -> tuple[int, int, int] | None:
-    """Height, width and channels of a JPEG that torchvision can decode; None for other files. About 2 us.
-
-    ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. A thumbnail is within an APP
-    segment, which is skipped. Fill bytes, which are rare, are left to Pillow.
-    """
-    if data[:2] != b"\xff\xd8":
-        return None
-    position, end = 2, len(data) - 9
-    while position < end:
-        start, marker, length = struct.unpack_from(">BBH", data, position)
-        if start != 0xFF or marker == 0xFF:
-            return None
-        if marker in _START_OF_FRAME:
-            height, width, channels = struct.unpack_from(">HHB", data, position + 5)
-            return height, width, channels
-        position += 2 + length
-    return None
+T = TypeVar("T")
 
 
 class ImageSource(Protocol):
@@ -96,6 +30,11 @@ class ImageSource(Protocol):
     def load(self, i: int) -> tuple[torch.Tensor, int]:
         """Image `i` as uint8 (3, H, W) on the CPU, and its target. Raises DataError if it cannot be read."""
 
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+        """As `load`, but only the pixels in the box that `choose` returns are defined. Also returns the box."""
+        image, target = self.load(i)
+        return image, choose(*image.shape[1:]), target
+
     def name(self, i: int) -> str:
         """The name of image `i` in messages and predictions: of a file, its path below the root."""
 
@@ -103,24 +42,33 @@ class ImageSource(Protocol):
         """A hex digest of names and targets; not of pixels."""
 
 
-class FolderSource:
-    """Image files of an `ImageIndex`. remedy: what to do about one that can't be read, for the error."""
+class FolderSource(ImageSource):
+    """Image files of an `ImageIndex`."""
 
-    def __init__(self, index: ImageIndex, remedy: str = "replace the file"):
+    def __init__(self, index: ImageIndex, remedy: str = "replace the file", decode: str = "auto"):
+        """remedy: what to do about a file that can't be read, for the error. decode: `data.decode`."""
         self.index = index
         self.remedy = remedy
         self.classes = index.classes
+        self.turbojpeg = find_turbojpeg() if decode == "auto" else None
         self._root = os.fsencode(index.root)
 
     def __len__(self) -> int:
         return len(self.index)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
+        return self._decode(i, decode_rgb), int(self.index.targets[i])
+
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+        image, box = self._decode(i, partial(decode_region, choose=choose, turbojpeg=self.turbojpeg))
+        return image, box, int(self.index.targets[i])
+
+    def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
         path = os.path.join(self._root, self.index.names[i])  # noqa: PTH118 (pathlib is slower)
         try:
             with open(path, "rb", buffering=0) as file:  # noqa: PTH123
                 check_regular(file.fileno())
-                return decode_rgb(file.read()), int(self.index.targets[i])
+                return decode(file.read())
         except (OSError, DataError) as error:
             reason = getattr(error, "strerror", None) or error
         raise DataError(f"{self.index.path(i)} (image {i}): {reason}; {self.remedy}")
@@ -144,7 +92,7 @@ def describe_sizes(source: ImageSource) -> str | None:
     return f"{len(sizes)} files of {sum(sizes)} bytes ({sha256(str(sizes).encode()).hexdigest()[:16]})"
 
 
-class MapSource:
+class MapSource(ImageSource):
     """A map-style dataset of (image, target): torchvision's, or a user's own.
 
     Images are Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Raises DataError for anything else.
@@ -194,7 +142,7 @@ class MapSource:
         return digest.hexdigest()
 
 
-class SubsetSource:
+class SubsetSource(ImageSource):
     """Some images of another source, in the order of `rows`, int64 (N,)."""
 
     def __init__(self, source: ImageSource, rows: np.ndarray):
@@ -207,6 +155,9 @@ class SubsetSource:
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
         return self.source.load(int(self.rows[i]))
+
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+        return self.source.load_region(int(self.rows[i]), choose)
 
     def name(self, i: int) -> str:
         return self.source.name(int(self.rows[i]))

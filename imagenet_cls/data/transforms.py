@@ -5,7 +5,7 @@ Cast and normalization happen on the device (`device`), and so does erasing: onl
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +17,9 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig
-from imagenet_cls.data.policies import build_policy
+from imagenet_cls.data.policies import OnPillow, build_policy
+from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.seeding import seed_generators
-
-Transform = Callable[[torch.Tensor], torch.Tensor]
 
 # "nearest" is Pillow's, which torch calls nearest-exact (ties aside); torch's own `nearest` is off by half a pixel.
 INTERPOLATIONS = {
@@ -29,6 +28,8 @@ INTERPOLATIONS = {
     "bicubic": InterpolationMode.BICUBIC,
 }
 RANDOM_INTERPOLATIONS = ("bilinear", "bicubic")
+# Half the width of an antialiasing filter, in pixels of the smaller of the two images.
+_SUPPORTS = {"nearest": 1.0, "bilinear": 1.0, "bicubic": 2.0}
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # A box as long as the image, or longer, is drawn again; after this many draws there is none (timm: 10 as well).
 BOX_ATTEMPTS = 10
@@ -60,7 +61,7 @@ def _sizes_at(augment: AugmentConfig, epochs: NDArray[np.integer]) -> NDArray[np
 class View(NamedTuple):
     """One view of an image, drawn from `key`.
 
-    image: uint8 (3, S, S), contiguous. boxes: int32 (n, 4) to erase; None without erasing.
+    image: uint8 (3, S, S), in memory channels-last or not. boxes: int32 (n, 4) to erase; None without erasing.
     """
 
     image: torch.Tensor
@@ -69,7 +70,7 @@ class View(NamedTuple):
 
 
 class TrainTransform:
-    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (3, S, S), contiguous. S: `size_px_at` the epoch.
+    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (3, S, S). S: `size_px_at` the epoch.
 
     Order: random crop, horizontal flip, vertical flip, policy, color jitter, grayscale, as in torchvision and timm.
     (timm omits color jitter beside most policies.) The draws are those of torchvision's v2, in the same order, from
@@ -91,15 +92,15 @@ class TrainTransform:
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
 
-    def __call__(self, image: torch.Tensor, epoch: int, keys: Sequence[int]) -> list[View]:
-        """`splits` views, with the boxes to erase in each. keys: one for each view.
+    def __call__(self, image: torch.Tensor, epoch: int, keys: Sequence[int], crop: Box | None = None) -> list[View]:
+        """`splits` views, with the boxes to erase in each. keys: one for each view. crop: None to draw it.
 
         The caller has seeded the default generators with the first key; they are seeded with each further key before
         its view. The boxes of a view are drawn last. The first of several views has none.
         """
         assert len(keys) == self.splits, (keys, self.splits)
         erasing = self.augment.erasing
-        base = self.crop_and_flip(image, epoch)
+        base = self.crop_and_flip(image, epoch, crop)
         views = []
         for split, key in enumerate(keys):
             if split > 0:
@@ -115,10 +116,10 @@ class TrainTransform:
             views.append(View(view, key, boxes))
         return views
 
-    def crop_and_flip(self, image: torch.Tensor, epoch: int) -> torch.Tensor:
-        """uint8 (3, H, W) -> uint8 (3, S, S). Draws crop, interpolation and flips."""
+    def crop_and_flip(self, image: torch.Tensor, epoch: int, crop: Box | None = None) -> torch.Tensor:
+        """uint8 (3, H, W) -> uint8 (3, S, S). Draws the crop, unless it is given, then interpolation and flips."""
         augment, size_px = self.augment, size_px_at(self.augment, epoch)
-        top, left, height, width = self.draw_crop(*image.shape[1:])
+        top, left, height, width = crop or self.draw_crop(*image.shape[1:])
         interpolation: str = augment.interpolation
         if interpolation == "random":
             interpolation = RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
@@ -127,10 +128,10 @@ class TrainTransform:
             image = F.horizontal_flip(image)
         if draw_bernoulli(augment.vflip_prob):
             image = F.vertical_flip(image)
-        return image.contiguous()
+        return image
 
-    def draw_crop(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Top, left, height and width of a random crop, from the draws of `v2.RandomResizedCrop`, in less time.
+    def draw_crop(self, height: int, width: int) -> Box:
+        """A random crop, from the draws of `v2.RandomResizedCrop`, in less time.
 
         If ten crops do not fit, it is the largest centered crop whose ratio is within the bounds, and at least a pixel.
         """
@@ -140,35 +141,35 @@ class TrainTransform:
             crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < crop_width <= width and 0 < crop_height <= height:
                 top, left = torch.randint(height - crop_height + 1, ()), torch.randint(width - crop_width + 1, ())
-                return int(top), int(left), crop_height, crop_width
+                return Box(int(top), int(left), crop_height, crop_width)
         low, high = self.augment.ratio
         ratio = min(max(width / height, low), high)
         crop_width, crop_height = min(width, round(height * ratio)), min(height, round(width / ratio))
-        return (height - crop_height) // 2, (width - crop_width) // 2, max(crop_height, 1), max(crop_width, 1)
+        box = (height - crop_height) // 2, (width - crop_width) // 2, max(crop_height, 1), max(crop_width, 1)
+        return Box(*box)
 
     def color_transforms(self, image: torch.Tensor) -> torch.Tensor:
         """Policy (which may also shear and translate), color jitter, grayscale: uint8 (3, S, S) -> the same."""
         policy = self.policies[image.shape[-1]]
         if policy is not None:
-            image = policy(image)
+            image = policy(image if isinstance(policy, OnPillow) else image.contiguous())
         jitter_prob = self.augment.color_jitter.prob
         if self.jitter is not None and (jitter_prob == 1 or draw_bernoulli(jitter_prob)):
-            image = self.jitter(image)
+            image = self.jitter(image.contiguous())  # planes: the sums of some operations depend on the memory's order
         if draw_bernoulli(self.augment.grayscale_prob):
             image = F.rgb_to_grayscale(image, num_output_channels=3)
-        return image.contiguous()
+        return image
 
 
 def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
     """uint8 (3, H, W) -> uint8 (3, *size): torchvision's `F.resize` with antialiasing, the same bits, in less time.
 
     torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop to planes first.
-    `F.resize` would return channels-last memory, and `contiguous` on it is slow; `interpolate` returns planes.
     """
     is_channels_last = image.stride(0) == 1  # as decoders return it
     if HAS_AVX2 and is_channels_last and interpolation in RANDOM_INTERPOLATIONS and list(image.shape[1:]) != size:
-        image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-        return interpolate(image[None], size, mode=interpolation, antialias=True)[0]
+        image = image[None].contiguous(memory_format=torch.channels_last)
+        return interpolate(image, size, mode=interpolation, antialias=True)[0]
     return F.resize(image, size, interpolation=INTERPOLATIONS[interpolation], antialias=True)
 
 
@@ -203,7 +204,7 @@ def draw_boxes(erasing: ErasingConfig, size_px: int) -> torch.Tensor:
 
 
 class EvalTransform:
-    """Resize the short side, then crop the center: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px), contiguous.
+    """Resize the short side, then crop the center: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px).
 
     The short side becomes resize_px, or floor(crop_px / crop_pct) as in timm.
     """
@@ -211,8 +212,33 @@ class EvalTransform:
     def __init__(self, config: EvalConfig):
         self.resize_px = config.resize_px or math.floor(config.crop_px / config.crop_pct)
         self.crop_px = config.crop_px
-        self.interpolation = INTERPOLATIONS[config.interpolation]
+        self.interpolation: str = config.interpolation
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        image = F.resize(image, [self.resize_px], interpolation=self.interpolation, antialias=True)
-        return F.center_crop(image, [self.crop_px, self.crop_px]).contiguous()
+        """Only the pixels in `needed_region` are read."""
+        image = resize(image, list(self.resized(*image.shape[1:])), self.interpolation)
+        return F.center_crop(image, [self.crop_px, self.crop_px])
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The size of a resized image, as torchvision computes it."""
+        if height <= width:
+            return self.resize_px, int(self.resize_px * width / height)
+        return int(self.resize_px * height / width), self.resize_px
+
+    def needed_region(self, height: int, width: int) -> Box:
+        """The pixels of an image of this size that the resized center crop depends on, and at least those.
+
+        The whole image is resized, with undefined pixels elsewhere: the resized region would have other weights.
+        """
+        resized_height, resized_width = self.resized(height, width)
+        top, bottom = self._needed(height, resized_height)
+        left, right = self._needed(width, resized_width)
+        return Box(top, left, bottom - top, right - left)
+
+    def _needed(self, side: int, resized: int) -> tuple[int, int]:
+        """First and last (exclusive) row or column that the crop depends on."""
+        scale = side / resized
+        support = _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0  # a pixel more than needed, for rounding
+        first = round((resized - self.crop_px) / 2.0)  # as `F.center_crop` rounds; negative where it pads
+        begin, end = scale * (first + 0.5) - support, scale * (first + self.crop_px - 0.5) + support
+        return max(math.floor(begin), 0), min(math.ceil(end), side)

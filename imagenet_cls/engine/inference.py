@@ -19,9 +19,10 @@ from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.load import removed_key_warnings
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.decode import decode_rgb, rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.index import is_image, join_names
-from imagenet_cls.data.sources import ImageSource, decode_rgb, rgb_tensor
+from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.build import choose_num_classes, rank_devices
 from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, model_outputs

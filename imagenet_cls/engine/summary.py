@@ -8,7 +8,8 @@ import torch
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
 from imagenet_cls.data.datasets import DataSets
 from imagenet_cls.data.samplers import samples_per_epoch
-from imagenet_cls.data.sources import targets_of
+from imagenet_cls.data.sources import FolderSource, ImageSource, SubsetSource, targets_of
+from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
@@ -38,6 +39,7 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
         "data": f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images",
         "data workers": describe_workers(config, plan, group),
+        "decoder": describe_decoder(parts.data.train),
         "device": f"{device}, {precision[parts.evaluation.autocast_dtype]}",
         "ranks": f"{group.world_size} (launcher: {group.rank_info.launcher})",
         "batch": f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device",
@@ -55,6 +57,17 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
         "resumes at": f"step {progress.step}" if progress.step else "",
     }
     return [(label, str(text)) for label, text in rows.items() if text]
+
+
+def describe_decoder(source: ImageSource) -> str:
+    """How the JPEG files of a source are decoded; "" for images that are not files."""
+    if isinstance(source, SubsetSource):
+        return describe_decoder(source.source)
+    if not isinstance(source, FolderSource):
+        return ""
+    if source.turbojpeg is not None:
+        return f"regions, by {source.turbojpeg.path}"
+    return "whole images" + ("; faster with libjpeg-turbo 3: pip install turbojpeg" if find_turbojpeg() is None else "")
 
 
 def class_counts(data: DataSets) -> list[str]:

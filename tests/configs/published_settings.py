@@ -52,7 +52,10 @@ SHORT = {key: column for column, key in COLUMNS.items()}
 
 # Keys that don't decide what is computed, by their beginnings.
 NOT_HELD = (
-    *(f"data.{key}" for key in ("name", "root", "train", "val", "num_workers", "prefetch", "timeout", "exclude")),
+    *(
+        f"data.{key}"
+        for key in ("name", "root", "train", "val", "num_workers", "prefetch", "decode", "timeout", "exclude")
+    ),
     *(f"train.{key}" for key in ("precision", "compile", "channels_last", "grad_checkp", "deterministic", "max_nonf")),
     *(
         f"parallel.{key}"

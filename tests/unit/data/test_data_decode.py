@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from imagenet_cls.data import sources
-from imagenet_cls.data.sources import decode_rgb
+from imagenet_cls.data import decode
+from imagenet_cls.data.decode import decode_rgb
 from imagenet_cls.errors import DataError
 
 
@@ -71,7 +71,7 @@ def test_decode_rgb_gives_pillows_pixels(photographs: list[Image.Image], recwarn
 def test_decode_rgb_ordinary_jpeg_does_not_use_pillow(
     photographs: list[Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_decode_with_pillow", lambda data: pytest.fail("went through Pillow"))
+    monkeypatch.setattr(decode, "_decode_with_pillow", lambda data: pytest.fail("went through Pillow"))
     for kind in ("4:2:0", "4:4:4", "progressive", "gray", "rotated", "broken exif", "thumbnail"):
         decode_rgb(fixtures(photographs[0])[kind])
 

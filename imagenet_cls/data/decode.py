@@ -1,0 +1,102 @@
+"""Decoding image files: whole, or only a region of them."""
+
+import io
+import struct
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.io import ImageReadMode
+
+from imagenet_cls.data.turbojpeg import Box, TurboJpeg
+from imagenet_cls.errors import DataError, first_line
+
+# Chooses the box of pixels that are needed, from an image's height and width.
+ChooseBox = Callable[[int, int], Box]
+
+# Pillow's own limit (2 * Image.MAX_IMAGE_PIXELS as it is installed). ImageNet's largest image has about a tenth of it.
+MAX_PIXELS = 178_956_970
+
+# The operator that torchvision.io.decode_jpeg calls; from 0.29 on, that function warns of its move to torchcodec.
+_DECODE_JPEG = torch.ops.image.decode_jpeg
+
+_START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive Huffman: what torchvision decodes
+
+
+def decode_rgb(data: bytes) -> torch.Tensor:
+    """Decode an image file into uint8 (3, H, W) on the CPU, the pixels of Pillow's `Image.open(...).convert("RGB")`.
+
+    Gray images get three equal channels; transparency is dropped; an animation gives its first frame. An EXIF
+    orientation is not applied, as in torchvision's ImageFolder and timm. The memory may be channels-last. Raises
+    DataError with the reason, without the file's name, for broken, truncated and absurdly large images.
+    """
+    height, width, channels = _jpeg_header(data) or (0, 0, 0)
+    if channels in (1, 3) and height * width <= MAX_PIXELS:
+        try:
+            return _DECODE_JPEG(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value)
+        except RuntimeError:
+            pass  # Pillow decides; it raises for truncated files too
+    return _decode_with_pillow(data)
+
+
+def decode_region(data: bytes, choose: ChooseBox, turbojpeg: TurboJpeg | None) -> tuple[torch.Tensor, Box]:
+    """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also returns the box.
+
+    choose: called once. turbojpeg: decodes only the region of most JPEGs; then an error elsewhere in the file may not
+    be noticed. Any other file, and any that the library reports an error or a warning for, is decoded whole.
+    """
+    height, width, channels = _jpeg_header(data) or (0, 0, 0)
+    if turbojpeg is None or channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
+        image = decode_rgb(data)
+        return image, choose(*image.shape[1:])
+    box = choose(height, width)
+    region = turbojpeg.decode(data, height, width, box)
+    image = decode_rgb(data) if region is None else region
+    if image.shape[1:] != (height, width):
+        raise DataError("its headers name different sizes")
+    return image, box
+
+
+def rgb_tensor(image: Image.Image) -> torch.Tensor:
+    """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # palettes with transparency
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def _decode_with_pillow(data: bytes) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # EXIF blocks that cannot be parsed, sizes between Pillow's two limits
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                return rgb_tensor(image)
+        except Image.UnidentifiedImageError:
+            reason = "not an image of a known format" if data else "an empty file"
+        except Image.DecompressionBombError:
+            reason = f"more than the {MAX_PIXELS} pixels allowed"
+        except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
+            # Pillow's decoders and format plug-ins raise all of these for damaged files.
+            reason = f"damaged or truncated ({first_line(error)})"
+    raise DataError(reason)
+
+
+def _jpeg_header(data: bytes) -> tuple[int, int, int] | None:
+    """Height, width and channels of a JPEG that torchvision can decode; None for other files. About 2 us.
+
+    ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. A thumbnail is within an APP
+    segment, which is skipped. Fill bytes, which are rare, are left to Pillow.
+    """
+    if data[:2] != b"\xff\xd8":
+        return None
+    position, end = 2, len(data) - 9
+    while position < end:
+        start, marker, length = struct.unpack_from(">BBH", data, position)
+        if start != 0xFF or marker == 0xFF:
+            return None
+        if marker in _START_OF_FRAME:
+            height, width, channels = struct.unpack_from(">HHB", data, position + 5)
+            return height, width, channels
+        position += 2 + length
+    return None

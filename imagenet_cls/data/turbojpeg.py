@@ -1,0 +1,116 @@
+"""Decoding a region of a JPEG with libjpeg-turbo 3's TurboJPEG library, by ctypes.
+
+torchvision and Pillow decode an image whole, and a random crop needs less than half of it. `tj3SetCroppingRegion`
+(libjpeg-turbo 3.0 and later) decodes only the rows and the blocks of a region, to the same pixels.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+# A path to the library. It has priority over the system's and over the wheel `turbojpeg`.
+LIBRARY_VARIABLE = "IMAGENET_CLS_TURBOJPEG"
+_NAMES = ("libturbojpeg.so.0", "libturbojpeg.dylib", "/opt/homebrew/opt/jpeg-turbo/lib/libturbojpeg.dylib")
+
+# Constants of turbojpeg.h.
+_INIT_DECOMPRESS = 1
+_PIXEL_FORMAT_RGB = 0
+_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _PRECISION, _COLORSPACE, _LOSSLESS = 0, 4, 5, 6, 7, 8, 15
+_YCBCR, _GRAY = 1, 2
+# Width of an MCU (block of coded pixels) by TJSAMP: 4:4:4, 4:2:2, 4:2:0, gray. Others are rare, and were not tested.
+_MCU_WIDTH = {0: 8, 1: 16, 2: 16, 3: 8}
+
+
+class Box(NamedTuple):
+    """A region of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+class _Region(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]
+
+
+class TurboJpeg:
+    """A loaded library. path: of its file, or its name."""
+
+    def __init__(self, path: str):
+        """Raises OSError if it can't be loaded, AttributeError if it is older than libjpeg-turbo 3."""
+        self.path = path
+        library = ctypes.CDLL(path)
+        handle, data, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+        self._set_region = _function(library.tj3SetCroppingRegion, handle, _Region)
+        self._set = _function(library.tj3Set, handle, ctypes.c_int, ctypes.c_int)
+        self._get = _function(library.tj3Get, handle, ctypes.c_int)
+        self._read_header = _function(library.tj3DecompressHeader, handle, data, size)
+        self._decode = _function(
+            library.tj3Decompress8, handle, data, size, ctypes.c_void_p, ctypes.c_int, ctypes.c_int
+        )
+        self._open = _function(library.tj3Init, ctypes.c_int)
+        self._open.restype = handle
+        self._close = _function(library.tj3Destroy, handle)
+        self._close.restype = None
+
+    def decode(self, data: bytes, height: int, width: int, box: Box) -> torch.Tensor | None:
+        """Decode a JPEG of that size into uint8 (3, height, width), channels-last; only pixels in `box` are defined.
+
+        None if the file has an error, a warning, or a kind for which equal pixels were not tested: the caller then
+        decodes it whole. Each image gets a handle of its own, because a handle keeps tables and errors of the files
+        before.
+        """
+        handle = self._open(_INIT_DECOMPRESS)
+        if not handle:
+            return None
+        try:
+            if self._set(handle, _STOP_ON_WARNING, 1) or self._read_header(handle, data, len(data)):
+                return None
+            get = functools.partial(self._get, handle)
+            mcu_width = _MCU_WIDTH.get(get(_SUBSAMPLING))
+            if mcu_width is None or get(_COLORSPACE) not in (_YCBCR, _GRAY):
+                return None
+            if (get(_HEIGHT), get(_WIDTH), get(_PRECISION), get(_LOSSLESS)) != (height, width, 8, 0):
+                return None
+            # The left edge must be that of an MCU. Upsampling of chroma reads the neighboring columns.
+            margin = mcu_width if mcu_width > 8 else 0
+            left = max(box.left - margin, 0) // mcu_width * mcu_width
+            right = min(box.left + box.width + margin, width)
+            if self._set_region(handle, _Region(left, box.top, right - left, box.height)):
+                return None
+            pixels = torch.empty(height, width, 3, dtype=torch.uint8)
+            start, pitch = pixels.data_ptr() + 3 * (box.top * width + left), 3 * width
+            if self._decode(handle, data, len(data), start, pitch, _PIXEL_FORMAT_RGB):
+                return None
+            return pixels.permute(2, 0, 1)
+        finally:
+            self._close(handle)
+
+
+def _function(function: Any, *argument_types: type) -> Any:
+    function.argtypes = argument_types
+    return function
+
+
+@functools.cache
+def find_turbojpeg() -> TurboJpeg | None:
+    """The library that `IMAGENET_CLS_TURBOJPEG` names, the system's, or the wheel's; None without libjpeg-turbo 3."""
+    for path in filter(None, [os.environ.get(LIBRARY_VARIABLE), *_NAMES, _path_in_wheel()]):
+        with contextlib.suppress(OSError, AttributeError):
+            return TurboJpeg(path)
+    return None
+
+
+def _path_in_wheel() -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("turbojpeg") or ():
+            if Path(file).name.startswith("libturbojpeg"):
+                return str(file.locate())
+    return None

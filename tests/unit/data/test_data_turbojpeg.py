@@ -1,0 +1,229 @@
+"""Decoding of regions: the pixels of the whole decode, also for damaged files."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from imagenet_cls.config.schema import AugmentConfig, EvalConfig
+from imagenet_cls.data import turbojpeg
+from imagenet_cls.data.decode import decode_region, decode_rgb
+from imagenet_cls.data.index import index_folder
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.data.sources import FolderSource
+from imagenet_cls.data.transforms import EvalTransform, TrainTransform
+from imagenet_cls.data.turbojpeg import LIBRARY_VARIABLE, Box, TurboJpeg, find_turbojpeg
+from imagenet_cls.errors import DataError
+
+KINDS: dict[str, dict[str, Any]] = {
+    "4:4:4": {"quality": 95, "subsampling": 0},
+    "4:2:2": {"quality": 90, "subsampling": 1},
+    "4:2:0": {"quality": 75, "subsampling": 2},
+    "progressive": {"progressive": True},
+    "restart markers": {"restart_marker_blocks": 3},
+    "gray": {},
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> TurboJpeg:
+    """libjpeg-turbo 3, which the extra `test` installs where a wheel exists."""
+    found = find_turbojpeg()
+    if found is None:
+        pytest.skip("no libjpeg-turbo 3")
+    return found
+
+
+def encode(image: Image.Image, kind: str) -> bytes:
+    file = io.BytesIO()
+    image.convert("L" if kind == "gray" else "RGB").save(file, "JPEG", **KINDS[kind])
+    return file.getvalue()
+
+
+def random_box(draws: np.random.Generator, height: int, width: int) -> Box:
+    box_height, box_width = int(draws.integers(1, height + 1)), int(draws.integers(1, width + 1))
+    return Box(
+        int(draws.integers(height - box_height + 1)), int(draws.integers(width - box_width + 1)), box_height, box_width
+    )
+
+
+def cut(image: torch.Tensor, box: Box) -> torch.Tensor:
+    return image[:, box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+def random_files(photographs: list[Image.Image], number: int) -> Iterator[tuple[bytes, int, int, Box]]:
+    """Files of all kinds and odd sizes, their height and width, and a box."""
+    draws = np.random.default_rng(0)
+    for i in range(number):
+        width, height = (int(side) for side in draws.integers(1, 200, 2))
+        image = photographs[i % 2].resize((width, height))
+        yield encode(image, list(KINDS)[i % len(KINDS)]), height, width, random_box(draws, height, width)
+
+
+@pytest.mark.parametrize("number", [300, pytest.param(5000, marks=pytest.mark.nightly)])
+def test_region_has_the_pixels_of_the_whole_image(
+    library: TurboJpeg, photographs: list[Image.Image], number: int
+) -> None:
+    for data, height, width, box in random_files(photographs, number):
+        region = library.decode(data, height, width, box)
+        assert region is not None and region.shape == (3, height, width)
+        assert torch.equal(cut(region, box), cut(decode_rgb(data), box))
+
+
+def without_tables(data: bytes, marker: int) -> bytes:
+    """A JPEG without its segments of this marker: 0xDB quantization tables, 0xC4 Huffman tables."""
+    kept, position = bytearray(data[:2]), 2
+    while data[position + 1] != 0xDA:
+        length = 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        if data[position + 1] != marker:
+            kept += data[position : position + length]
+        position += length
+    return bytes(kept + data[position:])
+
+
+def test_file_after_damaged_ones_is_decoded_with_its_own_tables(
+    library: TurboJpeg, photographs: list[Image.Image]
+) -> None:
+    image = photographs[0].resize((120, 90))
+    good, box = encode(image, "4:2:0"), Box(20, 30, 40, 50)
+    damaged = [
+        without_tables(good, 0xDB),
+        without_tables(good, 0xC4),
+        good[: len(good) // 2],
+        good[:300] + b"\xff" * 500,
+    ]
+    for data in damaged:
+        assert torch.equal(cut(decode_region(good, lambda *_: box, library)[0], box), cut(decode_rgb(good), box))
+        try:
+            whole = decode_rgb(data)
+        except DataError:
+            with pytest.raises(DataError):
+                decode_region(data, lambda *_: Box(0, 0, 90, 120), library)
+        else:  # libjpeg has standard Huffman tables
+            assert torch.equal(decode_region(data, lambda *_: Box(0, 0, 90, 120), library)[0], whole)
+
+
+def test_unusual_kinds_are_decoded_whole(library: TurboJpeg, photographs: list[Image.Image]) -> None:
+    image, box = photographs[1].resize((64, 48)), Box(8, 8, 16, 16)
+    cmyk, rgb, png = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    image.convert("CMYK").save(cmyk, "JPEG")
+    image.save(rgb, "JPEG", keep_rgb=True)
+    image.save(png, "PNG")
+    for file in (cmyk, rgb, png):
+        pixels, chosen = decode_region(file.getvalue(), lambda *_: box, library)
+        assert chosen == box and torch.equal(pixels, decode_rgb(file.getvalue()))
+    assert library.decode(encode(image, "4:4:4"), 47, 64, box) is None, "another size than the caller's"
+
+
+GUARD = 4096
+
+
+def mutate(data: bytes, draws: np.random.Generator) -> bytes:
+    mutated = bytearray(data)
+    for _ in range(int(draws.integers(1, 8))):
+        mutated[int(draws.integers(len(mutated)))] = int(draws.integers(256))
+    return bytes(mutated[: int(draws.integers(len(mutated)))] if draws.random() < 0.2 else mutated)
+
+
+def decode_mutated_files(number: int) -> None:
+    """Run in a process of its own: compare regions of mutated files, and check the memory around the pixels."""
+    from sklearn.datasets import load_sample_images
+
+    library, draws, equal = find_turbojpeg(), np.random.default_rng(1), 0
+    assert library is not None
+    guarded: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def empty_with_guards(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        size = int(np.prod(shape))
+        guarded[:] = [torch.full((GUARD + size + GUARD,), 77, dtype=dtype)]
+        return guarded[0][GUARD : GUARD + size].view(shape)
+
+    for data, *_ in random_files([Image.fromarray(pixels) for pixels in load_sample_images().images], number):
+        data = mutate(data, draws)
+        box: list[Box] = []
+
+        def choose(height: int, width: int, box: list[Box] = box) -> Box:
+            box[:] = [random_box(draws, height, width)]
+            return box[0]
+
+        turbojpeg.torch.empty = empty_with_guards  # type: ignore[assignment]
+        try:
+            region, _ = decode_region(data, choose, library)
+        except DataError:
+            region = None
+        finally:
+            turbojpeg.torch.empty = empty
+        for memory in guarded:
+            assert (memory[:GUARD] == 77).all() and (memory[-GUARD:] == 77).all(), "written outside of the pixels"
+        try:
+            whole = decode_rgb(data)
+        except DataError:
+            continue  # damage outside of the region may not be noticed
+        assert region is not None and torch.equal(cut(region, box[0]), cut(whole, box[0]))
+        equal += 1
+    assert equal > number / 20
+
+
+@pytest.mark.parametrize("number", [300, pytest.param(3000, marks=pytest.mark.nightly)])
+def test_mutated_files_equal_pixels_or_error_and_no_write_past_the_buffer(library: TurboJpeg, number: int) -> None:
+    code = f"import test_data_turbojpeg as t; t.decode_mutated_files({number})"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+def test_evaluation_depends_on_no_pixel_outside_of_the_needed_region(
+    photographs: list[Image.Image], interpolation: str
+) -> None:
+    draws, smaller = np.random.default_rng(2), 0
+    for number in range(60):
+        sides, crop_px = draws.integers(8, 260, 2), int(draws.integers(4, 120))
+        config = EvalConfig(crop_px, resize_px=int(draws.integers(4, 160)), interpolation=interpolation)  # type: ignore[arg-type]
+        pixels = np.array(photographs[number % 2].resize([int(side) for side in sides]))
+        image, transform = torch.from_numpy(pixels).permute(2, 0, 1), EvalTransform(config)
+        box = transform.needed_region(*image.shape[1:])
+        changed = torch.randint_like(image, 0, 256)
+        cut(changed, box).copy_(cut(image, box))
+        assert torch.equal(transform(changed), transform(image))
+        smaller += not torch.equal(changed, image)
+    assert smaller > 10
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_batches_are_the_same_for_each_decoder(library: TurboJpeg, image_folder: Path, num_workers: int) -> None:
+    index, transform = index_folder(image_folder / "train"), EvalTransform(EvalConfig(24))
+
+    def batches(decode: str, workers: int) -> list[torch.Tensor]:
+        source = FolderSource(index, decode=decode)
+        loader = TrainLoader(
+            source, TrainTransform(AugmentConfig(size_px=24)), EpochSampler(40, 8, 0, 1, 5), 5, WorkerOptions(workers)
+        )
+        images = [batch.images for batch in loader.epoch(1)]
+        loader.close()
+        return [*images, *(batch[0] for batch in eval_batches(source, transform, range(40), 8, WorkerOptions(workers)))]
+
+    whole, regions = batches("whole", 0), batches("auto", num_workers)
+    assert len(whole) == 10 and all(map(torch.equal, whole, regions))
+    assert all(images.is_contiguous(memory_format=torch.channels_last) for images in regions)
+
+
+def test_library_that_can_not_be_used_is_ignored(
+    library: TurboJpeg, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.so").write_text("no library")
+    for path in (str(tmp_path / "text.so"), "/nowhere/libturbojpeg.so", library.path):
+        monkeypatch.setenv(LIBRARY_VARIABLE, path)
+        find_turbojpeg.cache_clear()
+        found = find_turbojpeg()
+        assert found is not None and found.path == library.path
+    monkeypatch.undo()
+    find_turbojpeg.cache_clear()
