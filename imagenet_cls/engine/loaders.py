@@ -1,6 +1,8 @@
-"""This rank's loaders for training and evaluation."""
+"""This rank's loaders for training and evaluation, their workers, and a warning if the loop waits for them."""
 
 from collections.abc import Iterable, Sequence
+from statistics import mean
+from typing import Any
 
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.builtin import SyntheticLoader, synthetic_eval_batches
@@ -16,6 +18,9 @@ from imagenet_cls.parallel.process_group import Group
 
 _MAX_WORKERS = 16
 _ENOUGH_CPUS = 4  # of a rank: one is left to the process that trains
+# More waiting for data than this, in so many consecutive logging intervals, is worth a warning.
+_MOST_WAIT_PCT = 20.0
+_LONG_INTERVALS = 5
 
 
 def build_train_loader(
@@ -97,3 +102,44 @@ def describe_workers(config: Config, plan: Plan, group: Group) -> str:
     if isinstance(config.data.num_workers, int):
         return workers
     return f"{workers} (data.num_workers=auto: {cpus_per_rank(group.rank_info):g} CPUs per rank)"
+
+
+class DataWaitCheck:
+    """Returns a warning, once, if the loop of this rank keeps waiting for data."""
+
+    def __init__(self, config: Config, plan: Plan, group: Group):
+        self.num_workers = train_worker_options(config, plan, group).num_workers
+        self.cpus = cpus_per_rank(group.rank_info)
+        self.is_done = config.data.name == "synthetic"  # made on the device
+        self.epoch: int | None = None
+        self.waits_pct: list[float] = []
+
+    def warning(self, records: Sequence[dict[str, Any]]) -> str | None:
+        """The warning, or None. records: of `Meter.flush`; those of a logging interval, all of one epoch.
+
+        The first interval of an epoch does not count, since the workers start or have nothing ready.
+        """
+        if self.is_done or not records:
+            return None
+        last, is_first = records[-1], records[-1]["epoch"] != self.epoch
+        self.epoch = last["epoch"]
+        if is_first:
+            return None
+        self.waits_pct = [*self.waits_pct, last["data_wait_pct"]] if last["data_wait_pct"] > _MOST_WAIT_PCT else []
+        if len(self.waits_pct) < _LONG_INTERVALS:
+            return None
+        self.is_done = True
+        return (
+            f"warning: the loop waited for data {mean(self.waits_pct):.0f} % of the time in {_LONG_INTERVALS} "
+            f"consecutive logging intervals; {self._remedy()} (docs/scaling.md)"
+        )
+
+    def _remedy(self) -> str:
+        if self.num_workers == 0:
+            return "set data.num_workers=auto, so that workers read ahead"
+        if self.num_workers < int(self.cpus) - 1:
+            return f"increase data.num_workers: {self.num_workers} workers of a rank that may use {self.cpus:g} CPUs"
+        return (
+            f"the rank may use {self.cpus:g} CPUs for {self.num_workers} workers, so give it more CPUs, "
+            "or store smaller images, or store them on a faster disk"
+        )

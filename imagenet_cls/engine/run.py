@@ -19,6 +19,7 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data.loader import TrainBatch, worker_death
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
+from imagenet_cls.engine.loaders import DataWaitCheck
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import micro_batch_for
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions, open_run_folder
@@ -168,6 +169,7 @@ class Run:
             fp16=parts.scaler.is_enabled(),
             samples_of=self.sample_names,
         )
+        self.data_wait_check = DataWaitCheck(parts.config, parts.plan, parts.group)
         self.replica_check = ReplicaCheck(
             parts.group,
             parts.config.parallel.check_every_steps,
@@ -239,6 +241,8 @@ class Run:
         if records:
             self.stop_signals.agree_on_interval(*self.meter.last_interval)
         self.reporter.report_steps(records)
+        if line := self.data_wait_check.warning(records):
+            self.reporter.event(self.progress.step, line)
         if line := self.nonfinite_guard.count_and_describe(records):
             self.reporter.event(self.progress.step, line)
         self.nonfinite_guard.check(records, self.meter.own_losses)

@@ -1,13 +1,20 @@
-"""The number of data workers of a rank."""
+"""The number of data workers of a rank, and the warning if the loop waits for them."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
-from helpers import arguments
+import torch
+from helpers import arguments, train_here
 
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.engine.loaders import auto_workers
+from imagenet_cls.config.load import load_config
+from imagenet_cls.engine import loaders
+from imagenet_cls.engine.loaders import DataWaitCheck, auto_workers
+from imagenet_cls.engine.plan import plan_run
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
 
 
 @pytest.mark.parametrize(
@@ -44,3 +51,55 @@ def test_startup_table_shows_the_data_workers(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
     assert train_command([*arguments(digits, tmp_path / "run", data__num_workers=workers), "--dry-run"]) == 0
     assert shown in capsys.readouterr().out
+
+
+def data_wait_check(*overrides: str) -> DataWaitCheck:
+    config = load_config(None, overrides).config
+    return DataWaitCheck(config, plan_run(config.train, 10_000, 1, 1), Group(RankInfo(), torch.device("cpu")))
+
+
+def warnings_of(check: DataWaitCheck, intervals: list[tuple[int, float]]) -> list[int]:
+    """The intervals, counted from 0, that get a warning. intervals: epoch and share of the time spent waiting."""
+    records = [[{"epoch": epoch}, {"epoch": epoch, "data_wait_pct": wait}] for epoch, wait in intervals]
+    return [number for number, interval in enumerate(records) if check.warning(interval)]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "expected"),
+    [
+        ([(0, 50.0)] * 20, [5]),  # once; the first interval does not count
+        ([(0, 20.0)] * 20, []),
+        ([(0, 50.0), *[(0, 50.0)] * 4, (0, 10.0), *[(0, 50.0)] * 5], [10]),  # consecutive ones
+        ([(epoch, 50.0) for epoch in range(20)], []),  # epochs of one interval
+        ([(0, 0.0), (0, 30.0), (0, 30.0), (1, 0.0), (1, 30.0), (1, 30.0), (1, 30.0)], [6]),
+    ],
+)
+def test_data_wait_warning_after_five_consecutive_intervals(
+    intervals: list[tuple[int, float]], expected: list[int]
+) -> None:
+    assert warnings_of(data_wait_check("data.num_workers=1"), intervals) == expected
+
+
+def test_data_wait_warning_names_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    interval = [{"epoch": 0, "data_wait_pct": 40.0}]
+    for workers, remedy in {
+        "0": "set data.num_workers=auto",
+        "3": "increase data.num_workers: 3 workers of a rank that may use 8 CPUs",
+        "auto": "may use 8 CPUs for 7 workers, so give it more CPUs, or store smaller images",
+    }.items():
+        check = data_wait_check(f"data.num_workers={workers}")
+        (warning,) = filter(None, (check.warning(interval) for _ in range(10)))
+        assert warning.startswith("warning: the loop waited for data 40 % of the time in 5 ") and remedy in warning
+    assert warnings_of(data_wait_check("data.name=synthetic"), [(0, 90.0)] * 10) == []
+
+
+def test_data_wait_warning_is_an_event_of_the_run(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loaders, "_MOST_WAIT_PCT", -1.0)  # every interval counts
+    train_here(arguments(digits, tmp_path / "run", train__max_steps=8))
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (event,) = [record for record in records if "waited for data" in record.get("message", "")]
+    assert (event["kind"], event["step"]) == ("event", 6)
+    assert capsys.readouterr().out.count(event["message"]) == 1
