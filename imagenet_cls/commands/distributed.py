@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands.cli import not_negative, open_streams, parse, port_number, positive
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_permission_error, first_line
-from imagenet_cls.parallel.environment import LAUNCHERS, RankInfo, cpu_threads, find_rank_info
+from imagenet_cls.parallel.environment import LAUNCHERS, RankInfo, cpu_threads, find_rank_info, machine_options
 from imagenet_cls.parallel.exit import (
     COMMAND_VARIABLE,
     end_process,
@@ -86,9 +86,13 @@ class RankCommand:
 def run_command(command: RankCommand, argv: Sequence[str]) -> int:
     """Run as the only rank, as one of several (then the process ends here), or as the process that starts them."""
     os.environ[COMMAND_VARIABLE] = command.name
-    arguments = parse(command.parser(), argv)
+    parser = command.parser()
+    arguments = parse(parser, argv)
     launcher, gpus = arguments.launcher, arguments.gpus or 1
     rank_info = find_rank_info(os.environ, launcher)
+    if rank_info is None and launcher == "pytorch":
+        parser.set_defaults(**machine_options(os.environ))
+        arguments = parse(parser, argv)
     if rank_info is not None and (rank_info.world_size > 1 or rank_info.launched):
         end_process(run_rank(command, arguments, rank_info))
     several = gpus > 1 or arguments.nodes != "1"

@@ -69,10 +69,15 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
     launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job may start
     helpers by srun; `none` reads none; any other is required. A SLURM allocation alone is not a rank (`sbatch` sets
     SLURM_PROCID for the batch script), nor is a step of one task, such as a shell, unless with `--launcher slurm`.
+    RANK without LOCAL_RANK may be the number of a pod (`machine_options`), which is not a rank: with `pytorch`, and
+    with a single pod.
 
     Raises UsageError for contradictory variables, or if those of a required launcher (slurm, mpi) are missing.
     """
     if launcher == "none":
+        return None
+    only_pod = (env.get("RANK"), env.get("WORLD_SIZE")) == ("0", "1")
+    if "RANK" in env and "LOCAL_RANK" not in env and (launcher == "pytorch" or only_pod):
         return None
     if "RANK" in env:  # the most explicit
         return _read(env, _PYTORCH, "pytorch" if launcher == "auto" else launcher)
@@ -100,7 +105,8 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
         if not text.isdigit():
             raise UsageError(
                 f"{name} is {text}; it must be a whole number.\n"
-                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.\n"
+                "In a pod of Kubernetes, use scripts/dist_train.sh, or --launcher pytorch --gpus N."
             )
         return int(text)
 
@@ -117,6 +123,30 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
             "Give each process its own rank below the world size."
         )
     return RankInfo(rank, local_rank, world_size, local_world_size, launcher, LAUNCHED_VARIABLE in env)
+
+
+def machine_options(env: Mapping[str, str]) -> dict[str, str]:
+    """Options of `--launcher pytorch` (nodes, node_rank, ...) as a pod of Kubernetes gets them in its environment.
+
+    Kubeflow's training operator sets WORLD_SIZE and RANK in a pod of a PyTorchJob. RANK is the number of the pod.
+    WORLD_SIZE is the number of pods up to version 1.6. Since 1.7 it is multiplied by `nprocPerNode`, and the operator
+    also sets variables that torchrun reads (PET_...). Kubeflow Trainer 2 (TrainJob) sets only those. An elastic
+    PyTorchJob has PET_RDZV_ENDPOINT and a range in PET_NNODES; its pods need no number.
+    """
+    if "LOCAL_RANK" in env:  # of a rank
+        return {}
+    pods = {"nodes": env["WORLD_SIZE"], "node_rank": env["RANK"]} if {"WORLD_SIZE", "RANK"} <= env.keys() else {}
+    host, _, port = env.get("PET_RDZV_ENDPOINT", "").rpartition(":")
+    found = {
+        "nodes": env.get("PET_NNODES") or pods.get("nodes"),
+        "node_rank": env.get("PET_NODE_RANK") or pods.get("node_rank"),
+        "master_addr": host or env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR"),
+        "master_port": port or env.get("PET_MASTER_PORT") or env.get("MASTER_PORT"),
+        "max_restarts": env.get("PET_MAX_RESTARTS"),
+    }
+    if ":" in (found["nodes"] or ""):
+        del found["node_rank"]
+    return {name: value for name, value in found.items() if value}
 
 
 def tasks_here(tasks_per_node: str, node: int) -> int:

@@ -81,6 +81,7 @@ def test_python_of_the_environment_is_used(scripts, tmp_path):
         ("dist_train.sh", ["c.yaml"]),
         ("dist_train.sh", ["c.yaml", "zero"]),
         ("dist_train.sh", ["c.yaml", "0"]),
+        ("ssh_train.sh", ["c.yaml", "8"]),  # without HOSTS
         ("dist_test.sh", ["c.yaml", "8"]),
         ("dist_test.sh", ["c.yaml", "8", "checkpoint"]),
         ("setup.sh", ["everything"]),
@@ -90,7 +91,7 @@ def test_a_wrong_call_is_two_lines_and_exit_code_2(scripts, tmp_path, script, wo
     result = call(scripts / script, *words, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 2
-    assert "usage: bash scripts/" + script in result.stderr
+    assert f"bash scripts/{script}" in result.stderr and "usage: " in result.stderr
 
 
 def test_setup_without_a_usable_python_says_what_to_do(scripts, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -138,6 +139,66 @@ def test_two_nodes_agree_with_one_rank(one_rank: Path, digits: Path, tmp_path: P
     assert_agrees(one_rank, folders, run_together(commands))
 
 
+def kubeflow(port: str, pod: int, operator: str) -> dict[str, str]:
+    """The variables in one of two pods with one GPU each, by the version of Kubeflow that sets them."""
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+    numbered = pet | {"PET_NODE_RANK": str(pod)} | {f"PET_{name}": value for name, value in master.items()}
+    return {
+        "1.6": {"PYTHONUNBUFFERED": "0", **master, "WORLD_SIZE": "2", "RANK": str(pod)},
+        "1.9": {"PYTHONUNBUFFERED": "1", **master, "WORLD_SIZE": "2", "RANK": str(pod), **numbered},
+        "elastic": pet | {"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_RDZV_BACKEND": "c10d"},
+        "Trainer 2": numbered,
+    }[operator]
+
+
+@pytest.mark.parametrize(
+    "operator", ["1.6", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("1.9", "elastic", "Trainer 2"))]
+)
+def test_two_pods_of_kubeflow_agree_with_one_rank(one_rank: Path, digits: Path, tmp_path: Path, operator: str) -> None:
+    """As in two_nodes, but the number of the machine and the others are those of the pod."""
+    folders, port = [tmp_path / "pod0", tmp_path / "pod1"], free_port()
+    commands: list[Command] = []
+    for pod, folder in enumerate(folders):
+        config, *rest = words_for(digits, folder)
+        commands.append((["bash", DIST_TRAIN, config, "1", *rest], kubeflow(port, pod, operator)))
+    done = run_together(commands)
+    if operator == "elastic" and not (folders[0] / "checkpoints").exists():
+        folders.reverse()  # either pod may get rank 0
+    assert_agrees(one_rank, folders, done)
+
+
+def test_single_pod_of_kubeflow_starts_ranks(digits: Path, tmp_path: Path) -> None:
+    """RANK=0 and WORLD_SIZE=1 are those of a pod here, not of a process."""
+    words = words_for(digits, tmp_path / "run")
+    done = run([sys.executable, TRAIN, *words, "--gpus", "2", "--dry-run"], RANK="0", WORLD_SIZE="1")
+    assert done.returncode == 0 and re.search(r"ranks +2 \(", done.stdout), done.stderr
+
+
+SSH = """#!/bin/sh
+case "$2 $3" in
+    "127.0.0.1 "*NODE_RANK=0*MASTER_ADDR=127.0.0.1* | "127.0.0.2 "*NODE_RANK=1*MASTER_ADDR=127.0.0.1*) ;;
+    *) exit 99 ;;
+esac
+cd / && exec sh -c "$3"
+"""
+
+
+def test_ssh_train_agrees_with_one_rank_and_passes_the_exit_code(one_rank: Path, digits: Path, tmp_path: Path) -> None:
+    """With a program in place of ssh that starts the command here. A relative run folder is below this folder."""
+    ssh, script = tmp_path / "bin" / "ssh", str(REPOSITORY / "scripts" / "ssh_train.sh")
+    ssh.parent.mkdir()
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    env = {"PATH": f"{ssh.parent}:{os.environ['PATH']}", "HOSTS": "127.0.0.1 127.0.0.2", "MASTER_PORT": free_port()}
+    config, *rest = words_for(digits, Path("a run"))
+    for words, code in ((rest, 0), (["optimizer.lr=many"], 2)):
+        done = run(["bash", script, config, "1", *words], cwd=tmp_path, **env)
+        assert done.returncode == code, done.stderr
+    assert losses(tmp_path / "a run") == pytest.approx(losses(one_rank), rel=1e-4)
+    assert sorted(path.name for path in (tmp_path / "a run" / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+
+
 def test_node_without_the_other_exits_5(digits: Path, tmp_path: Path) -> None:
     config, *rest = arguments(digits, tmp_path / "run", parallel__timeout_sec=3)
     port = str(free_port())
@@ -272,6 +333,24 @@ def test_slurm_train_agrees_with_one_rank(one_rank: Path, digits: Path, tmp_path
     env = slurm | {"GPUS": "2", "GPUS_PER_NODE": "1", "CPUS_PER_TASK": "1", "SRUN_ARGS": "--quiet --time=5"}
     command = ["bash", script, "main", "tests", *words_for(digits, tmp_path / "run")]
     assert_agrees(one_rank, [tmp_path / "run"], run_together([(command, env)]))
+    assert "rank 1 of 2 on cpu" in (tmp_path / "run" / "logs" / "rank1.log").read_text()
+
+
+@pytest.mark.nightly
+def test_batch_file_of_the_docs_agrees_with_one_rank(
+    one_rank: Path, digits: Path, tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    text = (REPOSITORY / "docs" / "launchers.md").read_text()
+    file = re.findall(r"```bash\n(#!/usr/bin/env bash\n#SBATCH.*?)```", text, re.DOTALL)[0]
+    file = re.sub(r"(--(?:ntasks-per-node|gpus-per-node|cpus-per-task))=8", r"\1=1", file).replace("24:00:00", "5")
+    command = shlex.join([sys.executable, TRAIN, *words_for(digits, tmp_path / "run")])
+    assert file.count("python tools/train.py configs/resnet50.yaml ") == 1
+    file = file.replace("python tools/train.py configs/resnet50.yaml", command)
+    (tmp_path / "job.sh").write_text(file)
+    output = tmp_path / "output.txt"
+    (done,) = run_together([(["sbatch", "--wait", f"--output={output}", str(tmp_path / "job.sh")], slurm)])
+    assert done.returncode == 0, output.read_text()
+    assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-4)
     assert "rank 1 of 2 on cpu" in (tmp_path / "run" / "logs" / "rank1.log").read_text()
 
 

@@ -23,6 +23,7 @@ from imagenet_cls.parallel.environment import (
     find_rank_info,
     first_host,
     interface_towards,
+    machine_options,
 )
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -66,7 +67,11 @@ def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpi", UsageError),  # which GPU?
         (BY_HAND, "auto", (0, 0, 2, 1)),
         ({**BY_HAND, "MASTER_ADDR": "127.0.0.1"}, "auto", (0, 0, 2, 2)),  # all on this machine
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "auto", (0, 0, 1, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "auto", None),  # a pod, or one process started by hand
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "auto", UsageError),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "pytorch", None),  # a pod, which starts its ranks
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "spawn", UsageError),
+        (TORCHRUN, "pytorch", (5, 1, 8, 4)),
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),  # which GPU?
         ({"RANK": "one", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
@@ -83,6 +88,43 @@ def test_find_rank_info_for_each_launcher(env: dict[str, str], launcher: str, ex
 
 def test_find_rank_info_of_a_spawned_rank_names_spawn() -> None:
     assert [find_rank_info(TORCHRUN, launcher).launcher for launcher in ("auto", "spawn")] == ["pytorch", "spawn"]  # type: ignore[union-attr]
+
+
+# What Kubeflow sets in the second of two pods with eight GPUs each.
+MASTER = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+PET_MASTER = {"PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
+PYTORCHJOB_1_6 = {"PYTHONUNBUFFERED": "0", **MASTER, "WORLD_SIZE": "2", "RANK": "1"}
+PYTORCHJOB_1_7 = {
+    "PYTHONUNBUFFERED": "1", **MASTER, **PET_MASTER, "WORLD_SIZE": "16", "RANK": "1", "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "8", "PET_NNODES": "2",
+}  # fmt: skip
+PYTORCHJOB_1_7_AUTO = PYTORCHJOB_1_7 | {"WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"}
+TRAINJOB = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1", **PET_MASTER}
+ELASTIC = {
+    "PYTHONUNBUFFERED": "1", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d",
+    "PET_NNODES": "1:4", "PET_MAX_RESTARTS": "3", "PET_NPROC_PER_NODE": "auto",
+}  # fmt: skip
+SECOND_OF_TWO = {"nodes": "2", "node_rank": "1", "master_addr": "job-master-0", "master_port": "23456"}
+OF_ELASTIC = {"nodes": "1:4", "master_addr": "job-worker-0", "master_port": "23456", "max_restarts": "3"}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, {}),
+        (PYTORCHJOB_1_6, SECOND_OF_TWO),
+        (PYTORCHJOB_1_7, SECOND_OF_TWO),
+        (PYTORCHJOB_1_7_AUTO, SECOND_OF_TWO),
+        (TRAINJOB, SECOND_OF_TWO),
+        (ELASTIC, OF_ELASTIC),
+        ({**MASTER, "WORLD_SIZE": "5", "RANK": "4", **ELASTIC}, OF_ELASTIC),  # with a Master
+        ({**TORCHRUN, **PYTORCHJOB_1_7, "LOCAL_RANK": "1"}, {}),  # a rank in a pod
+        ({"WORLD_SIZE": "2"}, {}),
+        (SLURM, {}),
+    ],
+)
+def test_machine_options_of_a_pod(env: dict[str, str], expected: dict[str, str]) -> None:
+    assert machine_options(env) == expected
 
 
 def completed(env: dict[str, str]) -> dict[str, str]:

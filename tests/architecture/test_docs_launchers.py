@@ -1,0 +1,38 @@
+"""docs/launchers.md: the manifest of Kubernetes is complete, and the variables are those that are read."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from imagenet_cls.commands.train import load_for_training, train_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "launchers.md").read_text()
+
+
+def test_manifest_starts_a_valid_training_in_each_pod() -> None:
+    manifest = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])
+    pods = manifest["spec"]["pytorchReplicaSpecs"]
+    assert manifest["kind"] == "PyTorchJob" and set(pods) == {"Master", "Worker"}
+    for pod in pods.values():
+        (container,) = pod["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch", "the operator sets variables only there"
+        bash, script, config, gpus, *words = container["command"]
+        in_image = Path(script).relative_to("/opt/imagenet-cls")
+        assert (
+            bash == "bash" and (ROOT / in_image).is_file() and "/opt/imagenet-cls" in (ROOT / "Dockerfile").read_text()
+        )
+        assert int(gpus) == container["resources"]["limits"]["nvidia.com/gpu"]
+        assert all(isinstance(word, str) for word in container["command"])
+        load_for_training(train_parser().parse_intermixed_args([config, *words]))
+        mounts, volumes = container["volumeMounts"], pod["template"]["spec"]["volumes"]
+        assert [mount["name"] for mount in mounts] == [volume["name"] for volume in volumes]
+
+
+def test_variables_of_pods_are_those_that_are_read() -> None:
+    source = (ROOT / "imagenet_cls" / "parallel" / "environment.py").read_text()
+    function = source.partition("def machine_options(")[2].partition("\ndef ")[0]
+    read = set(re.findall(r'"([A-Z_]+)"', function)) - {"LOCAL_RANK"}
+    table = PAGE.partition("| elastic PyTorchJob")[0].rpartition("\n\n")[2] + PAGE.partition("| elastic PyTorchJob")[2]
+    assert set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+|RANK)`", table.partition("\n\n")[0])) == read
