@@ -1,0 +1,271 @@
+"""Run contenders in turn, compare them pairwise, and write the results as tables and JSON.
+
+A row of a result is a dictionary: `row` (what it is), `value`, and where they apply `low`, `high` (the range over the
+rounds), `unit`, `goal` (such as ">= 2.5"), `met` and `note`. `value` is None for what was not measured.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs" / "benchmarks.md"
+CONTENDERS = ROOT / "benchmarks" / "contenders.py"
+COMMANDS = ("decode", "loader", "index", "memory", "step", "loop", "startup", "gpu")
+NOT_MEASURED = "not measured"
+Row = dict[str, Any]
+
+
+@dataclass
+class Contender:
+    """A process of `contenders.py`. checkout: of the repository whose package and `contenders.py` it uses."""
+
+    label: str
+    arguments: dict[str, Any]
+    python: str = sys.executable
+    checkout: Path = ROOT
+    error: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    passes: list[dict[str, float]] = field(default_factory=list)
+
+    @cached_property
+    def process(self) -> subprocess.Popen[str]:
+        own = self.checkout / "benchmarks" / "contenders.py"
+        command = [self.python, "-P", str(own if own.exists() else CONTENDERS), json.dumps(self.arguments)]
+        env = {**os.environ, "PYTHONPATH": str(self.checkout)}
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=env)
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next line of the process; None if it has ended."""
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        self.log.seek(0)
+        lines = self.log.read().strip().splitlines() or ["ended without a message"]
+        self.error, self.passes = lines[-1][:200], []
+        return None
+
+    def wait_until_ready(self) -> None:
+        self.versions = self.answer() or {}
+
+    def one_pass(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        if (answer := self.answer()) is not None:
+            self.passes.append(answer)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.log.close()
+
+    @property
+    def rates(self) -> list[float]:
+        """Images per second of each round."""
+        return [each["images"] / each["seconds"] for each in self.passes]
+
+    @property
+    def cpu_ms(self) -> list[float]:
+        """CPU milliseconds per image of each round."""
+        return [1e3 * each["cpu_seconds"] / each["images"] for each in self.passes]
+
+
+def run_in_turn(contenders: Sequence[Contender], rounds: int) -> None:
+    """Start all, then `rounds` times one pass of each, so that a slower or faster machine affects all."""
+    try:
+        for contender in contenders:
+            _ = contender.process  # all start at once
+        for contender in contenders:
+            contender.wait_until_ready()
+            progress(f"{contender.label}: {contender.error or 'ready'}")
+        for number in range(rounds):
+            for contender in contenders:
+                if not contender.error:
+                    contender.one_pass()
+            progress(f"round {number + 1} of {rounds}")
+    finally:
+        for contender in contenders:
+            contender.close()
+
+
+def progress(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def table_of_contenders(contenders: Sequence[Contender]) -> list[Row]:
+    """Images per second and CPU milliseconds per image of each."""
+    return [
+        measured(each.label, each.rates, "img/s", note=each.error, cpu_ms=rounded(median(each.cpu_ms or [0])) or None)
+        for each in contenders
+    ]
+
+
+def measured(row: str, values: Sequence[float], unit: str = "", goal: str = "", note: str = "", **more: Any) -> Row:
+    """A row with the median of the values and their range. Without values it was not measured."""
+    result: Row = {"row": row, "value": None, "unit": unit}
+    if values:
+        result["value"] = rounded(median(values))
+        if len(values) > 1:
+            result |= {"low": rounded(min(values)), "high": rounded(max(values))}
+    if goal:
+        result["goal"] = goal
+        if values:
+            sign, bound = goal.split()[:2]
+            value = median(values)
+            result["met"] = value >= float(bound) if sign == ">=" else value <= float(bound)
+    result |= {name: value for name, value in more.items() if value is not None}
+    return {**result, "note": note} if note else result
+
+
+def gate(row: str, holds: bool, note: str = "") -> Row:
+    """A row of a property that has to hold: the benchmark fails without it."""
+    result = {"row": row, "value": "yes" if holds else "no", "goal": "yes", "met": holds, "gate": True}
+    return {**result, "note": note} if note else result
+
+
+def paired(row: str, ours: Contender | None, other: Contender | None, goal: str = "", note: str = "") -> Row:
+    """The ratio of images per second in each round; `cpu_ratio` is that of images per CPU second."""
+    if ours is None or other is None or not (ours.passes and other.passes):
+        errors = [each.error for each in (ours, other) if each is not None and each.error]
+        return measured(row, [], "x", goal, note=errors[0] if errors else NOT_MEASURED)
+    ratios = [mine / theirs for mine, theirs in zip(ours.rates, other.rates, strict=True)]
+    cpu = [theirs / mine for mine, theirs in zip(ours.cpu_ms, other.cpu_ms, strict=True) if mine and theirs]
+    return measured(row, ratios, "x", goal, note, cpu_ratio=rounded(median(cpu)) if cpu else None)
+
+
+def best(contenders: Sequence[Contender]) -> Contender | None:
+    """The fastest by the median of its rounds."""
+    finished = [each for each in contenders if each.passes]
+    return max(finished, key=lambda each: median(each.rates)) if finished else next(iter(contenders), None)
+
+
+def rounded(value: float) -> float:
+    """Four digits."""
+    return float(f"{value:.4g}")
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "row": ("", lambda row: row["row"]),
+    "value": ("value", lambda row: _text(row)),
+    "low": ("range", lambda row: f"{_number(row['low'])} to {_number(row['high'])}" if "low" in row else ""),
+    "cpu_ms": ("CPU ms/img", lambda row: _number(row.get("cpu_ms", ""))),
+    "cpu_ratio": ("by CPU time", lambda row: _number(row.get("cpu_ratio", ""))),
+    "goal": ("goal", lambda row: row.get("goal", "")),
+    "met": ("met", lambda row: {True: "yes", False: "**no**", None: ""}[row.get("met")]),
+    "note": ("", lambda row: row.get("note", "")),
+}
+
+
+def _number(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+
+def _text(row: Row) -> str:
+    if row.get("value") is None:
+        return NOT_MEASURED
+    return f"{_number(row['value'])} {row.get('unit', '')}".strip()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table, with the columns that they have."""
+    columns = [column for name, column in COLUMNS.items() if any(name in row for row in rows)]
+    lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(cell(row).replace("|", "/") for _, cell in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory and load of this machine, and its GPUs."""
+    model = platform.processor() or platform.machine()
+    if (cpuinfo := Path("/proc/cpuinfo")).exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = next(iter(names), model)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    load = [round(value, 1) for value in os.getloadavg()]
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30),
+        "load": load,
+    }
+
+
+def describe_commit(checkout: Path = ROOT) -> str:
+    """The commit of a checkout, with `+` if files differ from it."""
+    git = ["git", "-C", str(checkout)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return commit + ("+" if changed else "")
+
+
+def new_result(command: str, **description: Any) -> dict[str, Any]:
+    """A result without rows. `tables` has the rows of each table by its title."""
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    versions = import_module("benchmarks.contenders").versions()  # mypy does not follow it to packages of peers
+    about = {"date": now, "commit": describe_commit(), "machine": describe_machine(), "versions": {"ours": versions}}
+    return {"command": command, **about, **description, "tables": {}}
+
+
+def write_result(result: Mapping[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result['command']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def page_section(result: Mapping[str, Any]) -> str:
+    """A result as a section of docs/benchmarks.md."""
+    machine, images = result["machine"], result.get("images")
+    lines = [f"### {result['command']}", "", f"`python tools/benchmark.py {result['command']}`"]
+    lines += [f"- {result['date'][:10]}, commit {result['commit']}"]
+    if result.get("baseline"):
+        lines[-1] += f"; the baseline is commit {result['baseline']}"
+    cores = f"{machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load'][0]:g} at the start"
+    lines += [f"- {', '.join([machine['processor'], *machine.get('gpus', [])])}, {cores}"]
+    if images:
+        size = f"{images['width']}x{images['height']} pixels and {images['kilobytes']:g} KB on average"
+        lines += [f"- {images['images']} images ({images['source']}), {size}"]
+    for name, packages in result["versions"].items():
+        lines.append(f"- {name}: {', '.join(f'{package} {version}' for package, version in packages.items())}")
+    for title, rows in result["tables"].items():
+        lines += ["", *([f"{title}:", ""] if title else []), table(rows)]
+    if "text" in result:
+        lines += ["", result["text"]]
+    return "\n".join(lines) + "\n"
+
+
+BEGIN, END = (
+    "<!-- Written by `python tools/benchmark.py docs` from benchmarks/results. -->",
+    "<!-- End of the results. -->",
+)
+
+
+def page_with_results(page: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """The page with these results in the place of the earlier ones."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + BEGIN, "", *map(page_section, results), END]) + after
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The results in a folder, in the order of the commands."""
+    paths = [folder / f"{command}.json" for command in COMMANDS]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]

@@ -1,0 +1,184 @@
+"""Decoders and data loaders of this project and of others: which of them run, their ratios and the goals."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import (
+    ROOT,
+    Contender,
+    Row,
+    best,
+    describe_commit,
+    new_result,
+    paired,
+    run_in_turn,
+    table_of_contenders,
+)
+from benchmarks.images import prepare_images
+
+POLICY = "rand-m9-mstd0.5-inc1"
+
+
+@dataclass
+class Options:
+    """Of one run of the benchmark. peers: the Python of each peer. only: patterns of the contenders to run.
+
+    loss_steps: of the runs whose losses are compared.
+    """
+
+    folder: Path
+    root: Path | None = None
+    images: int = 1056
+    rounds: int = 5
+    workers: int = 2
+    batch_size: int = 64
+    peers: dict[str, str] = field(default_factory=dict)
+    baseline: Path | None = None
+    only: Sequence[str] = ()
+    loss_steps: int = 50
+
+    def contender(self, label: str, name: str, peer: str = "", checkout: Path = ROOT, **arguments: Any) -> Contender:
+        python = self.peers.get(peer, self.peers.get("all", sys.executable)) if peer else sys.executable
+        shared = {"folder": str(self.folder), "batch_size": self.batch_size, "workers": self.workers}
+        return Contender(label, {"name": name, **shared, **arguments}, python, checkout)
+
+    def wants(self, label: str) -> bool:
+        return not self.only or any(fnmatch(label, pattern) for pattern in self.only)
+
+
+class Group:
+    """Contenders that run in turn, by their labels."""
+
+    def __init__(self, options: Options, contenders: Sequence[Contender]):
+        self.contenders = [each for each in contenders if options.wants(each.label)]
+        run_in_turn(self.contenders, options.rounds)
+        self.by_label = {each.label: each for each in self.contenders}
+
+    def ratio(self, row: str, ours: str, *others: str, goal: str = "", note: str = "") -> Row:
+        """Of `ours` to the best of the others."""
+        found = [self.by_label[label] for label in others if label in self.by_label]
+        return paired(row, self.by_label.get(ours), best(found), goal, note)
+
+
+def ours_and_timm(options: Options, suffix: str, ours: dict[str, Any], timm: dict[str, Any]) -> list[Contender]:
+    """Contenders whose labels end in `suffix`: ours, and with floats; timm's loader, and with its prefetcher."""
+    found = [
+        options.contender(f"ours{suffix}", "ours", **ours),
+        options.contender(f"ours, floats{suffix}", "ours", floats=True, **ours),
+        options.contender(f"timm{suffix}", "timm", peer="timm", **timm),
+        options.contender(f"timm, prefetcher{suffix}", "timm", peer="timm", prefetcher=True, **timm),
+    ]
+    if options.baseline is not None:
+        found.append(options.contender(f"baseline{suffix}", "ours", checkout=options.baseline, **ours))
+    return found
+
+
+def ratio_rows(group: Group, suffix: str, goal: str, floats_goal: str = "") -> Iterator[Row]:
+    """Ours to timm's best and to the baseline."""
+    timms = (f"timm{suffix}", f"timm, prefetcher{suffix}")
+    yield group.ratio("ours / timm's best", f"ours{suffix}", *timms, goal=goal)
+    yield group.ratio("ours as floats / timm's best", f"ours, floats{suffix}", *timms, goal=floats_goal)
+    if f"baseline{suffix}" in group.by_label:
+        yield group.ratio("ours / ours at the baseline", f"ours{suffix}", f"baseline{suffix}")
+
+
+def run_loader(options: Options) -> dict[str, Any]:
+    """All rows of the loaders."""
+    from benchmarks.equality import decode_options, loss_rows, pixel_rows
+
+    images = prepare_images(options.folder, options.images, options.root)
+    result = new_result("loader", images=images)
+    workers, new = options.workers, options.contender
+    decode = [new(f"ours, decode={value}", "ours", overrides=[f"data.decode={value}"]) for value in decode_options()]
+    train = Group(
+        options,
+        [
+            *ours_and_timm(options, "", {}, {}),
+            *decode,
+            new("ours, 1 worker", "ours", workers=1),
+            new("torchvision", "torchvision"),
+            new("FFCV", "ffcv", peer="ffcv"),
+            new("DALI, crop decode", "dali", peer="dali"),
+            new("DALI, whole decode", "dali", peer="dali", crop_decode=False),
+            new("decode only", "decode_only"),
+        ],
+    )
+    rows = [
+        *ratio_rows(train, "", ">= 2.5"),
+        train.ratio("ours / torchvision's reference", "ours", "torchvision"),
+        train.ratio("ours / FFCV", "ours", "FFCV", goal=">= 1.2", note="FFCV reads its own file, of smaller images"),
+        train.ratio("ours / DALI, crop decode", "ours", "DALI, crop decode", goal=">= 1.5"),
+        train.ratio("ours / DALI, whole decode", "ours", "DALI, whole decode"),
+        train.ratio("ours / decoding whole images only", "ours", "decode only", goal=">= 1.1"),
+        train.ratio(f"ours, {workers} workers / 1 worker", "ours", "ours, 1 worker", goal=">= 1.85"),
+        *(train.ratio(f"ours / {each.label}", "ours", each.label) for each in decode),
+    ]
+    policy_overrides = {"overrides": [f"augment.policy={POLICY}"]}
+    policy = Group(options, ours_and_timm(options, ", policy", policy_overrides, {"policy": POLICY}))
+    evaluation = Group(
+        options,
+        [
+            *ours_and_timm(options, ", evaluation", {"evaluate": True}, {"evaluate": True}),
+            new("torchvision, evaluation", "torchvision", evaluate=True),
+        ],
+    )
+    rates = f"batch {options.batch_size}, {workers} workers, {images['images']} images"
+    groups = (train, policy, evaluation)
+    result["tables"] = {
+        f"RandomResizedCrop 224 and flip, {rates}": rows,
+        f"The same with {POLICY}": list(ratio_rows(policy, ", policy", ">= 1.8")),
+        "Evaluation, resize 256 and crop 224; workers start in each pass": [
+            *ratio_rows(evaluation, ", evaluation", "", ">= 1.6 (stretch 1.8)"),
+            evaluation.ratio(
+                "ours as floats / torchvision's reference", "ours, floats, evaluation", "torchvision, evaluation"
+            ),
+        ],
+        "Each contender": [row for group in groups for row in table_of_contenders(group.contenders)],
+        "Equality": [
+            *pixel_rows(options.folder, options.batch_size, workers, min(options.images, 512)),
+            *loss_rows(options.folder, workers, options.loss_steps),
+        ],
+    }
+    result["versions"] |= versions_of_peers([each for group in groups for each in group.contenders])
+    if options.baseline is not None:
+        result["baseline"] = describe_commit(options.baseline)
+    return result
+
+
+def run_decode(options: Options) -> dict[str, Any]:
+    """All rows of the decoders."""
+    from benchmarks.equality import decode_rows
+
+    images = prepare_images(options.folder, options.images, options.root)
+    result, new = new_result("decode", images=images), options.contender
+    contenders = [
+        new("ours, whole", "decoder", method="ours_whole"),
+        new("torchvision, whole", "decoder", method="torchvision_whole"),
+        new("Pillow, whole", "decoder", method="pillow_whole"),
+        new("nvImageCodec, whole", "decoder", peer="nvimgcodec", method="nvimgcodec_whole"),
+        new("nvImageCodec, crop", "decoder", peer="nvimgcodec", method="nvimgcodec_region"),
+    ]
+    group = Group(options, contenders)
+    others = [each.label for each in group.contenders if not each.label.startswith("ours")]
+    result["tables"] = {
+        "Ratios, one thread": [group.ratio(f"ours, whole / {label}", "ours, whole", label) for label in others],
+        "Each contender": table_of_contenders(group.contenders),
+        "Equality": list(decode_rows(options.folder, min(options.images, 512))),
+    }
+    result["versions"] |= versions_of_peers(group.contenders)
+    return result
+
+
+def versions_of_peers(contenders: Sequence[Contender]) -> dict[str, dict[str, str]]:
+    """By the contenders of each other Python: what differs from the versions here."""
+    ours, found = import_module("benchmarks.contenders").versions(), {}
+    for python in dict.fromkeys(each.python for each in contenders if each.python != sys.executable and each.versions):
+        labels = dict.fromkeys(each.label.partition(",")[0] for each in contenders if each.python == python)
+        packages = next(each.versions for each in contenders if each.python == python and each.versions)
+        found[", ".join(labels)] = {name: text for name, text in packages.items() if ours.get(name) != text}
+    return found

@@ -1,0 +1,101 @@
+"""tools/benchmark.py with a handful of images and one round: what it writes and checks, not how fast anything is."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = {"command", "date", "commit", "machine", "versions", "tables"}
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_tool", ROOT / "tools" / "benchmark.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("benchmark")
+
+
+def benchmark(tool: ModuleType, folder: Path, command: str, *words: str) -> tuple[int, dict]:
+    """Exit code and result with eight images."""
+    sizes = ["--rounds", "1", "--images", "8", "--batch-size", "4", "--workers", "1", "--tiny"]
+    code = tool.main([command, *sizes, "--folder", str(folder / "images"), "--out", str(folder), *words])
+    result = json.loads((folder / f"{command}.json").read_text())
+    assert result.keys() >= KEYS
+    return code, result
+
+
+def gates(result: dict) -> dict[str, bool]:
+    return {row["row"]: row["met"] for row in result["tables"]["Equality"]}
+
+
+def test_decode_compares_decoders(tool, folder):
+    code, result = benchmark(tool, folder, "decode", "--only", "*, whole", "--peer", f"nvimgcodec={sys.executable}")
+    rates = {row["row"]: row["value"] for row in result["tables"]["Each contender"]}
+    assert rates["ours, whole"] > 0 and rates["torchvision, whole"] > 0 and rates["Pillow, whole"] > 0
+    ratio = result["tables"]["Ratios, one thread"][0]
+    assert ratio["row"] == "ours, whole / torchvision, whole" and ratio["value"] > 0
+    assert code == 0 and all(gates(result).values())
+
+
+def test_loader_compares_with_decoding_only(tool, folder):
+    code, result = benchmark(tool, folder, "loader", "--only", "ours", "decode only", "--baseline", str(ROOT))
+    rows = {row["row"]: row for rows in result["tables"].values() for row in rows}
+    assert rows["ours / decoding whole images only"]["value"] > 0
+    assert rows["ours / decoding whole images only"]["goal"] == ">= 1.1"
+    assert rows["ours / FFCV"]["value"] is None
+    assert "8 of 8 images" in str(result["tables"]["Equality"]) and "crops of" in str(gates(result))
+    assert code == 0 and all(gates(result).values())
+
+
+def test_other_pixels_fail(tool, folder, monkeypatch):
+    from benchmarks import equality
+
+    monkeypatch.setattr(equality, "decode_rgb", lambda data: torch.zeros(3, 1, 1, dtype=torch.uint8))
+    code, result = benchmark(tool, folder, "decode", "--only", "none")
+    assert code == 1 and not any(gates(result).values())
+
+
+def test_contender_that_fails_is_not_measured(tool, folder):
+    code, result = benchmark(tool, folder, "decode", "--only", "nvImageCodec, crop", "--peer", "all=false")
+    (row,) = result["tables"]["Each contender"]
+    assert code == 0 and row["value"] is None and row["note"]
+    assert result["tables"]["Ratios, one thread"][0]["value"] is None
+
+
+def test_ratios_are_paired_by_round():
+    from benchmarks.compare import Contender, paired, table
+
+    fast, slow = Contender("fast", {}), Contender("slow", {})
+    for factor in (1, 4, 2):  # the machine slows down: ratios of 2, 3 and 2.5
+        slow.passes.append({"images": 10, "seconds": float(factor), "cpu_seconds": 1.0})
+    fast.passes = [{"images": 10, "seconds": seconds, "cpu_seconds": 0.5} for seconds in (0.5, 4 / 3, 0.8)]
+    row = paired("fast / slow", fast, slow, ">= 2.6")
+    assert (row["value"], row["low"], row["high"], row["cpu_ratio"], row["met"]) == (2.5, 2.0, 3.0, 2.0, False)
+    assert "| fast / slow | 2.5 x | 2 to 3 | 2 | >= 2.6 | **no** |" in table([row])
+
+
+def test_docs_have_the_results():
+    from benchmarks.compare import DOCS, RESULTS, page_with_results, read_results
+
+    page = DOCS.read_text()
+    assert page == page_with_results(page, read_results(RESULTS)), "run python tools/benchmark.py docs"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", ["step", "memory", "gpu"])
+def test_rows_are_measured(tool, folder, command):
+    code, result = benchmark(tool, folder, command)
+    (rows,) = result["tables"].values()
+    assert code == 0 and [row for row in rows if row["value"] is None] == []

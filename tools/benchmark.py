@@ -1,0 +1,97 @@
+"""Measure this project and others in one run: python tools/benchmark.py loader. See --help."""
+
+import argparse
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.compare import (
+    COMMANDS,
+    DOCS,
+    RESULTS,
+    new_result,
+    page_section,
+    page_with_results,
+    read_results,
+    write_result,
+)
+
+WITH_IMAGES = ("decode", "loader")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=[*COMMANDS, "all", "docs"], help="docs: write docs/benchmarks.md from --out")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each contender (default: 5)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, which show that all runs, not how fast")
+    images = parser.add_argument_group("decode and loader")
+    images.add_argument("--folder", type=Path, default="work_dirs/benchmark", help="for images (default: %(default)s)")
+    images.add_argument(
+        "--root", type=Path, help="take the images from class folders in train/ and val/ of this folder"
+    )
+    images.add_argument("--images", type=int, default=1056, help="of each part (default: 1056)")
+    images.add_argument("--workers", type=int, default=2, help="processes or threads of each loader (default: 2)")
+    images.add_argument("--batch-size", type=int, default=64, help="default: 64")
+    images.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders to run; `*` matches any text")
+    images.add_argument("--baseline", type=Path, metavar="DIR", help="also run the package of this checkout")
+    images.add_argument(
+        "--peer",
+        action="append",
+        metavar="NAME=PYTHON",
+        default=os.environ.get("BENCHMARK_PEERS", "").split(),
+        help="the Python of timm, ffcv, dali, nvimgcodec or all (or the variable BENCHMARK_PEERS, separated by spaces)",
+    )
+    return parser
+
+
+def rows_of_module(command: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result of `run(rounds)` of a module of `benchmarks`; some take `tiny` for small sizes."""
+    module = importlib.import_module(f"benchmarks.{command}")
+    tiny = {"tiny": True} if arguments.tiny and "tiny" in inspect.signature(module.run).parameters else {}
+    result = new_result(command)
+    rows = module.run(arguments.rounds, **tiny)
+    if hasattr(module, "table"):  # its rows are not those of `compare`
+        return {**result, "rows": rows, "text": module.table(rows)}
+    return {**result, "tables": {"": rows}}
+
+
+def measure(command: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result of a command."""
+    if command not in WITH_IMAGES:
+        return rows_of_module(command, arguments)
+    from benchmarks import loader
+
+    peers = dict(word.split("=", 1) for word in arguments.peer)
+    names = ("folder", "root", "images", "rounds", "workers", "batch_size", "baseline", "only")
+    values = {name: getattr(arguments, name) for name in names}
+    options = loader.Options(peers=peers, loss_steps=3 if arguments.tiny else 50, **values)
+    return loader.run_loader(options) if command == "loader" else loader.run_decode(options)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print and write. Exit code 1 if a property that has to hold does not."""
+    arguments = parser().parse_args(words)
+    if arguments.command == "docs":
+        page = DOCS.read_text()
+        DOCS.write_text(page_with_results(page, read_results(arguments.out)))
+        return 0
+    failed = False
+    for command in COMMANDS if arguments.command == "all" else (arguments.command,):
+        result = measure(command, arguments)
+        print(page_section(result))
+        print(f"written to {write_result(result, arguments.out)}\n", flush=True)
+        rows = [row for rows in result["tables"].values() for row in rows]
+        failed |= any(row.get("gate") and not row["met"] for row in rows)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
