@@ -11,6 +11,7 @@ from imagenet_cls.data.loader import BatchLoader, TrainLoader, WorkerOptions, ev
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
+from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.evaluate import Batch
 from imagenet_cls.engine.plan import Plan
 from imagenet_cls.parallel.environment import cpus_per_rank
@@ -110,6 +111,7 @@ class DataWaitCheck:
     def __init__(self, config: Config, plan: Plan, group: Group):
         self.num_workers = train_worker_options(config, plan, group).num_workers
         self.cpus = cpus_per_rank(group.rank_info)
+        self.decode = config.data.decode
         self.is_done = config.data.name == "synthetic"  # made on the device
         self.epoch: int | None = None
         self.waits_pct: list[float] = []
@@ -139,7 +141,9 @@ class DataWaitCheck:
             return "set data.num_workers=auto, so that workers read ahead"
         if self.num_workers < int(self.cpus) - 1:
             return f"increase data.num_workers: {self.num_workers} workers of a rank that may use {self.cpus:g} CPUs"
+        decodes_regions = self.decode == "auto" and find_turbojpeg() is not None
         return (
             f"the rank may use {self.cpus:g} CPUs for {self.num_workers} workers, so give it more CPUs, "
-            "or store smaller images, or store them on a faster disk"
+            + ("" if decodes_regions else "use data.decode=auto with libjpeg-turbo 3, ")
+            + "store smaller images, or store them on a faster disk"
         )

@@ -83,12 +83,17 @@ def test_data_wait_warning_after_five_consecutive_intervals(
 def test_data_wait_warning_names_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     interval = [{"epoch": 0, "data_wait_pct": 40.0}]
-    for workers, remedy in {
-        "0": "set data.num_workers=auto",
-        "3": "increase data.num_workers: 3 workers of a rank that may use 8 CPUs",
-        "auto": "may use 8 CPUs for 7 workers, so give it more CPUs, or store smaller images",
+    monkeypatch.setattr(loaders, "find_turbojpeg", object)
+    for overrides, remedy in {
+        ("data.num_workers=0",): "set data.num_workers=auto",
+        ("data.num_workers=3",): "increase data.num_workers: 3 workers of a rank that may use 8 CPUs",
+        ("data.num_workers=auto",): "may use 8 CPUs for 7 workers, so give it more CPUs, store smaller images",
+        (
+            "data.num_workers=auto",
+            "data.decode=whole",
+        ): "more CPUs, use data.decode=auto with libjpeg-turbo 3, store smaller images",
     }.items():
-        check = data_wait_check(f"data.num_workers={workers}")
+        check = data_wait_check(*overrides)
         (warning,) = filter(None, (check.warning(interval) for _ in range(10)))
         assert warning.startswith("warning: the loop waited for data 40 % of the time in 5 ") and remedy in warning
     assert warnings_of(data_wait_check("data.name=synthetic"), [(0, 90.0)] * 10) == []
