@@ -8,6 +8,7 @@ import atexit
 import json
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -164,6 +165,9 @@ def launch_ranks(config: LaunchConfig, command: Sequence[str] | None, argv: Sequ
                 f"could not start {config.nproc_per_node} ranks: {first_line(error)[:200]}\n"
                 "Check the address, the port (MASTER_PORT) and the limits, and that every machine was started."
             ) from error
+        finally:
+            for process in multiprocessing.active_children():  # ranks of a start that did not complete: torch left them
+                process.terminate()
     return 0
 
 
