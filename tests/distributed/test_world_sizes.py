@@ -21,11 +21,12 @@ from torch import nn
 
 from imagenet_cls.checkpoint.format import Progress
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, MixConfig
+from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig, MixConfig
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
-from imagenet_cls.data.transforms import TrainTransform
+from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
 from imagenet_cls.engine.train import train
@@ -42,7 +43,7 @@ BATCHES = {12: 1, 48: 2, 25: 2}  # and in how many micro-batches each
 TEST_IMAGES = (359, 361)
 
 
-class Numbered:
+class Numbered(ImageSource):
     """Images of 2 x 2 pixels whose pixels and target spell their own number."""
 
     classes = tuple("abcdefg")
@@ -61,10 +62,6 @@ class Numbered:
 
     def digest(self) -> str:
         return "numbered"
-
-
-def same(image: torch.Tensor) -> torch.Tensor:
-    return image
 
 
 def numbers_of(images: torch.Tensor) -> list[int]:
@@ -88,7 +85,8 @@ def counts(group: Group, num_images: int) -> dict[str, Any]:
     source, shard = Numbered(num_images), shard_for_eval(num_images, group.rank, group.world_size)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 7))
-    batches = eval_batches(source, same, shard, 50, WorkerOptions())
+    unchanged = EvalTransform(EvalConfig(crop_px=2, resize_px=2))
+    batches = eval_batches(source, unchanged, shard, 50, WorkerOptions())
     outputs = model_outputs({"raw": model}, batches, lambda images: images.float() / 255, group.device, None)
     result = evaluate(outputs, ["raw"], group)["raw"]
     return {name: value for name, value in result.items() if name != "seconds"}

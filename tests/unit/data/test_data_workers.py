@@ -17,6 +17,7 @@ from helpers import environment
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data.loader import TrainLoader, WorkerOptions, worker_death
 from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.errors import ResourceError
 
@@ -70,7 +71,7 @@ raise ValueError("a bug")
 """
 
 
-class Images:
+class Images(ImageSource):
     """16 images of 8 px. pipe: reading an image with an index in `hanging` blocks on this named pipe."""
 
     classes = ("a", "b")
