@@ -1,21 +1,26 @@
 """Class folders: which files are images, their index in shared memory, and the usual mistakes in a layout."""
 
+import contextlib
 import os
+import time
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
+from imagenet_cls.data.index_cache import Scan, folder_status, read_scan, write_scan
 from imagenet_cls.errors import DataError, command_line, printable, shorten
 
 # torchvision's ImageFolder takes these, except .gif. Compared in lower case.
 IMAGE_SUFFIXES = frozenset(
     {b".jpg", b".jpeg", b".png", b".bmp", b".gif", b".webp", b".ppm", b".pgm", b".tif", b".tiff"}
 )
+COMMON_SUFFIXES = (b".JPEG", b".jpg", b".jpeg", b".png")  # ImageNet's first
+HIDDEN = ord(".")
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
 PREPARE_COMMAND = f"{command_line('prepare-imagenet')} ARCHIVES OUT"
 NO_VALIDATION = "data.val=null data.val_fraction=0.1"
@@ -52,7 +57,12 @@ class ImageIndex:
 
     def digest(self) -> str:
         """SHA-256 over names, targets and classes, in hex. Not over `root`, so that a dataset can be moved."""
-        digest = sha256(b"".join(self.names.tolist()))
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        characters = np.ascontiguousarray(self.names).view(np.uint8)
+        digest = sha256(characters[characters != 0])  # shorter names end in zeros
         ends = np.cumsum(np.char.str_len(self.names))
         digest.update(np.concatenate(([0], ends)).astype("<i8").tobytes())
         digest.update(self.targets.astype("<i8").tobytes())
@@ -68,16 +78,31 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
     name. Raises DataError.
     """
     root = Path(folder)
-    found = class_folders(root)
-    names, counts = list[bytes](), list[int]()
-    for class_name in found:
-        of_class = scan_images(os.fsencode(root), os.fsencode(class_name))
-        names += of_class
-        counts.append(len(of_class))
-    check_classes(root, found, counts)
+    scan = read_scan(root)
+    if scan is None:
+        scan = scan_classes(root)
+        write_scan(root, scan)
+    found = scan.classes
+    check_classes(root, found, scan.counts)
     labels = range(len(found)) if classes is None else match_classes(found, classes, root)
-    targets = np.repeat(np.array(labels, np.int64), counts)
-    return ImageIndex(root, np.array(names), targets, tuple(found if classes is None else classes))
+    targets = np.repeat(np.array(labels, np.int64), scan.counts)
+    return ImageIndex(root, scan.names, targets, tuple(found if classes is None else classes))
+
+
+def scan_classes(root: Path) -> Scan:
+    """List all class folders in `root`. Raises DataError."""
+    started, base = time.time(), os.fsencode(root)
+    folders: dict[bytes, os.stat_result | None] = {b"": None}
+    with contextlib.suppress(OSError):  # of which `class_folders` informs the user
+        status, (*_, settled) = folder_status(base), list_folder(base)
+        folders[b""] = status if settled else None
+    classes = class_folders(root)
+    counts, names = [], []
+    for name in classes:
+        of_class = scan_images(base, os.fsencode(name), folders)
+        counts.append(len(of_class))
+        names.append(np.array(of_class, f"S{max(map(len, of_class), default=1)}"))
+    return Scan(classes, counts, np.concatenate(names), folders, started)
 
 
 def match_classes(found: Sequence[str], classes: Sequence[str], root: Path) -> list[int]:
@@ -139,22 +164,59 @@ def join_names(names: Sequence[str], count: int = 3) -> str:
     return ", ".join(shorten(printable(name), 100) for name in names[:count]) + (", ..." if len(names) > count else "")
 
 
-def scan_images(base: bytes, folder: bytes) -> list[bytes]:
+def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result | None] | None = None) -> list[bytes]:
     """The images at any depth below `base/folder`, as paths relative to `base` with `/` between folders.
 
     Order: folders by their whole path, files by name within each, as torchvision's ImageFolder. Links are followed;
-    hidden files and folders are skipped. Raises DataError.
+    hidden files and folders are skipped. folders: each folder is added to it, as in `Scan`. Raises DataError.
     """
+    found, pending = [], [folder]
+    while pending:
+        path = pending.pop()
+        full_path = os.path.join(base, path)  # noqa: PTH118
+        try:
+            status = folder_status(full_path)
+            images, subfolders, settled = list_folder(full_path)
+        except OSError as error:
+            place = os.path.normpath(os.fsdecode(full_path))
+            raise DataError(f"{place}: {error.strerror}\ncheck its permissions, or use another folder") from None
+        if folders is not None:
+            folders[path] = status if settled else None
+        found.append((path, images))
+        pending += [os.path.normpath(os.path.join(path, name)) for name in subfolders]  # noqa: PTH118
+    names = []
+    for path, images in sorted(found):
+        prefix = path + b"/"
+        names += [prefix + name for name in images]
+    return names
 
-    def unreadable(error: OSError) -> NoReturn:
-        path = os.path.normpath(os.fsdecode(error.filename))
-        raise DataError(f"{path}: {error.strerror}\ncheck its permissions, or use another folder") from None
 
-    found = []
-    for path, folders, files in os.walk(os.path.join(base, folder), onerror=unreadable, followlinks=True):  # noqa: PTH118
-        folders[:] = [name for name in folders if not name.startswith(b".")]
-        found.append((os.path.relpath(path, base), sorted(filter(is_image, files))))
-    return [path + b"/" + name for path, files in sorted(found) for name in files]
+def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], bool]:
+    """Names of the images, sorted, and of the folders in a folder, links followed, without hidden ones.
+
+    The third result is false if another link, of any name but an image's, leads to no folder now. Raises OSError.
+    """
+    with os.scandir(path) as entries:
+        found = list(entries)
+    try:  # most folders hold images only, with few suffixes
+        images = [n for e in found if (n := e.name).endswith(COMMON_SUFFIXES) and n[0] != HIDDEN and not e.is_dir()]
+    except OSError:
+        images = []
+    if len(images) == len(found):
+        return sorted(images), [], True
+    images, folders, settled = [], [], True
+    for entry in found:
+        try:
+            is_folder = entry.is_dir()
+        except OSError:  # a cycle of links, or no permission for the target of a link
+            is_folder = settled = False
+        if is_folder:
+            folders += [entry.name] if entry.name[0] != HIDDEN else []
+        elif is_image(entry.name):
+            images.append(entry.name)
+        elif entry.is_symlink():
+            settled = False
+    return sorted(images), folders, settled
 
 
 def class_folders(root: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """Indexing folders: equal to torchvision's ImageFolder, and errors for the usual mistakes."""
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def test_index_folder_equals_image_folder(tmp_path: Path) -> None:
 
 
 def test_index_folder_skips_hidden_files_and_takes_gif(tmp_path: Path) -> None:
-    touch(tmp_path, "a/1.gif", "a/._1.jpg", "a/.cache/2.jpg", ".ipynb_checkpoints/3.jpg", "b/1.jpg")
+    touch(tmp_path, "a/1.gif", "a/._1.jpg", "a/.cache/2.jpg", ".ipynb_checkpoints/3.jpg", "b/1.jpg", "b/._2.jpg")
     index = index_folder(tmp_path)
     assert [index.name(i) for i in range(len(index))] == ["a/1.gif", "b/1.jpg"]
 
@@ -141,12 +142,14 @@ def test_index_does_not_depend_on_the_order_of_the_file_system(
 ) -> None:
     expected = index_folder(image_folder / "train")
 
-    def shuffled(*args: Any, **kwargs: Any) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
-        for path, folders, files in walk(*args, **kwargs):
-            yield path, folders, random.sample(files, len(files))
+    @contextlib.contextmanager
+    def shuffled(path: Any) -> Iterator[Iterator[os.DirEntry]]:
+        with scandir(path) as entries:
+            found = list(entries)
+            yield iter(random.sample(found, len(found)))
 
-    walk = os.walk
-    monkeypatch.setattr(os, "walk", shuffled)
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", shuffled)
     for _ in range(3):
         index = index_folder(image_folder / "train")
         assert (index.digest(), index.classes) == (expected.digest(), expected.classes)

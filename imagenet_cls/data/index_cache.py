@@ -1,0 +1,138 @@
+"""Scans of large datasets in a cache folder, so that a run need not list a million files again.
+
+A scan is taken from the cache only if every folder that was listed is as it was: the same inode, and the same times of
+the last change of its content (mtime) and of its inode (ctime). The kernel sets both when a name is added, removed or
+replaced; a program can set the first one only. Scans with folders in which these times may be wrong are not cached.
+Without a cache, or with a damaged one, the folders are listed.
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from imagenet_cls.files import TEMPORARY
+
+CACHE_VARIABLE = "IMAGENET_CLS_CACHE"
+MIN_IMAGES = 10_000  # fewer are listed in milliseconds
+# File systems that set both times of a folder at each change. Others may not (FUSE, object storage, SMB), or show the
+# times and inodes of a disk image, which may be replaced by another one (squashfs, overlay).
+FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs", "nfs", "nfs4", "lustre", "ceph"})
+# Two changes within the resolution of the times, up to 2 seconds, can't be told apart. The rest is for a file server
+# whose clock is slow.
+MIN_AGE_SEC = 60
+_TEMPORARY_SEC = 3600  # a temporary file that is older was left by a killed process
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The images in the class folders of a dataset.
+
+    classes: names of the folders, sorted. counts: images in each, at any depth. names: (N,) paths relative to the
+    dataset, of dtype S. folders: each folder that was listed, relative to the dataset, with its status before that, or
+    None where it holds a link to nothing: that may become a folder, and change no time here. started: Unix time.
+    """
+
+    classes: list[str]
+    counts: list[int]
+    names: np.ndarray
+    folders: dict[bytes, os.stat_result | None]
+    started: float
+
+
+def folder_status(path: bytes) -> os.stat_result:
+    """The status of a folder. It is opened for that: then a client of NFS asks the server."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_scan(root: Path) -> Scan | None:
+    """The scan of this folder in the cache, if there is one, it is undamaged, and no folder has changed."""
+    started = time.time()
+    try:
+        with np.load(_cache_file(root), allow_pickle=False) as stored:  # raises for wrong checksums
+            if stored["version"].tobytes() != _version():
+                return None
+            folders: dict[bytes, os.stat_result | None] = {}
+            for path in stored["folders"].tolist():
+                folders[path] = folder_status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
+            if not np.array_equal(stored["times"], _times(folders.values())):
+                return None
+            classes = list(map(os.fsdecode, stored["classes"].tolist()))
+            return Scan(classes, stored["counts"].tolist(), stored["names"], folders, started)
+    except Exception:  # zipfile and numpy raise anything for damaged files
+        return None
+
+
+def write_scan(root: Path, scan: Scan) -> None:
+    """Write a scan to the cache, unless it is small or a later change might go unnoticed. Errors are ignored.
+
+    Several processes may write at once: each writes a file of its own, and renames it.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # a RuntimeError if there is no home folder
+        if len(scan.names) < MIN_IMAGES or not _notices_changes(scan):
+            return
+        target = _cache_file(root)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in target.parent.glob(f"{TEMPORARY}*"):
+            if time.time() - path.stat().st_mtime > _TEMPORARY_SEC:
+                path.unlink()
+        with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=target.parent, delete=False) as file:
+            try:
+                np.savez(
+                    file,
+                    version=np.array(_version()),
+                    folders=np.array(list(scan.folders)),
+                    times=_times(scan.folders.values()),
+                    classes=np.array(list(map(os.fsencode, scan.classes))),
+                    counts=np.array(scan.counts),
+                    names=scan.names,
+                )
+                file.flush()
+                Path(file.name).replace(target)
+            finally:
+                Path(file.name).unlink(missing_ok=True)
+
+
+def _notices_changes(scan: Scan) -> bool:
+    """Whether any later change of a listed folder will change its times."""
+    folders = [status for status in scan.folders.values() if status is not None]
+    newest = max((max(status.st_mtime, status.st_ctime) for status in folders), default=0)
+    if len(folders) < len(scan.folders) or newest > scan.started - MIN_AGE_SEC:
+        return False
+    file_systems = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():  # only Linux has it: see proc(5)
+        mount, _, file_system = line.partition(" - ")
+        major, minor = mount.split()[2].split(":")
+        file_systems[os.makedev(int(major), int(minor))] = file_system.split()[0]
+    return all(file_systems.get(status.st_dev, "unknown") in FILE_SYSTEMS for status in folders)
+
+
+def _times(statuses: Iterable[os.stat_result | None]) -> np.ndarray:
+    """Inode number and times in nanoseconds of each folder, as text, since an inode number may exceed int64."""
+    return np.array([b"%d %d %d" % (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in statuses if s is not None])
+
+
+def _cache_file(root: Path) -> Path:
+    """The file for the dataset in `root`. Raises RuntimeError if there is no home folder."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    if not folder:
+        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless it is absolute
+        folder = os.fspath((xdg if xdg.is_absolute() else Path.home() / ".cache") / "imagenet-cls")
+    absolute = os.path.abspath(os.fsencode(root))  # noqa: PTH100
+    return Path(folder, f"index-{blake2b(absolute, digest_size=8).hexdigest()}.npz")
+
+
+def _version() -> bytes:
+    """A hash of the code that lists and stores, in hex: other code does not read an old scan."""
+    sources = [Path(__file__).with_name(name).read_bytes() for name in ("index.py", "index_cache.py")]
+    return blake2b(b"".join(sources)).hexdigest().encode()
