@@ -23,10 +23,13 @@ def noisy_words(digits: Path, folder: Path, **more: Any) -> list[str]:
     return arguments(digits, folder, "noisy", **common, **more)
 
 
-@pytest.mark.parametrize("workers", [0, 3, "auto"])
-def test_same_bits_for_any_number_of_workers(digits: Path, tmp_path: Path, workers: int | str) -> None:
+@pytest.mark.parametrize(("workers", "decode"), [(0, "whole"), (3, "auto"), ("auto", "whole")])
+def test_same_bits_for_any_number_of_workers_and_decoder(
+    digits: Path, tmp_path: Path, workers: int | str, decode: str
+) -> None:
     """Another seed gives other bits, otherwise the comparison shows nothing."""
-    for name, changes in {"a": {}, "b": {"data__num_workers": workers}, "other": {"seed": 1}}.items():
+    other_input = {"data__num_workers": workers, "data__decode": decode}
+    for name, changes in {"a": {}, "b": other_input, "other": {"seed": 1}}.items():
         train_here(noisy_words(digits, tmp_path / name, train__epochs=1, **changes))
     assert state_digest(tmp_path / "a") == state_digest(tmp_path / "b") != state_digest(tmp_path / "other")
 
@@ -61,12 +64,12 @@ def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> N
     ],
 )
 def test_run_in_two_parts_ends_in_the_same_bits(digits: Path, tmp_path: Path, optimizer: str, stop_at: int) -> None:
-    """Stopped in the first epoch, in the second, between them; fused and other optimizers; other data workers."""
+    """Stopped in the first epoch, in the second, between them; fused and other optimizers; other workers and decoder."""
     common = {"optimizer.name": optimizer, "optimizer.lr": 0.01}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_here(noisy_words(digits, whole, **common))
     train_here(noisy_words(digits, parts, train__max_steps=stop_at, **common))
-    train_here([*noisy_words(digits, parts, data__num_workers=2, data__prefetch_batches=4, **common), "--resume"])
+    train_here([*noisy_words(digits, parts, data__num_workers=2, data__decode="whole", **common), "--resume"])
     assert losses(parts) == losses(whole)
     assert saved_bytes(parts) == saved_bytes(whole)
 
