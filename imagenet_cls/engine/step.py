@@ -93,11 +93,10 @@ class Updater:
         whether the update was skipped (bool scalar on the device).
         """
         self.scaler.unscale_(self.optimizer)
-        with_grad = [p for p in self.parameters if p.grad is not None]
-        gradients = [p.grad for p in with_grad if p.grad is not None]
+        gradients = [gradient for p in self.parameters if (gradient := p.grad) is not None]
         norm = nn.utils.get_total_norm(gradients) if with_norm or self.clips_by_norm else None
         found_inf = self._found_inf(gradients, norm)
-        self.clip(with_grad, norm)
+        self.clip(self.parameters, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
             if momentum is not None:
@@ -114,7 +113,7 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         return norm, found_inf.bool()
 
-    def _found_inf(self, gradients: Sequence[Tensor], norm: Tensor | None) -> Tensor:
+    def _found_inf(self, gradients: list[Tensor], norm: Tensor | None) -> Tensor:
         """1 where the update has to be skipped, else 0: a float32 scalar on the device."""
         if self.clips_by_norm:
             assert norm is not None
@@ -125,7 +124,7 @@ class Updater:
         return find_nonfinite(gradients)
 
 
-def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+def find_nonfinite(tensors: list[Tensor]) -> Tensor:
     """1 if an element of a tensor is NaN or infinite, else 0: a float32 scalar on the device of the tensors.
 
     Uses the kernel of torch's GradScaler with a scale of 1, which leaves the values unchanged. It is exact, while a sum
@@ -134,8 +133,9 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
-    for dtype in {tensor.dtype for tensor in tensors}:
-        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+    dtypes = {tensor.dtype for tensor in tensors}
+    for dtype in dtypes:
+        group = tensors if len(dtypes) == 1 else [tensor for tensor in tensors if tensor.dtype == dtype]
         if device.type in ("cpu", "cuda") and dtype in (torch.float32, torch.float64, torch.float16):
             torch._amp_foreach_non_finite_check_and_unscale_(group, found, scale)
         else:
@@ -146,7 +146,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 def clipping(
     model: nn.Module, train: TrainConfig, head_names: Sequence[str] = ()
 ) -> Callable[[list[nn.Parameter], Tensor | None], None]:
-    """A function of the parameters with gradients and of the global norm that clips the gradients in place.
+    """A function of the parameters and of their gradients' global norm that clips the gradients in place.
 
     `clip_norm` scales the whole gradient down to that global norm, `clip_value` clamps each element, `clip_agc` scales
     each unit's gradient down to that share of the norm of its weights (Brock et al. 2021, "High-Performance Large-Scale

@@ -133,7 +133,7 @@ class BatchNormStatistics:
         buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
         self.buffers: list[Tensor] = buffers
         self.sizes = [buffer.numel() for buffer in buffers]
-        self.are_equal = all(is_synchronized(norm) for norm in norms)
+        self.are_equal = group.world_size == 1 or all(is_synchronized(norm) for norm in norms)
         self.group = group
         self.store_current()
 
@@ -145,6 +145,9 @@ class BatchNormStatistics:
     def sync(self, skipped: Tensor) -> None:
         """skipped: bool scalar on the device, equal on all ranks; restores the values from before the step."""
         if self.last is None:
+            return
+        if self.are_equal and skipped.is_cpu and not skipped.item():  # nothing to write back; on a CPU no wait
+            torch.cat(self.buffers, out=self.last)
             return
         flat = self._flat() if self.are_equal else all_reduce_mean(self._flat(), self.group)
         torch.where(skipped, self.last, flat, out=self.last)
