@@ -226,7 +226,8 @@ class _Builder:
         hint = keys.value_types()[key]
         bare, _ = keys.split_optional(hint)
         # OmegaConf also makes booleans of numbers and texts.
-        if bare is not bool or isinstance(value, bool) or value is None or "${" in str(value):
+        is_word = isinstance(value, str) and ("${" in value or value in keys.choices(hint))
+        if bare is not bool or isinstance(value, bool) or value is None or is_word:
             with suppress(OmegaConfBaseException, OverflowError, ValueError):
                 OmegaConf.update(self.config, key, value, merge=False)
                 return

@@ -447,8 +447,9 @@ class TrainConfig:
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
     # Precision of forward and backward. auto: bf16 on GPUs that support it, else fp32. fp16 uses a loss scale.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    # torch.compile the model.
-    compile: bool = key(False, recipe=False)
+    # torch.compile the model, in this mode. true: default. Without augment.progressive every new shape is compiled for
+    # itself; the last batch of an evaluation is padded. reduce-overhead and max-autotune use CUDA graphs on GPUs.
+    compile: bool | Literal["default", "max-autotune", "reduce-overhead"] = key(False, recipe=False)
     # Store weights and images in the channels-last memory format, the fastest for convolutions.
     channels_last: bool = True
     # Largest global norm of the gradient; larger ones are scaled down. null: no limit.

@@ -1,8 +1,9 @@
 """Batches of uint8 images to what the model takes: transfer, cast, normalize; in training also erase and mix."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from timm.data.mixup import Mixup
@@ -11,6 +12,9 @@ from torch import Tensor
 from imagenet_cls.config.schema import ErasingConfig, MixConfig
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.seeding import hash_key, seed_generators
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Preprocess:
@@ -32,6 +36,40 @@ class Preprocess:
         assert images.dtype == torch.uint8 and images.ndim == 4, (images.dtype, images.shape)
         images = images.to(self.device, non_blocking=True)
         return images.to(torch.float32, memory_format=self.memory_format).sub_(self.shift).mul_(self.scale)
+
+
+def copy_ahead(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
+    """Yield the batches, on a GPU with images and targets copied to it, each while the previous one is used.
+
+    The copies run on a stream of their own, asynchronously from pinned memory. On other devices the batches are
+    unchanged, and each is taken from `batches` when it is needed.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)
+
+    def start_copy(batch: TrainBatch) -> tuple[TrainBatch, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            images, targets = (tensor.to(device, non_blocking=True) for tensor in (batch.images, batch.targets))
+            return batch._replace(images=images, targets=targets), stream.record_event()
+
+    for batch, copied in start_ahead(batches, start_copy):
+        current = torch.cuda.current_stream(device)
+        current.wait_event(copied)
+        for tensor in (batch.images, batch.targets):
+            tensor.record_stream(current)  # its memory is reused only after what `current` does with it
+        yield batch
+
+
+def start_ahead(items: Iterable[T], start: Callable[[T], S]) -> Iterator[S]:
+    """Yield `start(item)` of each item, called before the result of the previous item is yielded."""
+    started: deque[S] = deque()
+    for item in items:
+        started.append(start(item))
+        if len(started) == 2:
+            yield started.popleft()
+    yield from started
 
 
 def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "rand", "pixel"]) -> Tensor:

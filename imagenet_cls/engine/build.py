@@ -119,8 +119,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     wrapped = wrap_data_parallel(wrap_model(model, group, config.parallel.mode), devices)
     check_same_weights(model, group)
     ema = build_ema(model, config.ema, train.global_batch_size)
-    if train.compile:
-        model.compile()  # in place, so no name gets a prefix
+    compile_model(model, config)
     criterion = build_criterion(build_loss(config.loss, num_classes, config.augment.splits), config.distill, teacher)
     head = head_names(model, num_classes)
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer, head))
@@ -177,6 +176,18 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
             std=std,
         ),
     )
+
+
+def compile_model(model: nn.Module, config: Config) -> None:
+    """Compile `model` as `train.compile` says, in place, so that no name gets a prefix. DDP calls the compiled model.
+
+    With static shapes, so that a second batch size does not compile kernels for sizes that are unknown. Progressive
+    resizing has too many sizes for that.
+    """
+    mode = config.train.compile
+    if mode:
+        static = config.augment.progressive.epochs is None
+        model.compile(mode="default" if mode is True else mode, dynamic=False if static else None)
 
 
 def batch_norm_images(config: Config, plan: Plan) -> list[int]:

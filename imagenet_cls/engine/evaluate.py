@@ -48,18 +48,23 @@ def model_outputs(
     device: torch.device,
     dtype: torch.dtype | None,
     flip: bool = False,
+    pad_to: int | None = None,
 ) -> Iterator[Outputs]:
     """Run all models in evaluation mode over each batch, so that every image is read and decoded once.
 
-    dtype: of autocast. flip: `eval.flip_tta`. Logits and targets are on `device`, indices on the CPU. The models stay
-    in evaluation mode.
+    dtype: of autocast. flip: `eval.flip_tta`. pad_to: the models see smaller batches with black images added up to this
+    number, whose logits are left out, so that a compiled model sees one shape. Logits and targets are on `device`,
+    indices on the CPU. The models stay in evaluation mode.
     """
     for model in models.values():
         model.eval()
     for images, targets, indices in batches:
+        count = len(images)
+        if pad_to is not None and count < pad_to:
+            images = torch.cat([images, images.new_zeros(pad_to - count, *images.shape[1:])])
         pixels = preprocess(images)
         with autocast(device, dtype):
-            logits = {name: compute_logits(model, pixels, flip).to(device) for name, model in models.items()}
+            logits = {name: compute_logits(model, pixels, flip)[:count].to(device) for name, model in models.items()}
         yield logits, targets.to(device, non_blocking=True), indices
 
 
@@ -69,7 +74,8 @@ def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
     flip: the mean of the logits of each image and of its mirror image.
     """
     logits = model(pixels).float()
-    return (logits + model(pixels.flip(3)).float()) / 2 if flip else logits
+    # A model compiled with CUDA graphs returns the same memory at each call.
+    return (logits.clone() + model(pixels.flip(3)).float()) / 2 if flip else logits
 
 
 def evaluate(outputs: Iterable[Outputs], names: Sequence[str], group: Group) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from imagenet_cls.checkpoint.optimizer_state import base_optimizer
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config
+from imagenet_cls.data.device import copy_ahead
 from imagenet_cls.data.loader import TrainBatch, worker_death
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
@@ -199,7 +200,8 @@ class Run:
         set_training(parts.model, parts.config.model)
         self.meter.restart_clock()
         is_first = self.progress.step == 0
-        for batch in self.meter.time_waiting(parts.train_loader.epoch(epoch, first_step)):
+        batches = copy_ahead(parts.train_loader.epoch(epoch, first_step), parts.group.device)
+        for batch in self.meter.time_waiting(batches):
             if is_first:
                 self.reporter.first_batch(batch.images[: len(batch.targets)], batch.targets, parts.data.classes)
                 is_first = False
@@ -293,6 +295,7 @@ class Run:
             parts.group.device,
             parts.evaluation.autocast_dtype,
             parts.config.eval.flip_tta,
+            pad_to=parts.config.eval.batch_size if parts.config.train.compile else None,
         )
         position = {"step": progress.step, "epoch": (progress.step - 1) // parts.plan.steps_per_epoch}
         improved = False

@@ -51,3 +51,21 @@ def test_logits_under_autocast_are_float32_without_gradient() -> None:
     outputs = list(model_outputs({"raw": network(3)}, batches, lambda x: x.float(), CPU, torch.bfloat16))
     assert all(out["raw"].dtype is torch.float32 and not out["raw"].requires_grad for out, _, _ in outputs)
     assert [indices.tolist() for _, _, indices in outputs] == [[0, 1], [2, 3]]
+
+
+def test_padded_batches_have_one_shape_and_the_same_outputs() -> None:
+    images = torch.randint(0, 256, (10, 3, 2, 2), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    batches, shapes, model = batches_of(images, torch.arange(10) % 3, 4), [], network(3)
+
+    def preprocess(batch: torch.Tensor) -> torch.Tensor:
+        shapes.append(batch.shape)
+        return batch.float() / 255
+
+    for flip in (False, True):
+        plain = list(model_outputs({"raw": model}, batches, preprocess, CPU, None, flip))
+        shapes.clear()
+        padded = list(model_outputs({"raw": model}, batches, preprocess, CPU, None, flip, pad_to=4))
+        assert shapes == [(4, 3, 2, 2)] * 3
+        for (logits, targets, indices), expected in zip(padded, plain, strict=True):
+            torch.testing.assert_close(logits["raw"], expected[0]["raw"])
+            assert torch.equal(targets, expected[1]) and torch.equal(indices, expected[2])

@@ -1,0 +1,91 @@
+"""The training loop does not wait for the device between two reports, except where `engine.step` says so."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from imagenet_cls.checkpoint.format import Progress
+from imagenet_cls.config.load import load_config
+from imagenet_cls.data.device import copy_ahead
+from imagenet_cls.data.loader import TrainBatch
+from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.train import train
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
+
+STEPS = 12
+WORDS = [
+    "data.name=synthetic", "data.kwargs={train_images: 96, val_images: 8, num_classes: 5, size_px: 16}",
+    "augment.size_px=16", "eval.crop_px=16", "train.epochs=1", "train.global_batch_size=8", "train.micro_batch_size=4",
+    "augment.erasing.prob=0.5", "ema.decay=0.9", "log.writers=[jsonl]",
+]  # fmt: skip
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the operations that read a number from a tensor: `item`, `bool`, `float`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+class Steps:
+    """In place of `engine.run.Run`: what it does between two reports. Its checks begin after the first step."""
+
+    def __init__(self, parts: TrainingParts):
+        self.parts, self.progress = parts, Progress()
+        self.meter = Meter(parts.group, parts.plan.global_batch)
+        self.reads = CountReads()
+
+    def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
+        return copy_ahead(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
+
+    def after_step(self, epoch: int, lr: float, *results: Any) -> None:
+        self.meter.add(self.progress.step, epoch, lr, *results)
+        if self.progress.step == 1:
+            self.reads.__enter__()
+            if self.parts.group.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+
+    def after_epoch(self) -> None:
+        if self.parts.group.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        self.reads.__exit__(None, None, None)
+        records = self.meter.flush()
+        assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+
+
+def reads_after_first_step(device: torch.device, *words: str) -> int:
+    steps = Steps(build(load_config(None, [*WORDS, *words]).config, Group(RankInfo(), device)))
+    train(steps)  # type: ignore[arg-type]
+    return steps.reads.count
+
+
+@pytest.mark.parametrize(
+    ("words", "reads"),
+    [
+        ([], 0),
+        (["train.clip_norm=1.0", "optimizer.name=adamw", "optimizer.lr=0.001"], 0),
+        (["log.grad_norm=report", "mix.mixup_alpha=0.2", "mix.cutmix_alpha=1.0"], 0),
+        (["optimizer.kwargs.fused=false"], STEPS - 1),
+    ],
+)
+def test_steps_on_a_cpu_read_nothing_but_the_flag_for_optimizers_that_are_not_fused(
+    words: list[str], reads: int
+) -> None:
+    assert reads_after_first_step(torch.device("cpu"), "device=cpu", "model.name=helpers:plain", *words) == reads
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [[], ["train.clip_norm=1.0"], ["log.grad_norm=report", "mix.mixup_alpha=0.2"]])
+def test_steps_on_a_gpu_do_not_synchronize(words: list[str]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    reads_after_first_step(device, "model.name=helpers:noisy", *words)

@@ -1,0 +1,49 @@
+"""Copies of the next batch to a GPU while the current one is used."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from imagenet_cls.data.device import copy_ahead, start_ahead
+from imagenet_cls.data.loader import TrainBatch
+
+
+def test_each_item_is_started_before_the_previous_one_is_yielded() -> None:
+    events: list[tuple[str, int]] = []
+    for result in start_ahead(range(3), lambda item: events.append(("start", item)) or -item):
+        events.append(("use", -result))
+    assert events == [("start", 0), ("start", 1), ("use", 0), ("start", 2), ("use", 1), ("use", 2)]
+    assert list(start_ahead([], str)) == [] and list(start_ahead([7], str)) == ["7"]
+
+
+def batches(count: int, read: list[int], pin: bool = False) -> Iterator[TrainBatch]:
+    for number in range(count):
+        read.append(number)
+        images = torch.full((4, 3, 64, 64), number, dtype=torch.uint8).to(memory_format=torch.channels_last)
+        targets = torch.full((4,), number)
+        yield TrainBatch(images.pin_memory(), targets.pin_memory()) if pin else TrainBatch(images, targets)
+
+
+def test_on_a_cpu_batches_are_unchanged_and_read_when_needed() -> None:
+    read: list[int] = []
+    ahead = copy_ahead(batches(3, read), torch.device("cpu"))
+    assert next(ahead).images[0, 0, 0, 0] == 0 and read == [0]
+    assert [int(batch.targets[0]) for batch in ahead] == [1, 2]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_are_copied_in_order_without_a_synchronization() -> None:
+    device, sums = torch.device("cuda", torch.cuda.current_device()), []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in copy_ahead(batches(20, [], pin=True), device):
+            assert batch.images.device == batch.targets.device == device
+            assert batch.images.is_contiguous(memory_format=torch.channels_last)
+            busy = torch.randn(500, 500, device=device)
+            for _ in range(20):  # later copies must not overwrite what is still in use
+                busy = busy @ busy / 500
+            sums.append(batch.images.float().mean() + batch.targets.float().mean() + 0 * busy.sum())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(sums).tolist() == [2.0 * number for number in range(20)]

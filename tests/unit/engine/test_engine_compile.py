@@ -1,0 +1,42 @@
+"""`train.compile`: which values are read, and how the model is compiled."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from torch import nn
+
+from imagenet_cls.config.load import config_from_dict, load_config
+from imagenet_cls.engine.build import compile_model
+
+STATIC, AUTOMATIC = {"dynamic": False}, {"dynamic": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "expected"),
+    [
+        (["train.compile=false"], False, []),
+        (["train.compile=true"], True, [{"mode": "default", **STATIC}]),
+        (["train.compile=default"], "default", [{"mode": "default", **STATIC}]),
+        (["train.compile=max-autotune"], "max-autotune", [{"mode": "max-autotune", **STATIC}]),
+        (["train.compile=reduce-overhead"], "reduce-overhead", [{"mode": "reduce-overhead", **STATIC}]),
+        (
+            [
+                "train.compile=default",
+                "augment.progressive.epochs=[0,1]",
+                "augment.progressive.sizes_px=[32,64]",
+                "augment.size_px=64",
+            ],
+            "default",
+            [{"mode": "default", **AUTOMATIC}],
+        ),
+    ],
+)
+def test_model_is_compiled_in_the_mode_of_the_config(
+    words: list[str], value: bool | str, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, calls = load_config(None, words).config, []
+    assert config.train.compile == value and config_from_dict(asdict(config)) == config
+    monkeypatch.setattr(nn.Linear, "compile", lambda _, **keywords: calls.append(keywords))
+    compile_model(nn.Linear(2, 2), config)
+    assert calls == expected
