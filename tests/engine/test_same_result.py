@@ -64,7 +64,7 @@ def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> N
     ],
 )
 def test_run_in_two_parts_ends_in_the_same_bits(digits: Path, tmp_path: Path, optimizer: str, stop_at: int) -> None:
-    """Stopped in the first epoch, in the second, between them; fused and other optimizers; other workers and decoder."""
+    """Stopped in the first epoch, in the second, between them; fused and other optimizers; other workers, decoder."""
     common = {"optimizer.name": optimizer, "optimizer.lr": 0.01}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_here(noisy_words(digits, whole, **common))
