@@ -23,7 +23,7 @@ from helpers import DIST_TRAIN, REPOSITORY, arguments, environment, losses, stat
 pytestmark = pytest.mark.nightly
 
 STEPS = 22
-TIMEOUT_SEC = 10.0
+TIMEOUT_SEC = 20.0
 IP = shutil.which("ip") or "/usr/sbin/ip"
 NAMED = ["host tests-a (10.9.1.2; rank 0)", "host tests-b (10.9.1.3; rank 1)"]
 
@@ -132,7 +132,7 @@ def test_cut_cable_names_the_other_machine_and_the_resumed_run_has_the_same_bits
         wait_for_step(folders[0], 6, processes)
         machines[0].plug("down")
         try:
-            ended = ends(processes, TIMEOUT_SEC + 10)
+            ended = ends(processes, 240)
         finally:
             machines[0].plug("up")
     for (code, _, errors), other in zip(ended, reversed(NAMED), strict=True):
@@ -146,7 +146,7 @@ def test_cut_cable_names_the_other_machine_and_the_resumed_run_has_the_same_bits
         machines[1].plug("down")
         time.sleep(TIMEOUT_SEC / 4)
         machines[1].plug("up")
-        for code, _, errors in ends(processes, 120):
+        for code, _, errors in ends(processes, 240):
             assert (code, errors) == (0, "")
     assert re.search(r"resumed from .* at step [48]\b", (folders[0] / "metrics.jsonl").read_text())
     assert len(losses(folders[0])) == STEPS and losses(folders[0]) == losses(undisturbed)

@@ -51,7 +51,7 @@ def test_lost_ranks_are_named_by_all_others_and_reported_once(heartbeats: Heartb
         vanish(heartbeat)
     reasons = [heartbeat.wait_for_lost_rank(patience_sec=5) for heartbeat in (a, b)]
     for reason in reasons:
-        assert str(reason).startswith(f"lost contact with {on_ranks(2, 3)}: no heartbeat for 1 s\n")
+        assert str(reason).startswith(f"lost contact with {on_ranks(2, 3)}: no heartbeat for ")
         assert "--resume" in str(reason) and len(str(reason).splitlines()) <= 3
     assert [reason.printed_elsewhere for reason in reasons if reason] == [False, True]
 

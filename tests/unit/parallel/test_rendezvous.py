@@ -104,7 +104,7 @@ def test_init_group_with_a_silent_server_aborts_after_the_timeout() -> None:
             "group.init_group(RankInfo(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
             f"'tcp://127.0.0.1:{silent.getsockname()[1]}', 0.5)"
         )
-        rank = run([sys.executable, "-c", code], timeout_sec=60)
+        rank = run([sys.executable, "-c", code], timeout_sec=240)
     assert rank.returncode == 5 and len(rank.stderr.splitlines()) == 3, rank.stderr
 
 
