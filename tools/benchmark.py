@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import imagenet_cls.commands  # noqa: F401  # checks that the libraries are installed
 from benchmarks.compare import (
     COMMANDS,
     DOCS,
