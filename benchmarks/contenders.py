@@ -238,10 +238,22 @@ def draw_crop(draws: random.Random, height: int, width: int) -> Crop:
 def ours_whole() -> Callable[[bytes, Crop], Any]:
     import torch
 
-    from imagenet_cls.data.sources import decode_rgb
+    from imagenet_cls.data.decode import decode_rgb
 
     torch.set_num_threads(1)
     return lambda data, crop: decode_rgb(data)
+
+
+def ours_region() -> Callable[[bytes, Crop], Any]:
+    import torch
+
+    from imagenet_cls.data.decode import decode_region
+    from imagenet_cls.data.turbojpeg import find_turbojpeg
+
+    torch.set_num_threads(1)
+    turbojpeg = find_turbojpeg()
+    assert turbojpeg is not None, "no libjpeg-turbo 3"
+    return lambda data, crop: decode_region(data, lambda height, width: crop, turbojpeg)
 
 
 def torchvision_whole() -> Callable[[bytes, Crop], Any]:
@@ -287,7 +299,7 @@ def _nvimgcodec(stream: Callable[[Any, bytes, Crop], Any]) -> Callable[[bytes, C
 
 DECODERS: dict[str, Callable[[], Callable[[bytes, Crop], Any]]] = {
     function.__name__: function
-    for function in (ours_whole, torchvision_whole, pillow_whole, nvimgcodec_whole, nvimgcodec_region)
+    for function in (ours_whole, ours_region, torchvision_whole, pillow_whole, nvimgcodec_whole, nvimgcodec_region)
 }
 CONTENDERS: dict[str, Callable[..., Pass]] = {
     function.__name__: function for function in (ours, timm, torchvision, ffcv, dali, decode_only, decoder)

@@ -15,10 +15,12 @@ from benchmarks.compare import Row, gate
 from imagenet_cls.checkpoint.format import Progress
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import AugmentConfig, Config
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.sources import FolderSource, decode_rgb
+from imagenet_cls.data.decode import decode_region, decode_rgb
+from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.data.transforms import TrainTransform
+from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.loaders import build_train_loader
 from imagenet_cls.engine.plan import plan_run
@@ -55,10 +57,24 @@ def reference_image(path: Path) -> torch.Tensor:
 
 
 def decode_rows(folder: Path, images: int) -> Iterator[Row]:
-    """Whether whole images are those of torchvision's decoder."""
-    paths = sorted((folder / "train").glob("*/*"))[:images]
-    same = sum(torch.equal(decode_rgb(path.read_bytes()), reference_image(path)) for path in paths)
+    """Whether whole images and regions have the pixels of torchvision's decoder."""
+    paths, turbojpeg, transform = (
+        sorted((folder / "train").glob("*/*"))[:images],
+        find_turbojpeg(),
+        TrainTransform(AugmentConfig()),
+    )
+    torch.manual_seed(0)
+    same = same_regions = 0
+    for path in paths:
+        data, expected = path.read_bytes(), reference_image(path)
+        same += torch.equal(decode_rgb(data), expected)
+        image, (top, left, height, width) = decode_region(data, transform.draw_crop, turbojpeg)
+        rows, columns = slice(top, top + height), slice(left, left + width)
+        same_regions += torch.equal(image[:, rows, columns], expected[:, rows, columns])
     yield gate("pixels of torchvision's decoder", same == len(paths), f"{same} of {len(paths)} images")
+    library = "with libjpeg-turbo 3" if turbojpeg is not None else "without libjpeg-turbo 3"
+    note = f"{same_regions} of {len(paths)} images, {library}"
+    yield gate("the same in random regions", same_regions == len(paths), note)
 
 
 def config_of(folder: Path, batch_size: int, overrides: Sequence[str]) -> Config:

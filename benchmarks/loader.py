@@ -94,7 +94,11 @@ def run_loader(options: Options) -> dict[str, Any]:
     images = prepare_images(options.folder, options.images, options.root)
     result = new_result("loader", images=images)
     workers, new = options.workers, options.contender
-    decode = [new(f"ours, decode={value}", "ours", overrides=[f"data.decode={value}"]) for value in decode_options()]
+    decode = [
+        new(f"ours, decode={value}", "ours", overrides=[f"data.decode={value}"])
+        for value in decode_options()
+        if value != "auto"
+    ]
     train = Group(
         options,
         [
@@ -158,15 +162,20 @@ def run_decode(options: Options) -> dict[str, Any]:
     result, new = new_result("decode", images=images), options.contender
     contenders = [
         new("ours, whole", "decoder", method="ours_whole"),
+        new("ours, crop", "decoder", method="ours_region"),
         new("torchvision, whole", "decoder", method="torchvision_whole"),
         new("Pillow, whole", "decoder", method="pillow_whole"),
         new("nvImageCodec, whole", "decoder", peer="nvimgcodec", method="nvimgcodec_whole"),
         new("nvImageCodec, crop", "decoder", peer="nvimgcodec", method="nvimgcodec_region"),
     ]
     group = Group(options, contenders)
-    others = [each.label for each in group.contenders if not each.label.startswith("ours")]
     result["tables"] = {
-        "Ratios, one thread": [group.ratio(f"ours, whole / {label}", "ours, whole", label) for label in others],
+        "Ratios, one thread": [
+            group.ratio("ours, whole / torchvision, whole", "ours, whole", "torchvision, whole"),
+            group.ratio("ours, crop / torchvision, whole", "ours, crop", "torchvision, whole"),
+            group.ratio("ours, crop / nvImageCodec, crop", "ours, crop", "nvImageCodec, crop"),
+            group.ratio("ours, whole / Pillow, whole", "ours, whole", "Pillow, whole"),
+        ],
         "Each contender": table_of_contenders(group.contenders),
         "Equality": list(decode_rows(options.folder, min(options.images, 512))),
     }
