@@ -34,6 +34,12 @@ def _photographs() -> list[Image.Image]:
     return [Image.fromarray(pixels) for pixels in load_sample_images().images]
 
 
+@cache
+def _noise() -> np.ndarray:
+    """Gray noise, from which each image takes a window."""
+    return np.random.default_rng(0).normal(0, 4.3, (600, 600, 1)).round().astype(np.int16)
+
+
 def jpeg(number: int, quality: int = 95) -> bytes:
     """Image `number`. The first five have one kind each."""
     draws = np.random.default_rng(number)
@@ -46,7 +52,8 @@ def jpeg(number: int, quality: int = 95) -> bytes:
     width, height = round(size[0] * scale), round(size[1] * scale)
     left, top = int(draws.integers(photograph.width - width + 1)), int(draws.integers(photograph.height - height + 1))
     crop = photograph.crop((left, top, left + width, top + height)).resize(size, Image.Resampling.BICUBIC)
-    noise = draws.normal(0, 4.3, (size[1], size[0], 1))
+    row, column = draws.integers(100, size=2)
+    noise = _noise()[row : row + size[1], column : column + size[0]]
     pixels = np.roll(np.asarray(crop), draws.integers(3), axis=2) + noise
     file = io.BytesIO()
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert(mode)
@@ -64,10 +71,10 @@ def prepare_images(folder: Path, count: int, root: Path | None = None) -> dict[s
 
     root: a folder with train/ and val/ of class folders; about `count` images of each are linked.
     """
-    wanted = {"images": count, "source": "generated" if root is None else str(root.resolve())}
+    wanted = {"images": count, "root": None if root is None else str(root.resolve())}
     record = folder / "images.json"
-    if record.exists() and (found := json.loads(record.read_text())).items() >= wanted.items():
-        return found
+    if record.exists() and (found := json.loads(record.read_text()))["wanted"] == wanted:
+        return found["description"]
     shutil.rmtree(folder, ignore_errors=True)
     if root is None:
         tasks = []
@@ -80,8 +87,10 @@ def prepare_images(folder: Path, count: int, root: Path | None = None) -> dict[s
             sizes = pool.map(_write, tasks, chunksize=16)
     else:
         sizes = [_link(path, folder / path.relative_to(root)) for path in _sample(root, count)]
-    found = {**wanted, "kilobytes": round(float(np.mean(sizes)) / 1000, 1), **_mean_size(folder)}
-    record.write_text(json.dumps(found))
+    source = "generated" if root is None else "of --root"
+    kilobytes = round(float(np.mean(sizes)) / 1000, 1)
+    found = {"images": count, "source": source, "kilobytes": kilobytes, **_mean_size(folder)}
+    record.write_text(json.dumps({"wanted": wanted, "description": found}))
     return found
 
 
