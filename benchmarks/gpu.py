@@ -39,9 +39,9 @@ class Sizes:
         size_px, classes = (32, 10) if tiny else (224, 1000)
         self.overrides = [f"augment.size_px={size_px}", f"eval.crop_px={size_px}", f"device={self.device}"]
         self.overrides += ["train.precision=bf16", "train.channels_last=true"]
-        self.name = "test_resnet" if tiny else "ResNet-50"
+        self.name = "a model of three layers" if tiny else "ResNet-50"
         if tiny:
-            self.overrides += ["model.name=test_resnet", "model.kwargs={}", "eval.resize_px=36"]
+            self.overrides += ["model.name=benchmarks.loop:tiny", "model.kwargs={}", "eval.resize_px=36"]
         images = f"train_images: 1281167, val_images: 64, num_classes: {classes}, size_px: {size_px}"
         self.synthetic = [*self.overrides, "data.name=synthetic", f"data.kwargs={{{images}}}"]
 
