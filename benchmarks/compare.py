@@ -235,11 +235,14 @@ def page_section(result: Mapping[str, Any]) -> str:
     """A result as a section of docs/benchmarks.md."""
     machine, images = result["machine"], result.get("images")
     lines = [f"### {result['command']}", "", f"`python tools/benchmark.py {result['command']}`"]
+    lines.append("")
     lines += [f"- {result['date'][:10]}, commit {result['commit']}"]
     if result.get("baseline"):
         lines[-1] += f"; the baseline is commit {result['baseline']}"
     cores = f"{machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load'][0]:g} at the start"
     lines += [f"- {', '.join([machine['processor'], *machine.get('gpus', [])])}, {cores}"]
+    if machine["load"][0] > machine["cores"] / 2:
+        lines += ["- other programs used the machine: ratios by CPU time say more, and the number of workers little"]
     if images:
         size = f"{images['width']}x{images['height']} pixels and {images['kilobytes']:g} KB on average"
         lines += [f"- {images['images']} images ({images['source']}), {size}"]
