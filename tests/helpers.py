@@ -56,10 +56,18 @@ def with_image_sum(num_classes: int) -> Any:
     return nn.Sequential(Mean(), plain(num_classes))
 
 
-def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after: int = 0, dropout: float = 0.2) -> Any:
+def noisy(
+    num_classes: int,
+    width: int = 16,
+    pause_sec: float = 0.0,
+    pause_after: int = 0,
+    pause_until: str = "",
+    dropout: float = 0.2,
+) -> Any:
     """With BatchNorm and dropout: state in buffers, random draws in every step.
 
     pause_sec: sleep in each forward pass, so that tests can kill the run there. pause_after: passes without it.
+    pause_until: a file; once it exists there are no more pauses.
     """
     from torch import nn
 
@@ -68,7 +76,8 @@ def noisy(num_classes: int, width: int = 16, pause_sec: float = 0.0, pause_after
 
         def forward(self, images: Any) -> Any:
             if self.training:
-                time.sleep(pause_sec if self.passed >= pause_after else 0.0)
+                pauses = self.passed >= pause_after and not (pause_until and Path(pause_until).exists())
+                time.sleep(pause_sec if pauses else 0.0)
                 self.passed += 1
             return images
 

@@ -240,7 +240,8 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
         "checkpoint__every_steps": 5, "parallel__sync_bn": "true", "device": "cpu",
     }  # fmt: skip
     folder, port, agents = tmp_path / "run", free_port(), []
-    config, *rest = arguments(digits, folder, "noisy", **common, model__kwargs="{dropout: 0.0, pause_sec: 0.5}")
+    paused = f"{{dropout: 0.0, pause_sec: 2.0, pause_until: {tmp_path}/hurry}}"  # imports of the third may take long
+    config, *rest = arguments(digits, folder, "noisy", **common, model__kwargs=paused)
     env = environment(NNODES="2:3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, MAX_RESTARTS="1")
 
     def start_agent() -> subprocess.Popen[bytes]:
@@ -265,6 +266,7 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
         for pid in (*Path(f"/proc/{lost.pid}/task/{lost.pid}/children").read_text().split(), lost.pid):
             os.kill(int(pid), signal.SIGKILL)
         wait(lambda: starts(2) == 2, "two ranks again")
+        (tmp_path / "hurry").touch()
         assert [agent.wait(240) for agent in agents] == [0, 0]
     finally:
         for agent in agents:
