@@ -248,12 +248,12 @@ def ours_region() -> Callable[[bytes, Crop], Any]:
     import torch
 
     from imagenet_cls.data.decode import decode_region
-    from imagenet_cls.data.turbojpeg import find_turbojpeg
+    from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 
     torch.set_num_threads(1)
     turbojpeg = find_turbojpeg()
     assert turbojpeg is not None, "no libjpeg-turbo 3"
-    return lambda data, crop: decode_region(data, lambda height, width: crop, turbojpeg)
+    return lambda data, crop: decode_region(data, lambda height, width: Box(*crop), turbojpeg)
 
 
 def torchvision_whole() -> Callable[[bytes, Crop], Any]:
