@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from imagenet_cls.data.turbojpeg import find_turbojpeg
+
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {"command", "date", "commit", "machine", "versions", "tables"}
 
@@ -41,9 +43,12 @@ def gates(result: dict) -> dict[str, bool]:
 
 
 def test_decode_compares_decoders(tool, folder):
-    code, result = benchmark(tool, folder, "decode", "--only", "*, whole", "--peer", f"nvimgcodec={sys.executable}")
+    code, result = benchmark(
+        tool, folder, "decode", "--only", "*, whole", "ours, *", "--peer", f"nvimgcodec={sys.executable}"
+    )
     rates = {row["row"]: row["value"] for row in result["tables"]["Each contender"]}
     assert rates["ours, whole"] > 0 and rates["torchvision, whole"] > 0 and rates["Pillow, whole"] > 0
+    assert (rates["ours, crop"] is None) == (find_turbojpeg() is None)
     ratio = result["tables"]["Ratios, one thread"][0]
     assert ratio["row"] == "ours, whole / torchvision, whole" and ratio["value"] > 0
     assert code == 0 and all(gates(result).values())
