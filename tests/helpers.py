@@ -5,6 +5,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -209,10 +210,18 @@ def state_digest(work_dir: Path) -> str:
     return digest.hexdigest()
 
 
+# For each process of pytest-xdist other ports, below those that systems give to sockets without a chosen port (Linux:
+# from 32768): until the test uses a port of those, another test's process may get it.
+_PORTS = itertools.count(20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+
+
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """A port that nothing uses."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("no port is free")
 
 
 def pids_by_rank(work_dir: Path) -> dict[int, int]:
