@@ -3,7 +3,7 @@
 #   bash scripts/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash scripts/dist_train.sh CONFIG GPUS
 #   NNODES=1:4 MAX_RESTARTS=3 MASTER_ADDR=host0 bash scripts/dist_train.sh CONFIG GPUS --resume     (elastic)
-# In pods of Kubeflow (PyTorchJob, TrainJob), the number of machines and the others are those of the pod, if not set.
+# In pods of Kubeflow (PyTorchJob, TrainJob), the operator's variables replace these where they are not set.
 # GPUS: processes on this machine. PYTHON: the interpreter (default: the repository's .venv, then python3).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"

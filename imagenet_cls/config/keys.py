@@ -102,7 +102,7 @@ def keys_with(flag: Literal["recipe", "per_machine"], value: bool) -> frozenset[
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; of any other type, that type."""
+    """The types of a union; for any other type, the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
@@ -113,8 +113,9 @@ def split_optional(hint: Any) -> tuple[Any, bool]:
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """The words that a `Literal` type, or a union with one, allows; empty for other types."""
-    return tuple(word for of in _members(hint) if typing.get_origin(of) is Literal for word in typing.get_args(of))
+    """The values that a `Literal` type, or a union with one, allows; empty for other types."""
+    literals = [member for member in _members(hint) if typing.get_origin(member) is Literal]
+    return tuple(value for literal in literals for value in typing.get_args(literal))
 
 
 def is_text(hint: Any) -> bool:

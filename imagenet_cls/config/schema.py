@@ -185,13 +185,13 @@ class DataConfig:
     # Share of the training part that is held out for validation when val is null. Images are chosen class by class by a
     # hash of the path below root, so they are the same on every machine.
     val_fraction: float | None = key(None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",))
-    # Worker processes that read and decode, for each rank. 0: in the training process. auto: from this rank's share of
-    # the CPUs, at most 16; docs/data.md has the rule. null: the same. The samples don't depend on it.
+    # Worker processes that read and decode, for each rank. 0: in the training process. auto or null: chosen from the
+    # CPUs of this rank, at most 16 (docs/data.md). The samples don't depend on it.
     num_workers: int | Literal["auto"] | None = key("auto", Range(0, 256), recipe=False, per_machine=True)
     # Batches that each worker prepares ahead.
     prefetch_batches: int = key(2, COUNT, recipe=False, per_machine=True)
-    # Decoding of JPEG files. `auto`: only the region that a sample needs, where libjpeg-turbo 3 is found, to the same
-    # pixels (docs/data.md). `whole`: the whole image, which also finds damage outside of the region.
+    # How JPEG files are decoded. auto: only the region that a sample needs, if libjpeg-turbo 3 is found; the pixels are
+    # the same (docs/data.md). whole: the whole image, which also detects damage outside of the region.
     decode: Literal["auto", "whole"] = key("auto", recipe=False, per_machine=True)
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
@@ -447,8 +447,8 @@ class TrainConfig:
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
     # Precision of forward and backward. auto: bf16 on GPUs that support it, else fp32. fp16 uses a loss scale.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    # torch.compile the model, in this mode. true: default. Without augment.progressive every new shape is compiled for
-    # itself; the last batch of an evaluation is padded. reduce-overhead and max-autotune use CUDA graphs on GPUs.
+    # torch.compile the model, in this mode. true: the mode `default`. Shapes are static, except with
+    # augment.progressive; the last batch of an evaluation is padded. reduce-overhead and max-autotune use CUDA graphs.
     compile: bool | Literal["default", "max-autotune", "reduce-overhead"] = key(False, recipe=False)
     # Store weights and images in the channels-last memory format, the fastest for convolutions.
     channels_last: bool = True
@@ -557,8 +557,8 @@ class LogConfig:
 
     # Optimizer steps between two log lines; metrics.jsonl has every step.
     every_steps: int = key(50, COUNT)
-    # Which steps have the norm of the gradient in metrics.jsonl. step: every step. report: every `every_steps`-th step,
-    # which saves time in the others, unless train.clip_norm needs the norm.
+    # Steps in which the norm of the gradient is computed and written to metrics.jsonl. step: all. report: every
+    # `every_steps`-th step, to save time in the others; all with train.clip_norm, which needs the norm.
     grad_norm: Literal["step", "report"] = "step"
     # What rank 0 writes: `jsonl` (metrics.jsonl; always written), `tensorboard`, `wandb`, `mlflow`, or
     # `my_module:MyWriter`.
@@ -569,7 +569,7 @@ class LogConfig:
     plots: bool = key(True, per_machine=True)
 
     def has_grad_norm(self, step: int) -> bool:
-        """Whether the norm of the gradient is reported for a step, counted from 0."""
+        """Whether the norm of the gradient is to be computed for a step, counted from 0."""
         return self.grad_norm == "step" or (step + 1) % self.every_steps == 0
 
 

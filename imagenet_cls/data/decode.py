@@ -13,7 +13,7 @@ from torchvision.io import ImageReadMode
 from imagenet_cls.data.turbojpeg import Box, TurboJpeg
 from imagenet_cls.errors import DataError, first_line
 
-# Chooses the box of pixels that are needed, from an image's height and width.
+# A function of an image's height and width. Returns the box of the pixels that are needed.
 ChooseBox = Callable[[int, int], Box]
 
 # Pillow's own limit (2 * Image.MAX_IMAGE_PIXELS as it is installed). ImageNet's largest image has about a tenth of it.
@@ -45,7 +45,7 @@ def decode_region(data: bytes, choose: ChooseBox, turbojpeg: TurboJpeg | None) -
     """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also returns the box.
 
     choose: called once. turbojpeg: decodes only the region of most JPEGs; then an error elsewhere in the file may not
-    be noticed. Any other file, and any that the library reports an error or a warning for, is decoded whole.
+    be noticed. None decodes every file whole. Other files, and those with errors or warnings, are decoded whole.
     """
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
     if turbojpeg is None or channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:

@@ -39,9 +39,9 @@ class Preprocess:
 
 
 def copy_ahead(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
-    """Yield the batches, on a GPU with images and targets copied to it, each while the previous one is used.
+    """Yield the batches. On a GPU, images and targets are copied to it while the previous batch is used.
 
-    The copies run on a stream of their own, asynchronously from pinned memory. On other devices the batches are
+    The copies run on a separate CUDA stream, asynchronously from pinned memory. On other devices the batches are
     unchanged, and each is taken from `batches` when it is needed.
     """
     if device.type != "cuda":
@@ -58,12 +58,12 @@ def copy_ahead(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
         for tensor in (batch.images, batch.targets):
-            tensor.record_stream(current)  # its memory is reused only after what `current` does with it
+            tensor.record_stream(current)  # its memory is not reused before the work queued on `current` is done
         yield batch
 
 
 def start_ahead(items: Iterable[T], start: Callable[[T], S]) -> Iterator[S]:
-    """Yield `start(item)` of each item, called before the result of the previous item is yielded."""
+    """Yield `start(item)` for each item. It is called one item ahead: before the previous result is yielded."""
     started: deque[S] = deque()
     for item in items:
         started.append(start(item))

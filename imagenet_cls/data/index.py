@@ -62,7 +62,7 @@ class ImageIndex:
     @cached_property
     def _digest(self) -> str:
         characters = np.ascontiguousarray(self.names).view(np.uint8)
-        digest = sha256(characters[characters != 0])  # shorter names end in zeros
+        digest = sha256(characters[characters != 0])  # numpy pads shorter names with zeros
         ends = np.cumsum(np.char.str_len(self.names))
         digest.update(np.concatenate(([0], ends)).astype("<i8").tobytes())
         digest.update(self.targets.astype("<i8").tobytes())
@@ -93,15 +93,16 @@ def scan_classes(root: Path) -> Scan:
     """List all class folders in `root`. Raises DataError."""
     started, base = time.time(), os.fsencode(root)
     folders: dict[bytes, os.stat_result | None] = {b"": None}
-    with contextlib.suppress(OSError):  # of which `class_folders` informs the user
-        status, (*_, settled) = folder_status(base), list_folder(base)
-        folders[b""] = status if settled else None
+    with contextlib.suppress(OSError):  # `class_folders` raises an error that explains it
+        status = folder_status(base)
+        _, _, is_cacheable = list_folder(base)
+        folders[b""] = status if is_cacheable else None
     classes = class_folders(root)
     counts, names = [], []
     for name in classes:
-        of_class = scan_images(base, os.fsencode(name), folders)
-        counts.append(len(of_class))
-        names.append(np.array(of_class, f"S{max(map(len, of_class), default=1)}"))
+        images = scan_images(base, os.fsencode(name), folders)
+        counts.append(len(images))
+        names.append(np.array(images, f"S{max(map(len, images), default=1)}"))
     return Scan(classes, counts, np.concatenate(names), folders, started)
 
 
@@ -176,12 +177,12 @@ def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result 
         full_path = os.path.join(base, path)  # noqa: PTH118
         try:
             status = folder_status(full_path)
-            images, subfolders, settled = list_folder(full_path)
+            images, subfolders, is_cacheable = list_folder(full_path)
         except OSError as error:
-            place = os.path.normpath(os.fsdecode(full_path))
-            raise DataError(f"{place}: {error.strerror}\ncheck its permissions, or use another folder") from None
+            shown = os.path.normpath(os.fsdecode(full_path))
+            raise DataError(f"{shown}: {error.strerror}\ncheck its permissions, or use another folder") from None
         if folders is not None:
-            folders[path] = status if settled else None
+            folders[path] = status if is_cacheable else None
         found.append((path, images))
         pending += [os.path.normpath(os.path.join(path, name)) for name in subfolders]  # noqa: PTH118
     names = []
@@ -192,9 +193,10 @@ def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result 
 
 
 def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], bool]:
-    """Names of the images, sorted, and of the folders in a folder, links followed, without hidden ones.
+    """Names of the images, sorted, and of the subfolders, without hidden ones; and whether the folder can be cached.
 
-    The third result is false if another link, of any name but an image's, leads to no folder now. Raises OSError.
+    Links are followed. A folder can't be cached if it holds a link that leads to no folder and is not named as an
+    image: its target may become a folder, which changes no time of this folder. Raises OSError.
     """
     with os.scandir(path) as entries:
         found = list(entries)
@@ -204,19 +206,19 @@ def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], bool]:
         images = []
     if len(images) == len(found):
         return sorted(images), [], True
-    images, folders, settled = [], [], True
+    images, folders, is_cacheable = [], [], True
     for entry in found:
         try:
             is_folder = entry.is_dir()
         except OSError:  # a cycle of links, or no permission for the target of a link
-            is_folder = settled = False
+            is_folder = is_cacheable = False
         if is_folder:
             folders += [entry.name] if entry.name[0] != HIDDEN else []
         elif is_image(entry.name):
             images.append(entry.name)
         elif entry.is_symlink():
-            settled = False
-    return sorted(images), folders, settled
+            is_cacheable = False
+    return sorted(images), folders, is_cacheable
 
 
 def class_folders(root: Path) -> list[str]:

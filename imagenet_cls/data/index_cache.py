@@ -2,8 +2,8 @@
 
 A scan is taken from the cache only if every folder that was listed is as it was: the same inode, and the same times of
 the last change of its content (mtime) and of its inode (ctime). The kernel sets both when a name is added, removed or
-replaced; a program can set the first one only. Scans with folders in which these times may be wrong are not cached.
-Without a cache, or with a damaged one, the folders are listed.
+replaced; a program can set only mtime. Scans of folders whose times may be wrong are not cached. Without a cache, or
+with a damaged one, the folders are listed.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class Scan:
     """The images in the class folders of a dataset.
 
     classes: names of the folders, sorted. counts: images in each, at any depth. names: (N,) paths relative to the
-    dataset, of dtype S. folders: each folder that was listed, relative to the dataset, with its status before that, or
-    None where it holds a link to nothing: that may become a folder, and change no time here. started: Unix time.
+    dataset, of dtype S. folders: each folder that was listed, relative to the dataset, with its status before the
+    listing; None for a folder that can't be cached (`index.list_folder`). started: Unix time.
     """
 
     classes: list[str]
@@ -47,7 +47,7 @@ class Scan:
 
 
 def folder_status(path: bytes) -> os.stat_result:
-    """The status of a folder. It is opened for that: then a client of NFS asks the server."""
+    """The status of a folder. The folder is opened, so that an NFS client asks the server."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         return os.fstat(descriptor)
@@ -56,7 +56,7 @@ def folder_status(path: bytes) -> os.stat_result:
 
 
 def read_scan(root: Path) -> Scan | None:
-    """The scan of this folder in the cache, if there is one, it is undamaged, and no folder has changed."""
+    """The cached scan of this folder. None without one, if it is damaged, or if a folder has changed."""
     started = time.time()
     try:
         with np.load(_cache_file(root), allow_pickle=False) as stored:  # raises for wrong checksums
@@ -74,12 +74,12 @@ def read_scan(root: Path) -> Scan | None:
 
 
 def write_scan(root: Path, scan: Scan) -> None:
-    """Write a scan to the cache, unless it is small or a later change might go unnoticed. Errors are ignored.
+    """Write a scan to the cache, if it is large enough and `_is_cacheable`. Errors are ignored.
 
-    Several processes may write at once: each writes a file of its own, and renames it.
+    Several processes may write at once: each writes a temporary file of its own and renames it.
     """
     with contextlib.suppress(OSError, RuntimeError):  # a RuntimeError if there is no home folder
-        if len(scan.names) < MIN_IMAGES or not _notices_changes(scan):
+        if len(scan.names) < MIN_IMAGES or not _is_cacheable(scan):
             return
         target = _cache_file(root)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,8 +103,8 @@ def write_scan(root: Path, scan: Scan) -> None:
                 Path(file.name).unlink(missing_ok=True)
 
 
-def _notices_changes(scan: Scan) -> bool:
-    """Whether any later change of a listed folder will change its times."""
+def _is_cacheable(scan: Scan) -> bool:
+    """Whether any later change of a listed folder will change its times, so that `read_scan` detects it."""
     folders = [status for status in scan.folders.values() if status is not None]
     newest = max((max(status.st_mtime, status.st_ctime) for status in folders), default=0)
     if len(folders) < len(scan.folders) or newest > scan.started - MIN_AGE_SEC:
@@ -126,13 +126,13 @@ def _cache_file(root: Path) -> Path:
     """The file for the dataset in `root`. Raises RuntimeError if there is no home folder."""
     folder = os.environ.get(CACHE_VARIABLE)
     if not folder:
-        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless it is absolute
+        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))  # ignored unless it is absolute, as the XDG specification says
         folder = os.fspath((xdg if xdg.is_absolute() else Path.home() / ".cache") / "imagenet-cls")
     absolute = os.path.abspath(os.fsencode(root))  # noqa: PTH100
     return Path(folder, f"index-{blake2b(absolute, digest_size=8).hexdigest()}.npz")
 
 
 def _version() -> bytes:
-    """A hash of the code that lists and stores, in hex: other code does not read an old scan."""
+    """A hash, in hex, of the two modules that list and store, so that a scan of another version is not used."""
     sources = [Path(__file__).with_name(name).read_bytes() for name in ("index.py", "index_cache.py")]
     return blake2b(b"".join(sources)).hexdigest().encode()

@@ -158,7 +158,10 @@ def _eval_batch(source: ImageSource, transform: EvalTransform, indices: list[int
 
 
 def _empty_images(num_images: int, size_px: int) -> torch.Tensor:
-    """uint8 (num_images, 3, size_px, size_px), channels-last, not initialized; in shared memory in a worker."""
+    """uint8 (num_images, 3, size_px, size_px), channels-last, not initialized.
+
+    In a worker it is in shared memory, as in torch's `default_collate`.
+    """
     size_bytes = num_images * size_px * size_px * 3
     if get_worker_info() is None:
         images = torch.empty(size_bytes, dtype=torch.uint8)

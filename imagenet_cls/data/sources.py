@@ -31,7 +31,7 @@ class ImageSource(Protocol):
         """Image `i` as uint8 (3, H, W) on the CPU, and its target. Raises DataError if it cannot be read."""
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        """As `load`, but only the pixels in the box that `choose` returns are defined. Also returns the box."""
+        """As `load`, but only the pixels in the box that `choose` returns need to be defined. Also returns the box."""
         image, target = self.load(i)
         return image, choose(*image.shape[1:]), target
 

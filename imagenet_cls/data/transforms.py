@@ -28,7 +28,7 @@ INTERPOLATIONS = {
     "bicubic": InterpolationMode.BICUBIC,
 }
 RANDOM_INTERPOLATIONS = ("bilinear", "bicubic")
-# Half the width of an antialiasing filter, in pixels of the smaller of the two images.
+# Half the width of an antialiasing filter, in pixels of the smaller of the two images, or more.
 _SUPPORTS = {"nearest": 1.0, "bilinear": 1.0, "bicubic": 2.0}
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # A box as long as the image, or longer, is drawn again; after this many draws there is none (timm: 10 as well).
@@ -61,7 +61,7 @@ def _sizes_at(augment: AugmentConfig, epochs: NDArray[np.integer]) -> NDArray[np
 class View(NamedTuple):
     """One view of an image, drawn from `key`.
 
-    image: uint8 (3, S, S), in memory channels-last or not. boxes: int32 (n, 4) to erase; None without erasing.
+    image: uint8 (3, S, S), in any memory format. boxes: int32 (n, 4) to erase; None without erasing.
     """
 
     image: torch.Tensor
@@ -155,7 +155,7 @@ class TrainTransform:
             image = policy(image if isinstance(policy, OnPillow) else image.contiguous())
         jitter_prob = self.augment.color_jitter.prob
         if self.jitter is not None and (jitter_prob == 1 or draw_bernoulli(jitter_prob)):
-            image = self.jitter(image.contiguous())  # planes: the sums of some operations depend on the memory's order
+            image = self.jitter(image.contiguous())  # with channels-last memory, some sums round differently
         if draw_bernoulli(self.augment.grayscale_prob):
             image = F.rgb_to_grayscale(image, num_output_channels=3)
         return image
@@ -215,30 +215,30 @@ class EvalTransform:
         self.interpolation: str = config.interpolation
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """Only the pixels in `needed_region` are read."""
-        image = resize(image, list(self.resized(*image.shape[1:])), self.interpolation)
+        """The result depends only on the pixels in `needed_region`."""
+        image = resize(image, list(self.resized_size(*image.shape[1:])), self.interpolation)
         return F.center_crop(image, [self.crop_px, self.crop_px])
 
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The size of a resized image, as torchvision computes it."""
+    def resized_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the resized image, as torchvision computes them."""
         if height <= width:
             return self.resize_px, int(self.resize_px * width / height)
         return int(self.resize_px * height / width), self.resize_px
 
     def needed_region(self, height: int, width: int) -> Box:
-        """The pixels of an image of this size that the resized center crop depends on, and at least those.
+        """A box that contains all pixels of an image of this size that the resized center crop depends on.
 
-        The whole image is resized, with undefined pixels elsewhere: the resized region would have other weights.
+        The whole image is resized, undefined pixels included: resizing only the box would use other filter weights.
         """
-        resized_height, resized_width = self.resized(height, width)
-        top, bottom = self._needed(height, resized_height)
-        left, right = self._needed(width, resized_width)
+        resized_height, resized_width = self.resized_size(height, width)
+        top, bottom = self._needed_range(height, resized_height)
+        left, right = self._needed_range(width, resized_width)
         return Box(top, left, bottom - top, right - left)
 
-    def _needed(self, side: int, resized: int) -> tuple[int, int]:
-        """First and last (exclusive) row or column that the crop depends on."""
+    def _needed_range(self, side: int, resized: int) -> tuple[int, int]:
+        """The rows or columns that the crop depends on: first, and last plus one."""
         scale = side / resized
-        support = _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0  # a pixel more than needed, for rounding
+        support = _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0  # one more pixel for rounding
         first = round((resized - self.crop_px) / 2.0)  # as `F.center_crop` rounds; negative where it pads
         begin, end = scale * (first + 0.5) - support, scale * (first + self.crop_px - 0.5) + support
         return max(math.floor(begin), 0), min(math.ceil(end), side)

@@ -1,7 +1,8 @@
 """Decoding a region of a JPEG with libjpeg-turbo 3's TurboJPEG library, by ctypes.
 
-torchvision and Pillow decode an image whole, and a random crop needs less than half of it. `tj3SetCroppingRegion`
-(libjpeg-turbo 3.0 and later) decodes only the rows and the blocks of a region, to the same pixels.
+torchvision and Pillow decode a whole image, of which a random crop needs less than half on average.
+`tj3SetCroppingRegion` (libjpeg-turbo 3.0 and later) decodes only the rows and the blocks of a region, to the same
+pixels.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A path to the library. It has priority over the system's and over the wheel `turbojpeg`.
+# Environment variable with the path of the library, which is tried before the system's and the wheel `turbojpeg`.
 LIBRARY_VARIABLE = "IMAGENET_CLS_TURBOJPEG"
 _NAMES = ("libturbojpeg.so.0", "libturbojpeg.dylib", "/opt/homebrew/opt/jpeg-turbo/lib/libturbojpeg.dylib")
 
@@ -41,31 +42,29 @@ class _Region(ctypes.Structure):
 
 
 class TurboJpeg:
-    """A loaded library. path: of its file, or its name."""
+    """The TurboJPEG library, loaded. path: of its file, or a name that the dynamic linker finds."""
 
     def __init__(self, path: str):
         """Raises OSError if it can't be loaded, AttributeError if it is older than libjpeg-turbo 3."""
         self.path = path
         library = ctypes.CDLL(path)
         handle, data, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
-        self._set_region = _function(library.tj3SetCroppingRegion, handle, _Region)
-        self._set = _function(library.tj3Set, handle, ctypes.c_int, ctypes.c_int)
-        self._get = _function(library.tj3Get, handle, ctypes.c_int)
-        self._read_header = _function(library.tj3DecompressHeader, handle, data, size)
-        self._decode = _function(
-            library.tj3Decompress8, handle, data, size, ctypes.c_void_p, ctypes.c_int, ctypes.c_int
-        )
-        self._open = _function(library.tj3Init, ctypes.c_int)
+        self._set_region = _declare(library.tj3SetCroppingRegion, handle, _Region)
+        self._set = _declare(library.tj3Set, handle, ctypes.c_int, ctypes.c_int)
+        self._get = _declare(library.tj3Get, handle, ctypes.c_int)
+        self._read_header = _declare(library.tj3DecompressHeader, handle, data, size)
+        self._decode = _declare(library.tj3Decompress8, handle, data, size, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        self._open = _declare(library.tj3Init, ctypes.c_int)
         self._open.restype = handle
-        self._close = _function(library.tj3Destroy, handle)
+        self._close = _declare(library.tj3Destroy, handle)
         self._close.restype = None
 
     def decode(self, data: bytes, height: int, width: int, box: Box) -> torch.Tensor | None:
         """Decode a JPEG of that size into uint8 (3, height, width), channels-last; only pixels in `box` are defined.
 
-        None if the file has an error, a warning, or a kind for which equal pixels were not tested: the caller then
-        decodes it whole. Each image gets a handle of its own, because a handle keeps tables and errors of the files
-        before.
+        Returns None for files with errors or warnings, and for formats whose pixels were not tested to be the same: the
+        caller then decodes the whole image. Each call creates a handle, because a handle keeps tables and errors of
+        earlier files.
         """
         handle = self._open(_INIT_DECOMPRESS)
         if not handle:
@@ -94,7 +93,8 @@ class TurboJpeg:
             self._close(handle)
 
 
-def _function(function: Any, *argument_types: type) -> Any:
+def _declare(function: Any, *argument_types: type) -> Any:
+    """The function of the library, with the types of its arguments declared; it returns an int."""
     function.argtypes = argument_types
     return function
 

@@ -181,8 +181,8 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
 def compile_model(model: nn.Module, config: Config) -> None:
     """Compile `model` as `train.compile` says, in place, so that no name gets a prefix. DDP calls the compiled model.
 
-    With static shapes, so that a second batch size does not compile kernels for sizes that are unknown. Progressive
-    resizing has too many sizes for that.
+    Shapes are static: otherwise torch would compile kernels for dynamic shapes at the second batch size. Progressive
+    resizing has too many sizes for that, and leaves the choice to torch.
     """
     mode = config.train.compile
     if mode:

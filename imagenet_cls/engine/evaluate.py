@@ -52,8 +52,8 @@ def model_outputs(
 ) -> Iterator[Outputs]:
     """Run all models in evaluation mode over each batch, so that every image is read and decoded once.
 
-    dtype: of autocast. flip: `eval.flip_tta`. pad_to: the models see smaller batches with black images added up to this
-    number, whose logits are left out, so that a compiled model sees one shape. Logits and targets are on `device`,
+    dtype: of autocast. flip: `eval.flip_tta`. pad_to: smaller batches are padded with black images to this size, and
+    the logits of these are dropped, so that a compiled model gets a single shape. Logits and targets are on `device`,
     indices on the CPU. The models stay in evaluation mode.
     """
     for model in models.values():

@@ -1,7 +1,7 @@
 """This rank's loaders for training and evaluation, their workers, and a warning if the loop waits for them."""
 
 from collections.abc import Iterable, Sequence
-from statistics import mean
+from statistics import fmean
 from typing import Any
 
 from imagenet_cls.config.schema import Config
@@ -18,10 +18,10 @@ from imagenet_cls.parallel.environment import cpus_per_rank
 from imagenet_cls.parallel.process_group import Group
 
 _MAX_WORKERS = 16
-_ENOUGH_CPUS = 4  # of a rank: one is left to the process that trains
-# More waiting for data than this, in so many consecutive logging intervals, is worth a warning.
+_MIN_CPUS_TO_RESERVE = 4  # with so many CPUs, a rank reserves one for the process that trains
+# Waiting for more than this share of the time, in so many consecutive logging intervals, gives a warning.
 _MOST_WAIT_PCT = 20.0
-_LONG_INTERVALS = 5
+_WARNING_INTERVALS = 5
 
 
 def build_train_loader(
@@ -64,9 +64,9 @@ def prefetched_images(config: Config, data: DataSets, plan: Plan, group: Group) 
         return []
     per_epoch = plan.steps_per_epoch * plan.accumulation
     val_batch, val_shard = config.eval.batch_size * plan.devices, -(-len(data.val) // group.world_size)
-    of_train = train_worker_options(config, plan, group)
-    of_val = worker_options(config, group, -(-val_shard // val_batch))
-    train_batches, val_batches = (options.num_workers * options.prefetch_batches for options in (of_train, of_val))
+    train = train_worker_options(config, plan, group)
+    val = worker_options(config, group, -(-val_shard // val_batch))
+    train_batches, val_batches = (options.num_workers * options.prefetch_batches for options in (train, val))
     return [
         (min(train_batches, per_epoch) * plan.loader_batch * config.augment.splits, config.augment.size_px),
         (min(val_batches * val_batch, val_shard), config.eval.crop_px),
@@ -79,7 +79,7 @@ def train_worker_options(config: Config, plan: Plan, group: Group) -> WorkerOpti
 
 
 def worker_options(config: Config, group: Group, num_batches: int) -> WorkerOptions:
-    """Options of a loader of this rank. num_batches: that the loader has in an epoch."""
+    """Options of a loader of this rank. num_batches: of the loader in an epoch."""
     data, num_workers = config.data, config.data.num_workers
     if not isinstance(num_workers, int):
         num_workers = auto_workers(cpus_per_rank(group.rank_info), num_batches)
@@ -87,12 +87,12 @@ def worker_options(config: Config, group: Group, num_batches: int) -> WorkerOpti
 
 
 def auto_workers(cpus: float, num_batches: int) -> int:
-    """The workers of `data.num_workers=auto`: one per CPU, without the CPU of the training process if there are enough.
+    """The number of workers for `data.num_workers=auto`: one per CPU, less one for the training process from 4 CPUs on.
 
-    cpus: of the rank. num_batches: of the loader in an epoch; more workers would have nothing to do.
+    cpus: of the rank. num_batches: of the loader in an epoch; more workers than batches would be idle.
     """
     whole_cpus = max(1, int(cpus))
-    return min(whole_cpus - (whole_cpus >= _ENOUGH_CPUS), _MAX_WORKERS, num_batches)
+    return min(whole_cpus - (whole_cpus >= _MIN_CPUS_TO_RESERVE), _MAX_WORKERS, num_batches)
 
 
 def describe_workers(config: Config, plan: Plan, group: Group) -> str:
@@ -117,9 +117,9 @@ class DataWaitCheck:
         self.waits_pct: list[float] = []
 
     def warning(self, records: Sequence[dict[str, Any]]) -> str | None:
-        """The warning, or None. records: of `Meter.flush`; those of a logging interval, all of one epoch.
+        """The warning, or None. records: of one logging interval, from `Meter.flush`; all are of one epoch.
 
-        The first interval of an epoch does not count, since the workers start or have nothing ready.
+        The first interval of an epoch does not count: the workers start, or have no batch ready.
         """
         if self.is_done or not records:
             return None
@@ -128,11 +128,11 @@ class DataWaitCheck:
         if is_first:
             return None
         self.waits_pct = [*self.waits_pct, last["data_wait_pct"]] if last["data_wait_pct"] > _MOST_WAIT_PCT else []
-        if len(self.waits_pct) < _LONG_INTERVALS:
+        if len(self.waits_pct) < _WARNING_INTERVALS:
             return None
         self.is_done = True
         return (
-            f"warning: the loop waited for data {mean(self.waits_pct):.0f} % of the time in {_LONG_INTERVALS} "
+            f"warning: the loop waited for data {fmean(self.waits_pct):.0f} % of the time in {_WARNING_INTERVALS} "
             f"consecutive logging intervals; {self._remedy()} (docs/scaling.md)"
         )
 

@@ -69,8 +69,8 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
     launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job may start
     helpers by srun; `none` reads none; any other is required. A SLURM allocation alone is not a rank (`sbatch` sets
     SLURM_PROCID for the batch script), nor is a step of one task, such as a shell, unless with `--launcher slurm`.
-    RANK without LOCAL_RANK may be the number of a pod (`machine_options`), which is not a rank: with `pytorch`, and
-    with a single pod.
+    RANK without LOCAL_RANK is the number of a pod (`machine_options`), not a rank, if the launcher is `pytorch` or
+    there is a single pod.
 
     Raises UsageError for contradictory variables, or if those of a required launcher (slurm, mpi) are missing.
     """
@@ -126,7 +126,7 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
 
 
 def machine_options(env: Mapping[str, str]) -> dict[str, str]:
-    """Options of `--launcher pytorch` (nodes, node_rank, ...) as a pod of Kubernetes gets them in its environment.
+    """Options of `--launcher pytorch` (nodes, node_rank, ...) from the environment of a Kubernetes pod.
 
     Kubeflow's training operator sets WORLD_SIZE and RANK in a pod of a PyTorchJob. RANK is the number of the pod.
     WORLD_SIZE is the number of pods up to version 1.6. Since 1.7 it is multiplied by `nprocPerNode`, and the operator
@@ -260,15 +260,15 @@ def cpu_threads(local_world_size: int) -> int:
 
 
 def cpus_per_rank(rank_info: RankInfo) -> float:
-    """The CPUs that this rank may use: those of its affinity, or fewer by a quota of its cgroups or by SLURM.
+    """The CPUs that this rank may use: the smallest of its CPU affinity, the quota of its cgroups and SLURM's number.
 
-    The ranks of a machine share them equally, except those that SLURM has given CPUs of their own.
+    They are divided by the ranks of the machine, unless each rank is a SLURM task with CPUs of its own.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
     cpus = min(affinity, cgroup_cpus())
-    of_task = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
-    if of_task.isdigit():
-        cpus = min(cpus, int(of_task))
+    task_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
+    if task_cpus.isdigit():
+        cpus = min(cpus, int(task_cpus))
         if rank_info.launcher == "slurm":  # each rank is a task
             return cpus
     return cpus / rank_info.local_world_size
@@ -277,7 +277,7 @@ def cpus_per_rank(rank_info: RankInfo) -> float:
 def cgroup_cpus(root: Path = Path("/")) -> float:
     """The CPU quota of this process's cgroups (version 2 or 1), in CPUs: `docker run --cpus`, a limit of Kubernetes.
 
-    The smallest of the cgroup and those above it; infinity without a quota. root: of the file system. In a container
+    The smallest quota of the cgroup and its parents; infinity without one. root: of the file system. In a container
     without a cgroup namespace, the path in /proc is that of the host, and /sys/fs/cgroup is the container's own cgroup.
     """
     quotas = [math.inf]

@@ -166,7 +166,7 @@ def launch_ranks(config: LaunchConfig, command: Sequence[str] | None, argv: Sequ
                 "Check the address, the port (MASTER_PORT) and the limits, and that every machine was started."
             ) from error
         finally:
-            for process in multiprocessing.active_children():  # ranks of a start that did not complete: torch left them
+            for process in multiprocessing.active_children():  # torch leaves them running if the start fails
                 process.terminate()
     return 0
 

@@ -2,8 +2,8 @@
 
 The handler only sets a flag. A single rank reads it after each step. Several ranks reduce their flags over the CPU
 group every few steps, asynchronously: a check waits for the result of the previous check, which is usually complete by
-then. The number of steps between two checks is chosen so that they last half a second: a run stops within a second, or
-two steps.
+then. The number of steps between two checks is chosen so that they take half a second. A run stops within about a
+second, or two steps if they take longer.
 """
 
 import contextlib
@@ -23,8 +23,7 @@ from imagenet_cls.parallel.exit import (
 )
 from imagenet_cls.parallel.process_group import Group
 
-# The longest time between two checks, if a step does not last longer. A signal is sent at the next check and read at
-# the one after it.
+# Time between two checks, unless a step takes longer. A stop request is sent at a check and read at the next one.
 _INTERVAL_SEC = 0.5
 
 
@@ -65,9 +64,9 @@ class StopSignalHandler:
         self.signal = self.signal or number
 
     def agree_on_interval(self, steps: int, seconds: float) -> None:
-        """Set `every_steps`, equal on all ranks, to the steps that last half a second, 1 to `steps`. A collective.
+        """Set `every_steps` to the number of steps that take half a second, from 1 to `steps`. A collective.
 
-        seconds: how long this rank's last `steps` steps took.
+        seconds: the time of this rank's last `steps` steps. The slowest rank's is used on all ranks.
         """
         self.every_steps = 1
         if self.group.cpu_group is not None and steps > 1:
@@ -76,7 +75,7 @@ class StopSignalHandler:
             self.every_steps = max(1, min(steps, int(_INTERVAL_SEC / slowest.item())))
 
     def check_after_step(self, in_any_case: bool = False) -> None:
-        """`check` after every `every_steps`-th step and `in_any_case`; with a single rank after each step."""
+        """Call `check` after every `every_steps`-th step, or if `in_any_case`; a single rank checks after each step."""
         self._steps += 1
         if in_any_case or self.group.cpu_group is None or self._steps >= self.every_steps:
             self.check()

@@ -8,7 +8,7 @@
     {"kind": "event", "step", "message"}
 
 The train record of a step whose update was skipped, because the gradient was not finite, has "skipped": true. With
-`log.grad_norm=report`, "grad_norm" is only there in every `log.every_steps`-th step.
+`log.grad_norm=report`, and without `train.clip_norm`, only every `log.every_steps`-th step has "grad_norm".
 
 JSON has no NaN and infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", which `float()` of
 Python and `Number()` of JavaScript accept. `read_metrics` converts them back to numbers.
