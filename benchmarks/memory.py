@@ -1,6 +1,6 @@
 """Memory of the index of 1,281,167 images, once and in each worker: `python tools/benchmark.py memory`.
 
-The images are hard links to one small JPEG in 1,000 class folders. Once: by how much the private memory of the process
+The images are hard links to one small JPEG in 1,000 class folders. Once: by how much the resident memory of the process
 grows when it opens the data. In each worker: the private memory of a worker after the same number of samples, less that
 of a worker with an index of 20,000 images; pages that a worker shares with its parent do not count.
 """
@@ -22,10 +22,10 @@ from benchmarks.compare import Row, measured, progress
 IMAGES, SMALL, BATCH_SIZE, WORKERS = 1_281_167, 20_000, 64, 2  # an epoch of the small index is not exceeded
 
 
-def private_bytes(process: int | str) -> int:
-    """Memory of a process that it shares with no other."""
+def memory_bytes(process: int | str, kind: str) -> int:
+    """Memory of a process: `Rss`, all that is resident; `Private`, what it shares with no other process."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private"))
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
 def make_folder(root: Path, images: int) -> None:
@@ -75,14 +75,14 @@ def measure(batches_of: Callable[[str], Iterable[Any]], warm_up: str, root: str,
     warm_up: another root, opened before, so that imports do not count.
     """
     next(iter(batches_of(warm_up)))
-    before = private_bytes("self")
+    before = memory_bytes("self", "Rss")
     batches = iter(batches_of(root))
-    opened = private_bytes("self") - before
+    opened = memory_bytes("self", "Rss") - before
     for _ in islice(batches, steps):
         pass
     workers = multiprocessing.active_children()
     assert len(workers) == WORKERS
-    return opened, mean(private_bytes(worker.pid) for worker in workers if worker.pid)
+    return opened, mean(memory_bytes(worker.pid, "Private") for worker in workers if worker.pid)
 
 
 def run(rounds: int = 1, tiny: bool = False) -> list[Row]:
