@@ -168,6 +168,7 @@ def test_two_pods_of_kubeflow_agree_with_one_rank(one_rank: Path, digits: Path, 
     assert_agrees(one_rank, folders, done)
 
 
+@pytest.mark.nightly
 def test_single_pod_of_kubeflow_starts_ranks(digits: Path, tmp_path: Path) -> None:
     """RANK=0 and WORLD_SIZE=1 are those of a pod here, not of a process."""
     words = words_for(digits, tmp_path / "run")

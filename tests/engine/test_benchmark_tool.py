@@ -54,6 +54,7 @@ def test_decode_compares_decoders(tool, folder):
     assert code == 0 and all(gates(result).values())
 
 
+@pytest.mark.nightly
 def test_loader_compares_with_decoding_only(tool, folder):
     code, result = benchmark(tool, folder, "loader", "--only", "ours", "decode only", "--baseline", str(ROOT))
     rows = {row["row"]: row for rows in result["tables"].values() for row in rows}
