@@ -59,6 +59,9 @@ class TurboJpeg:
         self._close = _declare(library.tj3Destroy, handle)
         self._close.restype = None
 
+    def __reduce__(self) -> tuple[type, tuple[str]]:  # to be sent to data workers that are not forked (macOS)
+        return type(self), (self.path,)
+
     def decode(self, data: bytes, height: int, width: int, box: Box) -> torch.Tensor | None:
         """Decode a JPEG of that size into uint8 (3, height, width), channels-last; only pixels in `box` are defined.
 

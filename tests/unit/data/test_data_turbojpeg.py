@@ -1,6 +1,7 @@
 """Decoding of regions: the pixels of the whole decode, also for damaged files."""
 
 import io
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -109,6 +110,10 @@ def test_file_after_damaged_ones_is_decoded_with_its_own_tables(
                 decode_region(data, lambda *_: Box(0, 0, 90, 120), library)
         else:  # libjpeg has standard Huffman tables
             assert torch.equal(decode_region(data, lambda *_: Box(0, 0, 90, 120), library)[0], whole)
+
+
+def test_library_is_pickled_for_workers_that_are_not_forked(library: TurboJpeg) -> None:
+    assert pickle.loads(pickle.dumps(library)).path == library.path
 
 
 def test_unusual_kinds_are_decoded_whole(library: TurboJpeg, photographs: list[Image.Image]) -> None:
