@@ -55,7 +55,7 @@ def decode_region(data: bytes, choose: ChooseBox, turbojpeg: TurboJpeg | None) -
     region = turbojpeg.decode(data, height, width, box)
     image = decode_rgb(data) if region is None else region
     if image.shape[1:] != (height, width):
-        raise DataError("its headers name different sizes")
+        raise DataError("the size in its header is not that of its pixels")
     return image, box
 
 

@@ -24,7 +24,7 @@ MIN_IMAGES = 10_000  # fewer are listed in milliseconds
 # File systems that set both times of a folder at each change. Others may not (FUSE, object storage, SMB), or show the
 # times and inodes of a disk image, which may be replaced by another one (squashfs, overlay).
 FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs", "nfs", "nfs4", "lustre", "ceph"})
-# Two changes within the resolution of the times, up to 2 seconds, can't be told apart. The rest is for a file server
+# Two changes within the resolution of the times, up to 2 seconds, have equal times. The rest allows for a file server
 # whose clock is slow.
 MIN_AGE_SEC = 60
 _TEMPORARY_SEC = 3600  # a temporary file that is older was left by a killed process

@@ -18,8 +18,8 @@ from imagenet_cls.parallel.environment import cpus_per_rank
 from imagenet_cls.parallel.process_group import Group
 
 _MAX_WORKERS = 16
-_MIN_CPUS_TO_RESERVE = 4  # with so many CPUs, a rank reserves one for the process that trains
-# Waiting for more than this share of the time, in so many consecutive logging intervals, gives a warning.
+_MIN_CPUS_TO_RESERVE = 4  # with at least this many CPUs, a rank reserves one for the process that trains
+# The run warns if it waits for more than this share of the time in this many consecutive logging intervals.
 _MOST_WAIT_PCT = 20.0
 _WARNING_INTERVALS = 5
 
