@@ -72,8 +72,11 @@ def _data_rules(c: Config) -> Iterator[tuple[str, str]]:
             yield "augment.progressive.sizes_px", f"the largest is not augment.size_px {size_px}"
     elif growth.epochs != growth.sizes_px:
         yield "augment.progressive.sizes_px", "needs one size for each of augment.progressive.epochs"
+    smallest_px = min([size_px, *(growth.sizes_px or [])])
+    if c.augment.crop == "pad_crop" and c.augment.pad_px >= smallest_px:
+        yield "augment.pad_px", f"{c.augment.pad_px} is not less than the {smallest_px} pixels of augment.size_px"
     if c.mix.cutmix_minmax is not None:
-        smallest, largest = (int(min([size_px, *(growth.sizes_px or [])]) * share) for share in c.mix.cutmix_minmax)
+        smallest, largest = (int(smallest_px * share) for share in c.mix.cutmix_minmax)
         if smallest >= largest:
             yield "mix.cutmix_minmax", "differ by less than a pixel in images of augment.size_px"
 

@@ -112,6 +112,8 @@ MODULES = (r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a list of modules, such as [my_package
 # When keys have an effect.
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
 PROGRESSIVE = Condition("augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None)
+CROPS_RANDOMLY = Condition("augment.crop random_resized", lambda c: c.augment.crop == "random_resized")
+PADS = Condition("augment.crop pad_crop", lambda c: c.augment.crop == "pad_crop")
 JITTERS = Condition(
     "brightness, contrast, saturation or hue above 0",
     lambda c: any(getattr(c.augment.color_jitter, name) for name in ("brightness", "contrast", "saturation", "hue")),
@@ -265,12 +267,22 @@ class AugmentConfig:
     size_px: int = key(224, PIXELS)
     # Sides that grow during the run.
     progressive: ProgressiveConfig = section(ProgressiveConfig)
-    # Resampling of the random crop. random: bilinear or bicubic, drawn for each image.
+    # What is cut out of an image. `random_resized`: a random crop, resized to size_px (Inception's, the usual one for
+    # ImageNet). `pad_crop`: the whole image, resized to size_px if it has another size, padded, then a random crop of
+    # size_px (the usual one for CIFAR). `resize`: the whole image, resized to size_px. The last two change the aspect
+    # ratio of images that are not square.
+    crop: Literal["random_resized", "pad_crop", "resize"] = "random_resized"
+    # Pixels added on each side, less than size_px.
+    pad_px: int = key(4, Range(0, 10_000), needs=PADS)
+    # What they are filled with, as in torchvision: zeros (`constant`), the nearest pixel (`edge`), or the mirror image
+    # without (`reflect`) or with (`symmetric`) the pixels at the edge.
+    pad_mode: Literal["constant", "edge", "reflect", "symmetric"] = key("constant", needs=PADS)
+    # Resampling of the crop or the image. random: bilinear or bicubic, drawn for each image.
     interpolation: Literal["nearest", "bilinear", "bicubic", "random"] = "bilinear"
     # Area of the random crop, as shares of the image's area: [smallest, largest].
-    scale: list[float] = key([0.08, 1.0], POSITIVE_SHARE, count=2, ascending=True)
+    scale: list[float] = key([0.08, 1.0], POSITIVE_SHARE, count=2, ascending=True, needs=CROPS_RANDOMLY)
     # Width / height of the random crop: [smallest, largest].
-    ratio: list[float] = key([0.75, 4 / 3], RATIO, count=2, ascending=True)
+    ratio: list[float] = key([0.75, 4 / 3], RATIO, count=2, ascending=True, needs=CROPS_RANDOMLY)
     # Probability of a left-right flip.
     hflip_prob: float = key(0.5, SHARE)
     # Probability of a top-bottom flip.

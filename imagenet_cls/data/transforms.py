@@ -72,10 +72,10 @@ class View(NamedTuple):
 class TrainTransform:
     """From a decoded image, uint8 (3, H, W), to its views, each uint8 (3, S, S). S: `size_px_at` the epoch.
 
-    Order: random crop, horizontal flip, vertical flip, policy, color jitter, grayscale, as in torchvision and timm.
-    (timm omits color jitter beside most policies.) The draws are those of torchvision's v2, in the same order, from
-    torch's default CPU generator; `interpolation: random` draws between crop and flips. A transform with probability 0
-    draws nothing. Resizing is always antialiased, as Pillow's is.
+    Order: crop and resize as `augment.crop` says, horizontal flip, vertical flip, policy, color jitter, grayscale, as
+    in torchvision and timm. (timm omits color jitter beside most policies.) The draws are those of torchvision's v2, in
+    the same order, from torch's default CPU generator; `interpolation: random` draws just before the resize. A
+    transform with probability 0 draws nothing. Resizing is always antialiased, as Pillow's is.
 
     With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first gets no other
     transform.
@@ -87,6 +87,8 @@ class TrainTransform:
         self.splits = augment.splits
         # Built for all sizes at once: a policy that draws in its constructor must not draw from a sample's generators.
         self.policies = {size: build_policy(augment, size, mean) for size in sizes_px(augment)}
+        pad = {"padding": augment.pad_px, "padding_mode": augment.pad_mode}
+        self.pad_crops = {px: v2.RandomCrop(px, **pad) for px in self.policies if augment.crop == "pad_crop"}
         self.log_ratio: list[float] = torch.tensor(augment.ratio).log().tolist()  # float32, as in torchvision
         jitter = augment.color_jitter
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
@@ -117,13 +119,17 @@ class TrainTransform:
         return views
 
     def crop_and_flip(self, image: torch.Tensor, epoch: int, crop: Box | None = None) -> torch.Tensor:
-        """uint8 (3, H, W) -> uint8 (3, S, S). Draws the crop, unless it is given, then interpolation and flips."""
+        """uint8 (3, H, W) -> uint8 (3, S, S). Draws, in this order, the crop unless it is given, the interpolation, the
+        crop of the padded image, and the flips.
+        """
         augment, size_px = self.augment, size_px_at(self.augment, epoch)
         top, left, height, width = crop or self.draw_crop(*image.shape[1:])
         interpolation: str = augment.interpolation
         if interpolation == "random":
             interpolation = RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
         image = resize(image[:, top : top + height, left : left + width], [size_px, size_px], interpolation)
+        if augment.crop == "pad_crop":
+            image = self.pad_crops[size_px](image)
         if draw_bernoulli(augment.hflip_prob):
             image = F.horizontal_flip(image)
         if draw_bernoulli(augment.vflip_prob):
@@ -131,10 +137,12 @@ class TrainTransform:
         return image
 
     def draw_crop(self, height: int, width: int) -> Box:
-        """A random crop, from the draws of `v2.RandomResizedCrop`, in less time.
+        """A random crop, from the draws of `v2.RandomResizedCrop`, in less time; else the whole image, without draws.
 
         If ten crops do not fit, it is the largest centered crop whose ratio is within the bounds, and at least a pixel.
         """
+        if self.augment.crop != "random_resized":
+            return Box(0, 0, height, width)
         for _ in range(10):
             area = height * width * torch.empty(()).uniform_(*self.augment.scale).item()
             ratio = torch.empty(()).uniform_(*self.log_ratio).exp_().item()

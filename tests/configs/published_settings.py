@@ -86,6 +86,7 @@ OFF: Settings = {
     **dict.fromkeys(["model.pretrained", "model.head_only", "model.freeze_bn", "model.split_bn", "sync_bn"], False),
     **dict.fromkeys(["augment.vflip_prob", "augment.grayscale_prob", "schedule.cooldown_epochs"], 0.0),
     "augment.color_jitter.prob": 1.0, "brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0,
+    "augment.crop": "random_resized", "augment.pad_px": 4, "augment.pad_mode": "constant",  # the padding has no effect
     "mix.mode": "batch", "optimizer.lr_scaling": "linear", "ema.warmup": False, "flip_tta": False,
     "distill": "none", "distill_alpha": 0.5, "distill.temperature": 1.0, "teacher_pretrained": False,
 }

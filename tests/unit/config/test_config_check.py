@@ -55,6 +55,7 @@ def test_range_includes_its_ends_and_nothing_outside(key: str) -> None:
 
 
 GROWTH = {"augment.progressive.epochs": [0, 9], "augment.progressive.sizes_px": [160, 224]}
+PAD_CROP = {"augment.crop": "pad_crop", "augment.size_px": 32, "augment.pad_px": 31}
 TEACHER = {"distill.kind": "soft", "distill.teacher.name": "a", "distill.teacher.pretrained": True}
 SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
 
@@ -102,6 +103,9 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
         (GROWTH, GROWTH | {"augment.progressive.sizes_px": [161, 224]}),
         (GROWTH, GROWTH | {"augment.progressive.epochs": [0, 91]}),
         (GROWTH, GROWTH | {"augment.size_px": 256}),
+        (PAD_CROP, PAD_CROP | {"augment.pad_px": 32}),
+        (PAD_CROP, PAD_CROP | {"augment.pad_px": -1}),
+        ({"augment.size_px": 4}, {"augment.size_px": 4, "augment.crop": "pad_crop"}),
         (TEACHER, TEACHER | {"distill.teacher.pretrained": False}),
         (TEACHER, TEACHER | {"distill.teacher.name": None}),
         (SPLIT_BN, SPLIT_BN | {"parallel.mode": "dp"}),
@@ -143,6 +147,8 @@ NEEDS: list[tuple[str, Any, dict[str, Any]]] = [
     ("mix.mode", "pair", {"mix.cutmix_alpha": 1.0}),
     ("mix.switch_prob", 0.25, {"mix.mixup_alpha": 0.2, "mix.cutmix_alpha": 1.0}),
     ("mix.off_epoch", 3, {"mix.mixup_alpha": 0.2}),
+    ("augment.pad_px", 8, {"augment.crop": "pad_crop"}),
+    ("augment.pad_mode", "reflect", {"augment.crop": "pad_crop"}),
     ("distill.alpha", 0.9, {"distill.kind": "hard"}),
     ("distill.temperature", 4.0, {"distill.kind": "soft"}),
     *((f"distill.teacher.{name}", value, {"distill.kind": "soft"}) for name, value in
@@ -163,6 +169,8 @@ REPLACED: list[tuple[str, Any, dict[str, Any]]] = [
     ("distill.temperature", 4.0, {"distill.kind": "hard"}),
     ("schedule.warmup_start_factor", 0.1, {"schedule.warmup_epochs": 5, "schedule.warmup_start_lr": 1e-6}),
     ("eval.crop_pct", 0.95, {"eval.resize_px": 256}),
+    ("augment.scale", [0.5, 1.0], {"augment.crop": "pad_crop"}),
+    ("augment.ratio", [1.0, 1.0], {"augment.crop": "resize"}),
 ]
 
 

@@ -53,6 +53,7 @@ def test_train_transform_within_a_gray_level_of_pillow(photographs: list[Image.I
         assert_alike(image, expected, interpolation)
 
 
+PAD_CROP = [v2.Resize((32, 32)), v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(0.5)]
 EQUAL = {
     "all": (
         AugmentConfig(
@@ -80,6 +81,20 @@ EQUAL = {
         ],
     ),
     "crop": (AugmentConfig(size_px=32, hflip_prob=0.0), [v2.RandomResizedCrop(32)]),
+    "pad_crop": (AugmentConfig(size_px=32, crop="pad_crop", vflip_prob=0.5), [*PAD_CROP, v2.RandomVerticalFlip(0.5)]),
+    "pad_crop reflect": (
+        AugmentConfig(size_px=32, crop="pad_crop", pad_px=31, pad_mode="reflect", interpolation="bicubic"),
+        [
+            v2.Resize((32, 32), InterpolationMode.BICUBIC),
+            v2.RandomCrop(32, padding=31, padding_mode="reflect"),
+            v2.RandomHorizontalFlip(0.5),
+        ],
+    ),
+    "pad_crop without padding": (
+        AugmentConfig(size_px=32, crop="pad_crop", pad_px=0),
+        [v2.Resize((32, 32)), v2.RandomHorizontalFlip(0.5)],
+    ),
+    "resize": (AugmentConfig(size_px=32, crop="resize"), [v2.Resize((32, 32)), v2.RandomHorizontalFlip(0.5)]),
 }
 
 
@@ -94,6 +109,19 @@ def test_train_transform_equals_torchvisions(photographs: list[Image.Image], nam
         expected, next_draw = reference(image), torch.rand(1)
         torch.manual_seed(seed)
         assert torch.equal(only_view(ours, image), expected) and torch.equal(torch.rand(1), next_draw)
+
+
+def test_pad_crop_of_images_of_the_size_equals_torchvisions(photographs: list[Image.Image]) -> None:
+    """As for CIFAR: nothing is resized. The colors after the crop are drawn as before."""
+    jitter = ColorJitterConfig(brightness=0.5)
+    ours = TrainTransform(AugmentConfig(size_px=32, crop="pad_crop", color_jitter=jitter))
+    reference = v2.Compose([*PAD_CROP[1:], v2.ColorJitter(brightness=0.5)])
+    image = rgb_tensor(photographs[0].resize((32, 32)))
+    for seed in range(30):
+        torch.manual_seed(seed)
+        expected = reference(image)
+        torch.manual_seed(seed)
+        assert torch.equal(only_view(ours, image), expected)
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))

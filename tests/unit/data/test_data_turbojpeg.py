@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -203,15 +203,18 @@ def test_evaluation_depends_on_no_pixel_outside_of_the_needed_region(
     assert smaller > 10
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_batches_are_the_same_for_each_decoder(library: TurboJpeg, image_folder: Path, num_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "crop"), [(0, "random_resized"), (1, "random_resized"), (3, "random_resized"), (1, "pad_crop")]
+)
+def test_batches_are_the_same_for_each_decoder(
+    library: TurboJpeg, image_folder: Path, num_workers: int, crop: Literal["random_resized", "pad_crop"]
+) -> None:
     index, transform = index_folder(image_folder / "train"), EvalTransform(EvalConfig(24))
+    augment = AugmentConfig(size_px=24, crop=crop)
 
     def batches(decode: str, workers: int) -> list[torch.Tensor]:
         source = FolderSource(index, decode=decode)
-        loader = TrainLoader(
-            source, TrainTransform(AugmentConfig(size_px=24)), EpochSampler(40, 8, 0, 1, 5), 5, WorkerOptions(workers)
-        )
+        loader = TrainLoader(source, TrainTransform(augment), EpochSampler(40, 8, 0, 1, 5), 5, WorkerOptions(workers))
         images = [batch.images for batch in loader.epoch(1)]
         loader.close()
         return [*images, *(batch[0] for batch in eval_batches(source, transform, range(40), 8, WorkerOptions(workers)))]
