@@ -67,7 +67,7 @@ def ours(
     preprocess = Preprocess(MEAN, STD, group.device, channels_last=True) if floats else lambda images: images
     if evaluate:
         val = data.val
-        return lambda: sum(len(preprocess(batch[0])) for batch in build_val_batches(config, val, group, 1))
+        return lambda: sum(len(preprocess(batch[0])) for batch in build_val_batches(config, val, group, 1, MEAN))
     plan = plan_run(config.train, len(data.train), 1)
     loader = build_train_loader(config, data.train, plan, group, MEAN)
     epochs = iter(range(10**9))

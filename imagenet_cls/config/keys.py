@@ -39,6 +39,7 @@ _OTHER_NAMES = {
     "augment.size_px (in evaluation: eval.crop_px)": "img_size image_size input_size train_crop_size",
     "augment.policy": "aa auto_augment autoaugment randaugment",
     "augment.erasing.prob": "reprob random_erase random_erasing",
+    "eval.mode (crop, squash or pad)": "crop_mode",
     "ema.decay": "model_ema model_ema_decay",
     "data.root": "data_path data_dir data_root data.path",
     "data.num_workers": "j workers",

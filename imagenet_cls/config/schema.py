@@ -504,11 +504,17 @@ class EmaConfig:
 class EvalConfig:
     """Evaluation. The model library's suggestions for preprocessing are never used."""
 
+    # How an image becomes a square. `crop`: the short side is resized, then the center is cut out; the rest is lost.
+    # `squash`: both sides are resized, which changes the aspect ratio. `pad`: the long side is resized, and the borders
+    # get the mean color. With squash and pad the center is then cut out, too; eval.crop_pct 1 keeps the whole image.
+    # timm's crop_mode calls them center, squash and border.
+    mode: Literal["crop", "squash", "pad"] = "crop"
     # Side of the center crop, in pixels.
     crop_px: int = key(224, PIXELS, at_most="eval.resize_px")
-    # Side of the crop as a share of the resized image's short side; determines the resize if resize_px is null.
+    # Side of the crop as a share of the resized side; determines the resize if resize_px is null.
     crop_pct: float = key(0.875, Range(0.01, 1), needs=RESIZES_BY_SHARE)
-    # Short side after the resize, in pixels. null: floor(crop_px / crop_pct).
+    # Side after the resize, in pixels: the short one, with `squash` both, with `pad` the long one. null:
+    # floor(crop_px / crop_pct).
     resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"

@@ -212,12 +212,15 @@ def draw_boxes(erasing: ErasingConfig, size_px: int) -> torch.Tensor:
 
 
 class EvalTransform:
-    """Resize the short side, then crop the center: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px).
+    """Resize as `eval.mode` says, then crop the center: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px).
 
-    The short side becomes resize_px, or floor(crop_px / crop_pct) as in timm.
+    The short side, with `squash` both sides, and with `pad` the long side becomes resize_px, or
+    floor(crop_px / crop_pct): `transforms_imagenet_eval` of timm. mean: of values scaled to 0..1; the fill of `pad`.
     """
 
-    def __init__(self, config: EvalConfig):
+    def __init__(self, config: EvalConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
+        self.mode = config.mode
+        self.fill = [round(255 * value) for value in mean]
         self.resize_px = config.resize_px or math.floor(config.crop_px / config.crop_pct)
         self.crop_px = config.crop_px
         self.interpolation: str = config.interpolation
@@ -225,10 +228,18 @@ class EvalTransform:
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         """The result depends only on the pixels in `needed_region`."""
         image = resize(image, list(self.resized_size(*image.shape[1:])), self.interpolation)
+        if self.mode == "pad":
+            rows, columns = (max(self.crop_px - side, 0) for side in image.shape[1:])
+            image = F.pad(image, [columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2], fill=self.fill)
         return F.center_crop(image, [self.crop_px, self.crop_px])
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the resized image, as torchvision computes them."""
+        """Height and width of the resized image, as torchvision computes them; with `pad` as timm does, not below 1."""
+        if self.mode == "squash":
+            return self.resize_px, self.resize_px
+        if self.mode == "pad":
+            scale = max(height, width) / self.resize_px
+            return max(round(height / scale), 1), max(round(width / scale), 1)
         if height <= width:
             return self.resize_px, int(self.resize_px * width / height)
         return int(self.resize_px * height / width), self.resize_px

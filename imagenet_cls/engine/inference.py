@@ -50,7 +50,7 @@ _BATCH = 32
 # Keys that decide which images are evaluated and how they are prepared; not those of speed and batches.
 _EVALUATION_KEYS = (
     "data.name", "data.root", "data.train", "data.val", "data.val_fraction", "data.kwargs",
-    "eval.crop_px", "eval.crop_pct", "eval.resize_px", "eval.interpolation", "eval.flip_tta",
+    "eval.mode", "eval.crop_px", "eval.crop_pct", "eval.resize_px", "eval.interpolation", "eval.flip_tta",
 )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def evaluate_weights(
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     outputs = model_outputs(
         {name: wrap_data_parallel(model, devices) for name, model in trained.models.items()},
-        build_val_batches(config, data.val, group, len(devices.all)),
+        build_val_batches(config, data.val, group, len(devices.all), trained.mean),
         Preprocess(trained.mean, trained.std, group.device, config.train.channels_last),
         group.device,
         choose_precision(config.train.precision, group.device),
@@ -311,7 +311,7 @@ class Predictor:
         config = trained.config
         self.path, self.damage, self.classes = path, trained.damage, trained.classes or ()
         self.model = trained.models[name].to(on)
-        self.transform, self.flip = EvalTransform(config.eval), config.eval.flip_tta
+        self.transform, self.flip = EvalTransform(config.eval, trained.mean), config.eval.flip_tta
         self.preprocess = Preprocess(trained.mean, trained.std, on, config.train.channels_last)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:

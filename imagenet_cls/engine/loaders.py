@@ -46,15 +46,17 @@ def build_train_loader(
     return TrainLoader(source, transform, sampler, config.seed, train_worker_options(config, plan, group))
 
 
-def build_val_batches(config: Config, source: ImageSource, group: Group, num_devices: int) -> Iterable[Batch]:
-    """This rank's shard, unpadded, in batches for all of its devices together."""
+def build_val_batches(
+    config: Config, source: ImageSource, group: Group, num_devices: int, mean: Sequence[float]
+) -> Iterable[Batch]:
+    """This rank's shard, unpadded, in batches for all of its devices together. mean: fill color of `eval.mode: pad`."""
     shard = shard_for_eval(len(source), group.rank, group.world_size)
     batch_size = config.eval.batch_size * num_devices
     if config.data.name == "synthetic":
         num_classes, size_px = len(source.classes), config.eval.crop_px
         return synthetic_eval_batches(num_classes, shard, batch_size, size_px, config.seed, group.device)
     options = worker_options(config, group, -(-len(shard) // batch_size))
-    return eval_batches(source, EvalTransform(config.eval), shard, batch_size, options)
+    return eval_batches(source, EvalTransform(config.eval, mean), shard, batch_size, options)
 
 
 def prefetched_images(config: Config, data: DataSets, plan: Plan, group: Group) -> list[tuple[int, int]]:

@@ -1,11 +1,13 @@
 """Transforms against torchvision's, on tensors (same bits) and on Pillow images (within a gray level)."""
 
 import io
+from copy import copy
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data.transforms_factory import transforms_imagenet_eval
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
@@ -207,7 +209,7 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
 def test_eval_transform_within_a_gray_level_of_pillow(
     photographs: list[Image.Image], interpolation: str, crop_px: int, crop_pct: float, resize_px: int | None
 ) -> None:
-    config = EvalConfig(crop_px, crop_pct, resize_px, interpolation)  # type: ignore[arg-type]
+    config = EvalConfig("crop", crop_px, crop_pct, resize_px, interpolation)  # type: ignore[arg-type]
     mode = InterpolationMode.NEAREST if interpolation == "nearest" else MODES[interpolation]
     short_px = resize_px or int(crop_px / crop_pct)
     reference = v1.Compose([v1.Resize(short_px, interpolation=mode), v1.CenterCrop(crop_px)])
@@ -216,6 +218,52 @@ def test_eval_transform_within_a_gray_level_of_pillow(
         image = EvalTransform(config)(rgb_tensor(photograph))
         assert_form(image, crop_px)
         assert_alike(image, reference(photograph), interpolation)
+
+
+TIMMS_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
+
+
+@pytest.mark.parametrize("mode", list(TIMMS_MODES))
+@pytest.mark.parametrize("interpolation", list(MODES))
+@pytest.mark.parametrize(("crop_px", "crop_pct"), [(96, 0.875), (64, 1.0)])
+def test_eval_mode_equals_timms(
+    photographs: list[Image.Image], interpolation: str, mode: str, crop_px: int, crop_pct: float
+) -> None:
+    """The same bits as timm's steps on uint8 tensors, its resize by torchvision's v2; rounding apart also on Pillow."""
+    mean = (0.2, 0.5, 0.999)
+    config = EvalConfig(mode, crop_px, crop_pct, None, interpolation)  # type: ignore[arg-type]
+    transform = EvalTransform(config, mean)
+    options = {"crop_pct": crop_pct, "crop_mode": TIMMS_MODES[mode], "interpolation": interpolation, "mean": mean}
+    on_pillow = transforms_imagenet_eval(crop_px, **options, normalize=False)
+    steps = on_pillow.transforms[:2]
+    upright = photographs[1].transpose(Image.Transpose.ROTATE_90)
+    sizes = [(640, 427), (427, 640), (99, 55), (31, 200), (64, 64), (97, 96)]
+    for photograph in [photographs[0], upright, *(photographs[1].resize(size) for size in sizes)]:
+        image = rgb_tensor(photograph)
+        result = transform(image)
+        assert_form(result, crop_px)
+        if interpolation != "nearest":  # which differs where rows or columns lie exactly between two pixels
+            assert (result.float() - on_pillow(photograph)).abs().mean() < 0.5
+        resized_by_timm = steps[0](photograph).size[::-1]  # width and height of Pillow
+        expected = v2.functional.resize(image, list(resized_by_timm), MODES[interpolation], antialias=True)
+        expected = torch.stack([timms_crop(steps[1], channel, i) for i, channel in enumerate(expected)])
+        assert torch.equal(result, expected)
+
+
+def timms_crop(step: torch.nn.Module, channel: torch.Tensor, number: int) -> torch.Tensor:
+    """timm's center crop of one channel; torchvision's v1, which it uses, takes one fill value for a tensor."""
+    step = copy(step)
+    if isinstance(getattr(step, "fill", None), list):
+        step.fill = step.fill[number]
+    return step(channel[None])[0]
+
+
+def test_eval_mode_pad_of_an_extreme_ratio_keeps_a_row() -> None:
+    transform = EvalTransform(EvalConfig("pad", crop_px=32), [0.5, 0.5, 0.5])
+    for height, width in ((1, 300), (300, 1)):
+        result = transform(torch.zeros(3, height, width, dtype=torch.uint8))
+        assert_form(result, 32)
+        assert 0 < (result == 0).sum() <= 3 * 32
 
 
 def growing(epochs: list[float], sizes: list[int], multiple_px: int = 32) -> AugmentConfig:
