@@ -153,8 +153,8 @@ class ModelConfig:
     num_classes: int | None = key(None, COUNT)
     # Weights to start from: a checkpoint folder (its moving average if it has one), a run folder (its best weights), or
     # a .pth, .pth.tar or .safetensors file of timm, torchvision or pytorch/examples (the average if it has one; the log
-    # says which). A head of another size is initialized, and position embeddings of another grid are resized; any other
-    # mismatch is an error.
+    # says which). A head of another size is initialized, and position embeddings of another grid are resized. Of a file
+    # of MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded. Any other mismatch is an error.
     checkpoint: str | None = key(None, recipe=False, per_machine=True, excludes=("model.pretrained",))
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. Their BatchNorm layers
     # use the running statistics without updating them; dropout and drop-path stay on.

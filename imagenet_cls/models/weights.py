@@ -3,7 +3,8 @@
 Formats, recognized by content and not by suffix: safetensors, and what `torch.save` wrote for timm (`state_dict`),
 torchvision's reference scripts (`model`), pytorch/examples (`state_dict`), or a bare state dict; with a moving average
 as in timm's files (`state_dict_ema`) or torchvision's and DeiT's (`model_ema`); of a model that was wrapped by
-DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order.
+DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order. And the
+encoder in a file of self-supervised or image-text pre-training: MAE, DINO (v1 to v3), MoCo (v2, v3), CLIP and others.
 """
 
 import argparse
@@ -27,8 +28,24 @@ from imagenet_cls.models.adapt import head_names
 from imagenet_cls.models.build import new_head_note
 
 # Where the libraries put a state dict inside a checkpoint, in order of preference: trained weights, and their average.
-NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module")
+PRETRAINING_KEYS = ("teacher", "student", "target_encoder", "encoder")  # DINO and I-JEPA; the averages are first
+NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module", *PRETRAINING_KEYS)
 AVERAGE_KEYS = ("state_dict_ema", "model_ema")
+
+# Where pre-training code puts the encoder among other networks, in order of preference: MoCo evaluates `encoder_q.` and
+# `base_encoder.`, DINOv2 the teacher. "": the encoder alone, or beside tensors that the next pattern matches.
+ENCODER_PREFIXES = (
+    *("", "backbone.", "encoder.", "encoder_q.", "base_encoder.", "momentum_encoder.", "online_encoder."),
+    *("target_encoder.", "teacher.backbone.", "student.backbone."),
+)
+# Tensors beside an encoder that only pre-training uses. Any other tensor that the model lacks is an error.
+PRETRAINING_ONLY = re.compile(
+    r"(decoder\w*|mask_token|queue\w*|fc|(\w+_)?(head|projector|projection|predictor|prototypes))(\.|$)"
+)
+IMAGE_TEXT_PROJECTION = re.compile(r"visual\.(proj|head\.proj\.weight|attnpool\.c_proj\.(weight|bias))")
+_CHUNK = re.compile(r"blocks\.\d+\.(\d+)\.")
+# Parts of a model that an encoder may lack, besides the head: MAE has no norm behind its average pooling.
+NEAR_HEAD = re.compile(r"(fc_norm|head|classifier)\.")
 
 
 @contextmanager
@@ -116,7 +133,8 @@ def _find_state_dict(content: Any, path: Path, averaged: bool) -> tuple[dict[str
         if average is not None and (averaged or trained is None):
             return _strip_prefixes(nested[average]), f" (its average {average}{f', not {trained}' if trained else ''})"
         if trained is not None:
-            return _strip_prefixes(nested[trained]), f" ({trained}, not its average {average})" if average else ""
+            note = f" ({trained}, not its average {average})" if average else ""
+            return _strip_prefixes(nested[trained]), f" ({trained})" if trained in PRETRAINING_KEYS else note
         # A checkpoint's top level may hold a single tensor (pytorch/examples' best_acc1), which is no model.
         if len(state := _tensors_in(content)) * 2 > len(content):
             return _strip_prefixes(state), ""
@@ -150,31 +168,74 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
     All names and shapes must match, with these exceptions: a head of another size (its first dimension) stays as
     initialized, unless head_may_differ is False; position embeddings of another grid are resized, and an original
     author's names translated, by the model's library; further BatchNorm layers of `model.split_bn` are ignored;
-    counters `num_batches_tracked` may be missing (torch < 0.4.1). num_classes: the model's, to find its head. Raises
-    CheckpointError with counts and the first three names of each kind.
+    counters `num_batches_tracked` may be missing (torch < 0.4.1). Where head_may_differ, also the encoder of a
+    pre-training file: the head stays as initialized. num_classes: the model's, to find its head. Raises CheckpointError
+    with counts and the first three names of each kind.
     """
     expected = model.state_dict()
     head = [name for name in head_names(model, num_classes) if name in expected]
-    state, notes = _convert_if_needed(model, without_split_bn(state), head)
+    given = without_split_bn(state)
+    state, notes = _convert_if_needed(model, _without_projection(given), head)
     resized = [name for name in head if name in state and _differs_in_size(expected[name], state[name])]
     left_out = [name for name in head if name in state] if head_may_differ and resized else []
     loaded = {name: value for name, value in state.items() if name not in left_out}
     may_lack = {name for name in expected if name not in loaded and (name in left_out or _is_counter(name))}
     required = {name: value for name, value in expected.items() if name not in may_lack}
+    sentence = ", ".join([f"loaded {len(loaded)} tensors", *notes])
+    if left_out:
+        sentence += f"; {new_head_note(left_out, state[left_out[0]].shape[0], expected[left_out[0]].shape[0])}"
     if mismatch := state_dict_mismatch(required, loaded):
-        remedy = "set model.name and model.kwargs to what the checkpoint was trained with"
-        if resized and required.keys() == loaded.keys() and _names_with_other_shape(required, loaded) == resized:
-            remedy = f"set model.num_classes={state[resized[0]].shape[0]}, or use data of the classes of its training"
-        raise CheckpointError(f"the checkpoint's weights don't fit this model: {mismatch}\n{remedy}")
+        encoder = _find_encoder(model, given, head) if head_may_differ else None
+        if encoder is None:
+            remedy = "set model.name and model.kwargs to what the checkpoint was trained with"
+            if resized and required.keys() == loaded.keys() and _names_with_other_shape(required, loaded) == resized:
+                had = state[resized[0]].shape[0]
+                remedy = f"set model.num_classes={had}, or use data of the classes of its training"
+            raise CheckpointError(f"the checkpoint's weights don't fit this model: {mismatch}\n{remedy}")
+        loaded, sentence = encoder
     try:
         model.load_state_dict(loaded, strict=False)  # only the head and counters may be missing
     except RuntimeError as error:  # sparse or quantized tensors
         text = f"the checkpoint's weights can't be copied into this model: {_one_line(error)}"
         raise CheckpointError(f"{text}\nuse another checkpoint") from error
-    sentence = ", ".join([f"loaded {len(loaded)} tensors", *notes])
-    if left_out:
-        sentence += f"; {new_head_note(left_out, state[left_out[0]].shape[0], expected[left_out[0]].shape[0])}"
     return sentence
+
+
+def _find_encoder(
+    model: nn.Module, state: Mapping[str, Tensor], head: list[str]
+) -> tuple[dict[str, Tensor], str] | None:
+    """The tensors for all of the model but its head, from a file of pre-training, and a sentence about what was found;
+    None if there are none."""
+    expected = model.state_dict()
+    for prefix in ENCODER_PREFIXES:
+        part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        part, notes = _convert_if_needed(model, _join_chunks(_without_projection(part), expected), head)
+        if not prefix and any(name in head for name in part):
+            continue  # a classifier
+        loaded = {name: value for name, value in part.items() if name not in head}
+        for name in loaded.keys() - expected.keys():
+            if PRETRAINING_ONLY.match(name) or (name.startswith("norm.") and "fc_norm.weight" in expected):
+                del loaded[name]
+        initial = {n for n in expected if n not in loaded and (n in head or NEAR_HEAD.match(n) or _is_counter(n))}
+        required = {name: value for name, value in expected.items() if name not in initial}
+        if not state_dict_mismatch(required, loaded):
+            new = [name for name in expected if name in initial and not _is_counter(name)]
+            counts = [f"loaded {len(loaded)} tensors", *notes, f"dropped {len(state) - len(loaded)}"]
+            sentence = f"found an encoder ({prefix}*): {', '.join(counts)}, initialized {len(new)} ({', '.join(new)})"
+            return loaded, sentence
+    return None
+
+
+def _without_projection(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the outputs of CLIP's image towers, which timm would take for a classifier."""
+    return {name: value for name, value in state.items() if not IMAGE_TEXT_PROJECTION.fullmatch(name)}
+
+
+def _join_chunks(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """DINOv2 trains with blocks in chunks and numbers them through: `blocks.1.10.` is `blocks.10.`."""
+    if any(_CHUNK.match(name) for name in expected):
+        return state
+    return {_CHUNK.sub(r"blocks.\1.", name): value for name, value in state.items()}
 
 
 def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,209 @@
+"""Files of self-supervised and image-text pre-training, generated from timm's models with the published names: a model
+gets all of the encoder, and a new head."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.models.weights import load_weights, read_weights
+
+State = dict[str, Tensor]
+TINY = {"depth": 4, "embed_dim": 24, "num_heads": 2, "img_size": 64}
+
+
+def prefixed(prefix: str, state: State) -> State:
+    return {prefix + name: value for name, value in state.items()}
+
+
+def renamed(state: State, *rules: tuple[str, str]) -> State:
+    for pattern, new in rules:
+        state = {re.sub(pattern, new, name): value for name, value in state.items()}
+    return state
+
+
+def layers(prefix: str, *names: str) -> State:
+    """Tensors that only pre-training uses."""
+    return {f"{prefix}{name}": torch.randn(8, 24) for name in names}
+
+
+def mae(state: State) -> Any:
+    return {"model": state}
+
+
+def mae_with_decoder(state: State) -> Any:
+    more = layers("", "mask_token", "decoder_pos_embed", "decoder_embed.weight", "decoder_blocks.0.attn.qkv.weight")
+    return {"model": state | more, "epoch": 800}
+
+
+def dino(state: State) -> Any:
+    def network(state: State) -> State:
+        return prefixed("backbone.", state) | layers("head.", "mlp.0.weight", "last_layer.weight_g")
+
+    student = prefixed("module.", network({name: value + 1 for name, value in state.items()}))
+    return {"student": student, "teacher": network(state), "dino_loss": {"center": torch.zeros(1, 8)}, "epoch": 100}
+
+
+def dinov2(state: State) -> Any:
+    names = ((r"mlp\.fc1", "mlp.w12"), (r"mlp\.fc2", "mlp.w3"))
+    return renamed(state, *names) | {"mask_token": torch.zeros(1, 24)}
+
+
+def dinov2_training(state: State) -> Any:
+    """Four blocks in two chunks. With registers, the embedding of the class token has a position."""
+    state = {**state, "register_tokens": state["reg_token"], "mask_token": torch.zeros(1, 24)}
+    position = torch.randn(1, 1, 24)
+    state |= {"cls_token": state["cls_token"] - position}
+    state |= {"pos_embed": torch.cat([position, state["pos_embed"]], dim=1)}
+    del state["reg_token"]
+    state = renamed(state, (r"^blocks\.([01])\.", r"blocks.0.\1."), (r"^blocks\.([23])\.", r"blocks.1.\1."))
+    return {"teacher": prefixed("backbone.", state) | layers("dino_head.", "mlp.0.weight")}
+
+
+def dinov3(state: State) -> Any:
+    names = ((r"gamma_([12])", r"ls\1.gamma"), ("reg_token", "storage_tokens"))
+    state = renamed(state, *names) | {"mask_token": torch.zeros(1, 24), "rope_embed.periods": torch.ones(3)}
+    biases = {name.replace("weight", "bias"): torch.zeros(72) for name in state if "qkv.weight" in name}
+    return state | biases | {f"{name}_mask": value for name, value in biases.items()}
+
+
+def moco(state: State) -> Any:
+    other = {name: value + 1 for name, value in state.items()}
+    networks = prefixed("encoder_q.", state) | prefixed("encoder_k.", other)
+    networks |= layers("encoder_q.fc.", "0.weight", "2.weight") | layers("", "queue", "queue_ptr")
+    return {"state_dict": prefixed("module.", networks), "arch": "resnet50"}
+
+
+def moco_v1(state: State) -> Any:
+    """Its projection has the name of a classifier, here also its size."""
+    head = {"fc.weight": torch.zeros(7, state["layer4.0.conv1.weight"].shape[0]), "fc.bias": torch.zeros(7)}
+    return {"state_dict": prefixed("module.encoder_q.", state | head)}
+
+
+def moco_v3(state: State) -> Any:
+    other = {name: value + 1 for name, value in state.items()}
+    networks = prefixed("base_encoder.", state) | prefixed("momentum_encoder.", other)
+    networks |= layers("base_encoder.head.", "0.weight") | layers("predictor.", "0.weight")
+    return {"state_dict": prefixed("module.", networks)}
+
+
+CLIP_NAMES = (
+    (r"patch_embed\.proj", "conv1"),
+    ("pos_embed", "positional_embedding"),
+    (r"^norm_pre", "ln_pre"),
+    (r"^norm\.", "ln_post."),
+    (r"\.norm", ".ln_"),
+    (r"attn\.qkv\.", "attn.in_proj_"),
+    (r"attn\.proj", "attn.out_proj"),
+    (r"mlp\.fc1", "mlp.c_fc"),
+    (r"mlp\.fc2", "mlp.c_proj"),
+    (r"^blocks", "transformer.resblocks"),
+    ("cls_token", "class_embedding"),
+)
+
+
+def clip(state: State) -> Any:
+    """The projection has as many outputs as the model has classes."""
+    state = renamed(state, *CLIP_NAMES)
+    state |= {name: state[name][0] for name in ("positional_embedding",)}
+    state |= {"class_embedding": state["class_embedding"][0, 0], "proj": torch.randn(24, 7)}
+    text = layers("", "positional_embedding", "token_embedding.weight", "transformer.resblocks.0.mlp.c_fc.weight")
+    return {"state_dict": prefixed("module.", prefixed("visual.", state) | text)}
+
+
+def open_clip(state: State) -> Any:
+    return prefixed("visual.trunk.", state) | layers("", "visual.head.proj.weight", "text.token_embedding.weight")
+
+
+def simclr(state: State) -> Any:
+    return {"state_dict": prefixed("encoder.", state) | layers("projector.", "0.weight")}
+
+
+def swav(state: State) -> Any:
+    return prefixed("module.", state | layers("", "projection_head.0.weight", "prototypes.weight"))
+
+
+def barlow_twins(state: State) -> Any:
+    return state
+
+
+LAYOUTS: dict[Callable[[State], Any], tuple[str, dict[str, Any], int]] = {
+    # The model, its arguments, and how many tensors of the file it does not use.
+    mae: ("vit_tiny_patch16_224", TINY, 0),
+    mae_with_decoder: ("vit_tiny_patch16_224", TINY, 4),
+    dino: ("vit_tiny_patch16_224", TINY, 2),
+    dinov2: ("vit_giant_patch14_dinov2", {**TINY, "img_size": 56}, 1),
+    dinov2_training: ("vit_small_patch14_reg4_dinov2", {**TINY, "img_size": 56}, 2),
+    dinov3: ("vit_small_patch16_dinov3", {"depth": 2, "embed_dim": 24, "num_heads": 2}, 6),
+    moco: ("test_resnet", {}, 79),
+    moco_v1: ("test_resnet", {}, 2),
+    moco_v3: ("vit_tiny_patch16_224", TINY, 56),
+    clip: ("vit_base_patch16_clip_quickgelu_224", TINY, 4),
+    open_clip: ("vit_base_patch16_clip_224", TINY, 2),
+    simclr: ("test_resnet", {}, 1),
+    swav: ("test_resnet", {}, 2),
+    barlow_twins: ("test_resnet", {}, 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_encoder_of_pretraining_gives_the_same_features(layout: Callable[[State], Any], tmp_path: Path) -> None:
+    name, kwargs, dropped = LAYOUTS[layout]
+    torch.manual_seed(0)
+    source = timm.create_model(name, num_classes=0, **kwargs).eval()
+    for parameter in source.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.2
+    content = layout({key: value for key, value in source.state_dict().items() if "num_batches" not in key})
+    torch.save(content, tmp_path / "pretrained.pth")
+    state, _ = read_weights(tmp_path / "pretrained.pth")
+    target = timm.create_model(name, num_classes=7, **kwargs).eval()
+    before = {key: value.clone() for key, value in target.get_classifier().state_dict().items()}
+    sentence = load_weights(target, state, 7)
+    size = kwargs.get("img_size", 64)
+    image = torch.linspace(-1, 1, 3 * size * size).view(1, 3, size, size)
+    with torch.no_grad():
+        torch.testing.assert_close(target.forward_features(image), source.forward_features(image))
+    assert all(torch.equal(value, before[key]) for key, value in target.get_classifier().state_dict().items())
+    loaded = len([key for key in source.state_dict() if "num_batches" not in key])
+    assert f"loaded {loaded} tensors" in sentence and f"dropped {dropped}, initialized 2 (" in sentence
+
+
+def test_encoder_for_average_pooling_gets_a_new_norm() -> None:
+    """As MAE's fine-tuning does."""
+    source = timm.create_model("vit_tiny_patch16_224", num_classes=0, **TINY)
+    target = timm.create_model("vit_tiny_patch16_224", num_classes=7, global_pool="avg", **TINY)
+    sentence = load_weights(target, source.state_dict(), 7)
+    assert sentence.endswith("dropped 2, initialized 4 (fc_norm.weight, fc_norm.bias, head.weight, head.bias)")
+    assert torch.equal(target.blocks[3].mlp.fc2.weight, source.blocks[3].mlp.fc2.weight)
+
+
+def test_encoder_of_another_model_is_an_error() -> None:
+    """More layers, a norm or a token that the model lacks: dropping them would give other features."""
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
+    deeper = timm.create_model("vit_tiny_patch16_224", num_classes=0, **{**TINY, "depth": 5})
+    distilled = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=0, **TINY)
+    clip_model = timm.create_model("vit_base_patch16_clip_224", num_classes=0, **TINY)
+    resnet = timm.create_model("resnet18", num_classes=7)
+    pairs: list[tuple[nn.Module, nn.Module, str]] = [
+        (vit, deeper, ""),
+        (vit, distilled, ""),
+        (vit, clip_model, ""),
+        (vit, deeper, "backbone."),
+        (resnet, timm.create_model("resnet34", num_classes=0), "encoder."),
+        (timm.create_model("resnet34", num_classes=7), timm.create_model("resnet18", num_classes=0), ""),
+    ]
+    for model, source, prefix in pairs:
+        with pytest.raises(CheckpointError, match=r"don't fit this model: .*(missing|unexpected)"):
+            load_weights(model, prefixed(prefix, source.state_dict()), 7)
+
+
+def test_encoder_is_not_evaluated() -> None:
+    source = timm.create_model("test_resnet", num_classes=0)
+    with pytest.raises(CheckpointError, match="2 missing"):
+        load_weights(timm.create_model("test_resnet", num_classes=7), source.state_dict(), 7, head_may_differ=False)
