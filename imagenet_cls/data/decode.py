@@ -28,7 +28,8 @@ _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressi
 def decode_rgb(data: bytes) -> torch.Tensor:
     """Decode an image file into uint8 (3, H, W) on the CPU, the pixels of Pillow's `Image.open(...).convert("RGB")`.
 
-    Gray images get three equal channels; transparency is dropped; an animation gives its first frame. An EXIF
+    Gray images get three equal channels, also those of 16 bits, which are divided by 256 (Pillow would clip them at
+    255); transparency is dropped; an animation gives its first frame. An EXIF
     orientation is not applied, as in torchvision's ImageFolder and timm. The memory may be channels-last. Raises
     DataError with the reason, without the file's name, for broken, truncated and absurdly large images.
     """
@@ -63,6 +64,9 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
     """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # palettes with transparency
+        # Pillow's RGB images of 16 bits have the high bytes, too. Up to 10, gray PNGs of 16 bits have mode I.
+        if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
+            image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from imagenet_cls.data import decode
-from imagenet_cls.data.decode import decode_rgb
+from imagenet_cls.data.decode import decode_rgb, rgb_tensor
 from imagenet_cls.errors import DataError
 
 
@@ -28,7 +28,6 @@ def fixtures(photograph: Image.Image) -> dict[str, bytes]:
     palette = image.quantize(16)
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees: to be ignored
-    sixteen = Image.fromarray((np.arange(107 * 161, dtype=np.uint16) * 3).reshape(107, 161))
     broken_exif = encode(image, exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x02" + b"\xff" * 30)
     return {
         "4:2:0": encode(image, quality=90),
@@ -44,7 +43,6 @@ def fixtures(photograph: Image.Image) -> dict[str, bytes]:
         "fill bytes": b"\xff\xd8\xff" + encode(image)[2:],
         "thumbnail": encode(image, exif=b"Exif\0\0" + encode(image.resize((16, 16)))),
         "png": encode(image, "PNG"),
-        "png 16 bit": encode(sixteen, "PNG"),
         "png rgba": encode(rgba, "PNG"),
         "png palette with alpha": encode(palette, "PNG", transparency=bytes(range(0, 256, 16))),
         "png bilevel": encode(image.convert("1"), "PNG"),
@@ -55,6 +53,18 @@ def fixtures(photograph: Image.Image) -> dict[str, bytes]:
         "tiff": encode(image, "TIFF"),
         "ppm": encode(image, "PPM"),
     }
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "big-endian TIFF"])
+def test_decode_rgb_divides_gray_images_of_16_bits_by_256(kind: str) -> None:
+    values = np.arange(107 * 161, dtype=np.uint16).reshape(107, 161) * 3
+    if kind == "big-endian TIFF":
+        data = encode(Image.frombytes("I;16B", (161, 107), values.astype(">u2").tobytes()), "TIFF")
+    else:
+        data = encode(Image.fromarray(values), kind)
+    expected = torch.from_numpy((values // 256).astype(np.uint8)).expand(3, -1, -1)
+    assert torch.equal(decode_rgb(data), expected)
+    assert torch.equal(rgb_tensor(Image.open(io.BytesIO(data))), expected)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
