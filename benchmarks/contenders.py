@@ -59,7 +59,7 @@ def ours(
     from imagenet_cls.parallel.process_group import Group
 
     options = [f"data.root={folder}", f"data.num_workers={workers}", f"train.global_batch_size={batch_size}"]
-    options += [f"eval.batch_size={batch_size}", *overrides]
+    options += [f"eval.batch_size={batch_size}", "train.epochs=1", *overrides]  # 1: nothing is read ahead of a pass
     config = load_config("resnet50", options).config
     assert (config.augment.size_px, config.eval.resize_px, config.eval.crop_px) == (SIZE_PX, RESIZE_PX, SIZE_PX)
     group, data = Group(RankInfo(), torch.device("cpu")), open_datasets(config.data)

@@ -79,7 +79,10 @@ class BatchLoader(Protocol):
 
 
 class TrainLoader:
-    """A `BatchLoader` that reads images in worker processes. Workers stay alive between epochs, until `close`."""
+    """A `BatchLoader` that reads images in worker processes. Workers stay alive between epochs, until `close`.
+
+    Workers read ahead into the next epoch, so that its first batches are made during the evaluation.
+    """
 
     def __init__(
         self,
@@ -88,11 +91,16 @@ class TrainLoader:
         sampler: EpochSampler,
         seed: int,
         options: WorkerOptions,
+        num_epochs: int = 0,
     ):
+        """num_epochs: of the run. Nothing is read ahead after the last one; with 0, after none."""
         self.sampler = sampler
         self.timeout_sec = options.timeout_sec
+        self.num_epochs = num_epochs
         make_batch = partial(_train_batch, source, transform, seed)
-        self.loader = _data_loader(make_batch, MicroBatchSampler(sampler), options)
+        self.loader = _data_loader(make_batch, MicroBatchSampler(sampler, num_epochs), options)
+        self._iterator: Iterator[Any] = iter(())
+        self._next = -1  # number of its next batch, counted from the start of the run; -1: it has none
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
         """Batches from `start_step` on, in order. The image size may differ between epochs.
@@ -100,12 +108,20 @@ class TrainLoader:
         An unfinished iterator is invalid after the next call or `close`. Raises DataError for an image that cannot be
         read, and ResourceError for a worker that was killed, raised anything else, or took longer than the timeout.
         """
-        self.sampler.set_epoch(epoch, start_step)
-        for batch in _batches(self.loader, self.timeout_sec):
+        steps, per_step = self.sampler.steps_per_epoch, len(self.sampler.micro_batch_sizes)
+        first, last = (per_step * (epoch * steps + step) for step in (start_step, steps))
+        if self._next != first or epoch >= self.num_epochs:
+            self.sampler.set_epoch(epoch, start_step)
+            self._iterator = _batches(self.loader, self.timeout_sec)
+        for number in range(first, last):
+            self._next = -1  # in case of an error
+            batch = next(self._iterator)
+            self._next = number + 1
             yield TrainBatch(*batch)
 
     def close(self) -> None:
         """Stop the workers. May be called again; a later epoch starts new workers."""
+        self._next = -1
         _stop_workers(self.loader)
 
 

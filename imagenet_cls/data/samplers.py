@@ -100,17 +100,26 @@ class EpochSampler(DistributedSampler[SampleKey]):
 
 
 class MicroBatchSampler(Sampler[list[SampleKey]]):
-    """The samples of an `EpochSampler`, one list per micro-batch. torch's BatchSampler has a fixed batch size."""
+    """The samples of an `EpochSampler`, one list per micro-batch: of its epoch, and of those that follow.
 
-    def __init__(self, sampler: EpochSampler):
+    torch's BatchSampler has a fixed batch size.
+    """
+
+    def __init__(self, sampler: EpochSampler, num_epochs: int = 0):
+        """num_epochs: of the run. From the last one on, an iteration ends with its epoch."""
         self.sampler = sampler
+        self.num_epochs = num_epochs
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        samples = iter(self.sampler)
-        for size in cycle(self.sampler.micro_batch_sizes):
-            if not (micro_batch := list(islice(samples, size))):
+        while True:
+            samples = iter(self.sampler)
+            for size in cycle(self.sampler.micro_batch_sizes):
+                if not (micro_batch := list(islice(samples, size))):
+                    break
+                yield micro_batch
+            if self.sampler.epoch + 1 >= self.num_epochs:
                 return
-            yield micro_batch
+            self.sampler.set_epoch(self.sampler.epoch + 1)
 
 
 def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> int:

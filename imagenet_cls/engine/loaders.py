@@ -43,7 +43,8 @@ def build_train_loader(
     if config.data.name == "synthetic":
         return SyntheticLoader(len(source.classes), sampler, config.augment, config.seed, group.device)
     transform = TrainTransform(config.augment, mean)
-    return TrainLoader(source, transform, sampler, config.seed, train_worker_options(config, plan, group))
+    options = train_worker_options(config, plan, group)
+    return TrainLoader(source, transform, sampler, config.seed, options, plan.epochs)
 
 
 def build_val_batches(
@@ -64,13 +65,13 @@ def prefetched_images(config: Config, data: DataSets, plan: Plan, group: Group) 
     assert data.train is not None and data.val is not None
     if config.data.name == "synthetic":
         return []
-    per_epoch = plan.steps_per_epoch * plan.accumulation
+    num_batches = plan.epochs * plan.steps_per_epoch * plan.accumulation
     val_batch, val_shard = config.eval.batch_size * plan.devices, -(-len(data.val) // group.world_size)
     train = train_worker_options(config, plan, group)
     val = worker_options(config, group, -(-val_shard // val_batch))
     train_batches, val_batches = (options.num_workers * options.prefetch_batches for options in (train, val))
     return [
-        (min(train_batches, per_epoch) * plan.loader_batch * config.augment.splits, config.augment.size_px),
+        (min(train_batches, num_batches) * plan.loader_batch * config.augment.splits, config.augment.size_px),
         (min(val_batches * val_batch, val_shard), config.eval.crop_px),
     ]
 

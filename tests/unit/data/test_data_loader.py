@@ -27,10 +27,11 @@ AUGMENT = AugmentConfig(size_px=24, color_jitter=ColorJitterConfig(brightness=0.
 EVAL = EvalConfig(crop_px=24)
 
 
-def train_loader(folder: Path, num_workers: int, prefetch_batches: int = 2) -> TrainLoader:
+def train_loader(folder: Path, num_workers: int, prefetch_batches: int = 2, num_epochs: int = 0) -> TrainLoader:
     source = FolderSource(index_folder(folder / "train"))
     sampler = EpochSampler(len(source), 8, 0, 1, seed=5, accumulation=2)
-    return TrainLoader(source, TrainTransform(AUGMENT), sampler, 5, WorkerOptions(num_workers, prefetch_batches))
+    options = WorkerOptions(num_workers, prefetch_batches)
+    return TrainLoader(source, TrainTransform(AUGMENT), sampler, 5, options, num_epochs)
 
 
 def same(one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bool:
@@ -75,6 +76,21 @@ def test_loader_same_bits_for_any_number_of_workers(
     loader.close()
     loader.close()
     assert same(list(loader.epoch(1)), reference)
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_reads_ahead_into_the_next_epoch(image_folder: Path, num_workers: int) -> None:
+    expected = train_loader(image_folder, 0)
+    loader = train_loader(image_folder, num_workers, num_epochs=3)
+    for epoch, start in ((0, 2), (1, 0), (2, 0)):
+        batches = loader.epoch(epoch, start)
+        steps = [next(batches) for _ in range(2 * (loader.sampler.steps_per_epoch - start))]  # not to its end, as `train`
+        assert same(steps, list(expected.epoch(epoch, start)))
+        if num_workers:  # `sampler.epoch` is that of the last keys sent to a worker
+            assert loader.sampler.epoch == min(epoch + 1, 2)
+        assert next(batches, None) is None
+    assert same(list(loader.epoch(0)), list(expected.epoch(0)))  # not the next one
     loader.close()
 
 
