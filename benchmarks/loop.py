@@ -2,9 +2,11 @@
 
 `train()` and a bare loop with the same model, optimizer and batches take turns in one process, a block of steps each.
 The bare loop normalizes the images, runs forward and backward, clips, steps and averages as configured, and reads the
-losses once for each block. Each row has the median of paired differences and their quartiles, of the wall clock and of
-the CPU time of the process; and the difference of the fastest blocks, which depends least on what else runs on the
-machine. The models are tiny, so that the time of a step is mostly overhead. One thread for each rank, on the CPU.
+losses once for each block. It runs a second time with the rest of the arithmetic of `train()`: the norm of the
+gradient, the check that it is finite, and the top-1 accuracy. Each row has the median of paired differences and their
+quartiles, of the wall clock and of the CPU time of the process; and the difference of the fastest blocks, which depends
+least on what else runs on the machine. The models are tiny, so that the time of a step is mostly overhead. One thread
+for each rank, on the CPU.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.engine.state import open_saver
+from imagenet_cls.engine.step import find_nonfinite
 from imagenet_cls.engine.train import train
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
@@ -47,6 +50,8 @@ BLOCK_STEPS = 20  # also `log.every_steps`: each block has one report
 IMAGES = 32  # of a step, on each rank
 MODELS = {"tiny": "loop:tiny", "161 tensors, 53 BatchNorm": "loop:many_tensors"}
 EMA_AND_CLIP = ("ema.decay=0.999", "train.clip_norm=1.0")
+# Microseconds of a step that may be added to the same arithmetic, by model and ranks.
+GOALS_US = {("tiny", 1): 300, ("161 tensors, 53 BatchNorm", 1): 1000, ("tiny", 2): 1000}
 CASES = {name: (model, ()) for name, model in MODELS.items()} | {
     f"{name}, EMA and clipping": (model, EMA_AND_CLIP) for name, model in MODELS.items()
 }
@@ -79,31 +84,35 @@ class BareLoop:
         self.average = None if config.ema.decay is None else [tensor.clone() for tensor in self.averaged]
         self.preprocess = parts.preprocess.preprocess
 
-    def run(self, batches: list[TrainBatch], with_norm: bool) -> None:
-        """with_norm: compute the norm of the gradient in each step, also without clipping."""
-        losses = []
+    def run(self, batches: list[TrainBatch], same_arithmetic: bool) -> None:
+        """same_arithmetic: also compute what `train()` reports: see above."""
+        values = []
         for batch in batches:
-            loss = functional.cross_entropy(self.wrapped(self.preprocess(batch.images)), batch.targets)
+            logits = self.wrapped(self.preprocess(batch.images))
+            loss = functional.cross_entropy(logits, batch.targets)
             loss.backward()
+            values.append(loss.detach())
+            gradients = [gradient for p in self.model.parameters() if (gradient := p.grad) is not None]
+            if same_arithmetic:
+                values += [(logits.argmax(1) == batch.targets).float().mean(), find_nonfinite(gradients)]
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-            elif with_norm:
-                nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+            elif same_arithmetic:
+                values.append(nn.utils.get_total_norm(gradients))
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.001
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             if self.average is not None:
                 torch._foreach_lerp_(self.average, self.averaged, 0.001)
-            losses.append(loss.detach())
-        torch.stack(losses).tolist()
+        torch.stack(values).tolist()
 
 
 class TimedLoader:
     """Wraps a run's loader: between two blocks of steps of `train()` it times the bare loops on the same batches.
 
-    seconds: of a step by `train()` and by the bare loops without and with the norm, for each round, (wall, CPU). The
-    first block of each is a warm-up.
+    seconds: of a step by `train()` and by the bare loop without and with the same arithmetic, for each round, (wall,
+    CPU). The first block of each is a warm-up.
     """
 
     def __init__(self, parts: TrainingParts):
@@ -116,9 +125,9 @@ class TimedLoader:
         for batch in self.inner.epoch(epoch, start_step):
             if len(block) == BLOCK_STEPS:
                 row = [since(begin)]
-                for with_norm in (False, True):
+                for same_arithmetic in (False, True):
                     begin = clocks()
-                    self.bare.run(block, with_norm)
+                    self.bare.run(block, same_arithmetic)
                     row.append(since(begin))
                 self.seconds.append(row)
                 block, begin = [], clocks()
@@ -167,9 +176,9 @@ def measure(name: str, group: Group, rounds: int, overrides: list[str]) -> dict[
         stop_signals.close()
     row: dict[str, Any] = {"model": name, "ranks": group.world_size, "rounds": rounds, "overrides": overrides}
     for clock, kind in enumerate(("wall", "cpu")):
-        ours, bare, norm = ([block[clock] for block in blocks] for blocks in zip(*loader.seconds[1:], strict=True))
-        row[f"{kind}_us"] = {"train": median(ours), "bare": median(bare), "bare_with_norm": median(norm)}
-        for label, other in (("added", bare), ("added_to_norm", norm)):
+        ours, bare, same = ([block[clock] for block in blocks] for blocks in zip(*loader.seconds[1:], strict=True))
+        row[f"{kind}_us"] = {"train": median(ours), "bare": median(bare), "same_arithmetic": median(same)}
+        for label, other in (("added", bare), ("added_to_same", same)):
             low, middle, high = quantiles([a - b for a, b in zip(ours, other, strict=True)], n=4)
             least = min(ours) - min(other)
             row[f"{kind}_us"][label] = {"median": middle, "low": low, "high": high, "least": least}
@@ -216,16 +225,18 @@ def run_rank(rank: int, world_size: int, folder: Path, rounds: int, overrides: l
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| model | ranks | clock | train() | bare | with norm | added to bare | added to bare with norm |"]
-    lines += ["|---|---:|---|---:|---:|---:|---:|---:|"]
+    lines = ["| model | ranks | clock | train() | bare | same arithmetic | added to bare | added to same | goal |"]
+    lines += ["|---|---:|---|---:|---:|---:|---:|---:|---:|"]
     for row in rows:
         for clock in ("wall", "cpu"):
             us = row[f"{clock}_us"]
             added = [
                 "{median:.0f} ({low:.0f} to {high:.0f}), fastest {least:.0f}".format(**us[label])
-                for label in ("added", "added_to_norm")
+                for label in ("added", "added_to_same")
             ]
-            numbers = [f"{us[label]:.0f}" for label in ("train", "bare", "bare_with_norm")]
+            numbers = [f"{us[label]:.0f}" for label in ("train", "bare", "same_arithmetic")]
+            goal = GOALS_US.get((row["model"], row["ranks"]))
+            added.append(f"<= {goal}" if goal else "")
             lines.append(f"| {' | '.join([row['model'], str(row['ranks']), clock, *numbers, *added])} |")
     return "\n".join(lines)
 
