@@ -110,6 +110,7 @@ INIT_METHOD = (
 MODULES = (r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a list of modules, such as [my_package.my_models]")
 
 # When keys have an effect.
+READS_FILES = Condition("data.name folder, list or digits", lambda c: c.data.name in ("folder", "list", "digits"))
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
 PROGRESSIVE = Condition("augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None)
 CROPS_RANDOMLY = Condition("augment.crop random_resized", lambda c: c.augment.crop == "random_resized")
@@ -195,6 +196,10 @@ class DataConfig:
     # How JPEG files are decoded. auto: only the region that a sample needs, if libjpeg-turbo 3 is found; the pixels are
     # the same (docs/data.md). whole: the whole image, which also detects damage outside of the region.
     decode: Literal["auto", "whole"] = key("auto", recipe=False, per_machine=True)
+    # Decode JPEG files at 1/2, 1/4 or 1/8 of their size where both sides of the random crop then keep at least this
+    # many pixels, such as augment.size_px (DCT scaling). Faster for large photographs; the pixels differ. Needs
+    # libjpeg-turbo 3. null: at full size.
+    min_decoded_px: int | None = key(None, PIXELS, needs=READS_FILES)
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
     # The list of bad images that tools/verify_data.py wrote: those of the training part are left out, at most one in

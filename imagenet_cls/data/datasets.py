@@ -16,6 +16,7 @@ from imagenet_cls.data.builtin import SyntheticSource, write_digits
 from imagenet_cls.data.index import ImageIndex, class_folders, held_out_mask, index_folder, split
 from imagenet_cls.data.lists import check_none_excluded, exclude_images, index_list
 from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, known_targets
+from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.errors import DataError, Problem, command_line, first_line
 from imagenet_cls.lookup import (
     did_you_mean,
@@ -92,6 +93,9 @@ def data_problems(data: DataConfig) -> list[Problem]:
         for name, value in data.kwargs.items()
         if (text := number_problem(value, COUNT, whole=True))
     ]
+    if data.min_decoded_px is not None and (data.decode == "whole" or find_turbojpeg() is None):
+        text = "needs data.decode=auto and libjpeg-turbo 3 (pip install turbojpeg), or null"
+        problems.append(Problem("data.min_decoded_px", text))
     if data.name == "digits" and data.val is not None:
         problems.append(Problem("data.val", "digits have one part only: use data.val=null data.val_fraction=0.2"))
     return problems
@@ -138,7 +142,10 @@ def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, Ima
         "train": f"replace the file, or list it ({verify} {root}) and set data.exclude to the list",
         "val": "replace the file: validation leaves no image out",
     }
-    return {part: FolderSource(index, remedies[part], data.decode) for part, index in indexes.items()}, note
+    min_px = {"train": data.min_decoded_px, "val": None}
+    return {
+        part: FolderSource(index, remedies[part], data.decode, min_px[part]) for part, index in indexes.items()
+    }, note
 
 
 def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[str, ImageIndex]:

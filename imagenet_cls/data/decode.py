@@ -42,19 +42,27 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     return _decode_with_pillow(data)
 
 
-def decode_region(data: bytes, choose: ChooseBox, turbojpeg: TurboJpeg | None) -> tuple[torch.Tensor, Box]:
+def decode_region(
+    data: bytes, choose: ChooseBox, turbojpeg: TurboJpeg | None, min_px: int | None = None
+) -> tuple[torch.Tensor, Box]:
     """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also returns the box.
 
     choose: called once. turbojpeg: decodes only the region of most JPEGs; then an error elsewhere in the file may not
     be noticed. None decodes every file whole. Other files, and those with errors or warnings, are decoded whole.
+    min_px: JPEGs may be decoded at 1/2, 1/4 or 1/8 of their size if both sides of the box keep so many pixels; the
+    image and the box returned are of that size.
     """
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
     if turbojpeg is None or channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
         image = decode_rgb(data)
         return image, choose(*image.shape[1:])
     box = choose(height, width)
-    region = turbojpeg.decode(data, height, width, box)
-    image = decode_rgb(data) if region is None else region
+    divisor = 1 if min_px is None else max(d for d in (1, 2, 4, 8) if d == 1 or min(box[2:]) >= d * min_px)
+    scaled = box.divided(divisor)
+    region = turbojpeg.decode(data, height, width, scaled, divisor)
+    if region is not None:
+        return region, scaled
+    image = decode_rgb(data)
     if image.shape[1:] != (height, width):
         raise DataError("the size in its header is not that of its pixels")
     return image, box

@@ -31,7 +31,10 @@ class ImageSource(Protocol):
         """Image `i` as uint8 (3, H, W) on the CPU, and its target. Raises DataError if it cannot be read."""
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        """As `load`, but only the pixels in the box that `choose` returns need to be defined. Also returns the box."""
+        """As `load`, but only the pixels in the box that `choose` returns need to be defined. Also returns the box.
+
+        The image may be smaller (`data.min_decoded_px`); then the box is that of the smaller image.
+        """
         image, target = self.load(i)
         return image, choose(*image.shape[1:]), target
 
@@ -45,25 +48,33 @@ class ImageSource(Protocol):
 class FolderSource(ImageSource):
     """Image files of an `ImageIndex`."""
 
-    def __init__(self, index: ImageIndex, remedy: str = "replace the file", decode: str = "auto"):
-        """remedy: what to do about a file that can't be read, for the error. decode: `data.decode`."""
+    def __init__(
+        self,
+        index: ImageIndex,
+        remedy: str = "replace the file",
+        decode: str = "auto",
+        min_decoded_px: int | None = None,
+    ):
+        """remedy: what to do about a file that can't be read, for the error. The others: keys of `data`."""
         self.index = index
         self.remedy = remedy
         self.classes = index.classes
         self.turbojpeg = find_turbojpeg() if decode == "auto" else None
+        self.min_decoded_px = min_decoded_px
         self._root = os.fsencode(index.root)
 
     def __len__(self) -> int:
         return len(self.index)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        return self._decode(i, decode_rgb), int(self.index.targets[i])
+        return self._read(i, decode_rgb), int(self.index.targets[i])
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        image, box = self._decode(i, partial(decode_region, choose=choose, turbojpeg=self.turbojpeg))
+        decode = partial(decode_region, choose=choose, turbojpeg=self.turbojpeg, min_px=self.min_decoded_px)
+        image, box = self._read(i, decode)
         return image, box, int(self.index.targets[i])
 
-    def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
+    def _read(self, i: int, decode: Callable[[bytes], T]) -> T:
         path = os.path.join(self._root, self.index.names[i])  # noqa: PTH118 (pathlib is slower)
         try:
             with open(path, "rb", buffering=0) as file:  # noqa: PTH123

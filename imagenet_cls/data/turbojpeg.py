@@ -36,9 +36,17 @@ class Box(NamedTuple):
     height: int
     width: int
 
+    def divided(self, divisor: int) -> "Box":
+        """The same region of an image of 1/divisor of the size, rounded down."""
+        return Box(*(number // divisor for number in self))
+
 
 class _Region(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]
+
+
+class _Scale(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("numerator", "denominator")]
 
 
 class TurboJpeg:
@@ -49,6 +57,7 @@ class TurboJpeg:
         self.path = path
         library = ctypes.CDLL(path)
         handle, data, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+        self._set_scale = _declare(library.tj3SetScalingFactor, handle, _Scale)
         self._set_region = _declare(library.tj3SetCroppingRegion, handle, _Region)
         self._set = _declare(library.tj3Set, handle, ctypes.c_int, ctypes.c_int)
         self._get = _declare(library.tj3Get, handle, ctypes.c_int)
@@ -62,8 +71,10 @@ class TurboJpeg:
     def __reduce__(self) -> tuple[type, tuple[str]]:  # to be sent to data workers that are not forked (macOS)
         return type(self), (self.path,)
 
-    def decode(self, data: bytes, height: int, width: int, box: Box) -> torch.Tensor | None:
+    def decode(self, data: bytes, height: int, width: int, box: Box, divisor: int = 1) -> torch.Tensor | None:
         """Decode a JPEG of that size into uint8 (3, height, width), channels-last; only pixels in `box` are defined.
+
+        divisor: 1; or 2, 4 or 8 for an image of that part of the size, rounded up, in which `box` lies (DCT scaling).
 
         Returns None for files with errors or warnings, and for formats whose pixels were not tested to be the same: the
         caller then decodes the whole image. Each call creates a handle, because a handle keeps tables and errors of
@@ -81,8 +92,11 @@ class TurboJpeg:
                 return None
             if (get(_HEIGHT), get(_WIDTH), get(_PRECISION), get(_LOSSLESS)) != (height, width, 8, 0):
                 return None
+            if self._set_scale(handle, _Scale(1, divisor)):
+                return None
+            height, width = -(-height // divisor), -(-width // divisor)
             # The left edge must be that of an MCU. Upsampling of chroma reads the neighboring columns.
-            margin = mcu_width if mcu_width > 8 else 0
+            mcu_width, margin = mcu_width // divisor, mcu_width // divisor if mcu_width > 8 else 0
             left = max(box.left - margin, 0) // mcu_width * mcu_width
             right = min(box.left + box.width + margin, width)
             if self._set_region(handle, _Region(left, box.top, right - left, box.height)):

@@ -217,7 +217,7 @@ class Run:
             self.log_steps()  # waits for the device; raises after too many non-finite steps in a row
         self.replica_check.check_if_due(step)  # raises if replicas have diverged
         # Raises StopRequested, on all ranks at the same step.
-        self.stop_signals.check_after_step(in_any_case=self.save_scheduled() or self.at_epoch_end)
+        self.stop_signals.check_after_step(force=self.save_scheduled() or self.at_epoch_end)
         self.saver.check()  # raises if a save in the background has failed
         if self.save_scheduled() and not self.evaluation_due():  # else saved after the evaluation
             self.log_steps()  # before `save_due`, which reads whether this step was finite
@@ -241,7 +241,7 @@ class Run:
         """Report the steps since the last call, and raise NonFiniteError after too many non-finite ones in a row."""
         records = self.meter.flush()
         if records:
-            self.stop_signals.agree_on_interval(*self.meter.last_interval)
+            self.stop_signals.set_interval(*self.meter.last_interval)
         self.reporter.report_steps(records)
         if line := self.data_wait_check.warning(records):
             self.reporter.event(self.progress.step, line)

@@ -63,7 +63,7 @@ class StopSignalHandler:
             set_parent_death_signal(signal.SIGKILL)  # a second Ctrl-C ends the launching process, and so this one
         self.signal = self.signal or number
 
-    def agree_on_interval(self, steps: int, seconds: float) -> None:
+    def set_interval(self, steps: int, seconds: float) -> None:
         """Set `every_steps` to the number of steps that take half a second, from 1 to `steps`. A collective.
 
         seconds: the time of this rank's last `steps` steps. The slowest rank's is used on all ranks.
@@ -74,10 +74,10 @@ class StopSignalHandler:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group.cpu_group)
             self.every_steps = max(1, min(steps, int(_INTERVAL_SEC / slowest.item())))
 
-    def check_after_step(self, in_any_case: bool = False) -> None:
-        """Call `check` after every `every_steps`-th step, or if `in_any_case`; a single rank checks after each step."""
+    def check_after_step(self, force: bool = False) -> None:
+        """Call `check` after every `every_steps`-th step, or if `force`; a single rank checks after each step."""
         self._steps += 1
-        if in_any_case or self.group.cpu_group is None or self._steps >= self.every_steps:
+        if force or self.group.cpu_group is None or self._steps >= self.every_steps:
             self.check()
 
     def check(self) -> None:

@@ -23,14 +23,14 @@ def stop_between_checks(rank: int, ranks: int, folder: Path) -> None:
 
     assert stop.every_steps == 1
     for step_sec, every_steps in (((2.0, 0.1), 1), ((0.001, 0.002), 40), ((0.01, 0.02), 25)):
-        stop.agree_on_interval(40, 40 * step_sec[rank])  # the slowest rank decides; not longer than what was measured
+        stop.set_interval(40, 40 * step_sec[rank])  # the slowest rank decides; not longer than what was measured
         assert stop.every_steps == every_steps
     dist.all_reduce = counted
     with pytest.raises(StopRequested):
         for step in range(1, 1000):
             if step == 30 and rank == 1:
                 stop.signal = signal.SIGTERM
-            stop.check_after_step(in_any_case=step == 10)
+            stop.check_after_step(force=step == 10)
     # Flags are sent after steps 10 and 35. The second one has the signal and is read after step 60.
     assert (step, reductions) == (60, 2)
     stop.close()

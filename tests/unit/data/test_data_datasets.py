@@ -249,3 +249,10 @@ def test_data_problems_of_valid_sections_are_none() -> None:
     assert data_problems(DataConfig(name="digits", val=None, val_fraction=0.2)) == []
     assert data_problems(DataConfig(name="torchvision:EMNIST", kwargs={"split": "letters"})) == []
     assert data_problems(DataConfig(name="torchvision:STL10", kwargs={"folds": 1})) == []
+
+
+def test_min_decoded_px_needs_region_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = data_problems(DataConfig(min_decoded_px=224, decode="whole"))
+    monkeypatch.setattr("imagenet_cls.data.datasets.find_turbojpeg", lambda: None)
+    problems += data_problems(DataConfig(min_decoded_px=224))
+    assert [problem.key for problem in problems] == ["data.min_decoded_px"] * 2

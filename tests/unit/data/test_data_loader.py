@@ -85,7 +85,8 @@ def test_loader_reads_ahead_into_the_next_epoch(image_folder: Path, num_workers:
     loader = train_loader(image_folder, num_workers, num_epochs=3)
     for epoch, start in ((0, 2), (1, 0), (2, 0)):
         batches = loader.epoch(epoch, start)
-        steps = [next(batches) for _ in range(2 * (loader.sampler.steps_per_epoch - start))]  # not to its end, as `train`
+        # The iterator is not exhausted, as in `train`.
+        steps = [next(batches) for _ in range(2 * (loader.sampler.steps_per_epoch - start))]
         assert same(steps, list(expected.epoch(epoch, start)))
         if num_workers:  # `sampler.epoch` is that of the last keys sent to a worker
             assert loader.sampler.epoch == min(epoch + 1, 2)

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,20 @@ def test_region_has_the_pixels_of_the_whole_image(
         region = library.decode(data, height, width, box)
         assert region is not None and region.shape == (3, height, width)
         assert torch.equal(cut(region, box), cut(decode_rgb(data), box))
+
+
+def test_crop_is_decoded_at_the_smallest_size_that_keeps_enough_pixels(
+    library: TurboJpeg, photographs: list[Image.Image]
+) -> None:
+    image = photographs[0].resize((403, 305))
+    for kind, (divisor, min_px) in product(KINDS, [(1, 70), (2, 64), (2, 33), (4, 32), (8, 9)]):
+        data, box = encode(image, kind), Box(50, 101, 128, 150)
+        region, scaled = decode_region(data, lambda *_, box=box: box, library, min_px)
+        assert scaled == Box(50 // divisor, 101 // divisor, 128 // divisor, 150 // divisor)
+        expected = Image.open(io.BytesIO(data))
+        expected.draft("RGB", (403 // divisor, 305 // divisor))  # Pillow's image is at least that large
+        pixels = torch.from_numpy(np.array(expected.convert("RGB"))).permute(2, 0, 1)
+        assert region.shape == pixels.shape and torch.equal(cut(region, scaled), cut(pixels, scaled)), (kind, divisor)
 
 
 def without_tables(data: bytes, marker: int) -> bytes:

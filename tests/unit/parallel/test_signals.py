@@ -41,7 +41,7 @@ def test_stop_request_after_a_signal_raises_and_later_signals_change_nothing(num
 
 def test_single_rank_checks_after_each_step() -> None:
     stop = StopSignalHandler(SINGLE)
-    stop.agree_on_interval(50, 0.05)
+    stop.set_interval(50, 0.05)
     stop.check_after_step()
     stop.signal = signal.SIGTERM
     with pytest.raises(StopRequested):
