@@ -80,7 +80,7 @@ def sections() -> dict[str, Any]:
 @cache
 def value_types() -> dict[str, Any]:
     """The type of every key that holds a value."""
-    return {key: field.type for key, field in _fields().items() if not is_dataclass(field.type)}
+    return {key: info(key).type or field.type for key, field in _fields().items() if not is_dataclass(field.type)}
 
 
 def info(key: str) -> KeyInfo:
@@ -130,7 +130,8 @@ def describe_type(hint: Any) -> str:
     bare, optional = split_optional(hint)
     if choices(bare):
         return f"one of {', '.join(choices(bare))}" + (" or null" if optional else "")
-    return " or ".join([_TYPE_NAMES[bare], *choices(hint), *(["null"] if optional else [])])
+    names = [_TYPE_NAMES[member] for member in _members(hint) if member in _TYPE_NAMES]
+    return " or ".join([*names, *choices(hint), *(["null"] if optional else [])])
 
 
 def instead_of_option(option: str, value: str | None) -> str | None:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -229,10 +229,23 @@ class _Builder:
         is_word = isinstance(value, str) and ("${" in value or value in keys.choices(hint))
         if bare is not bool or isinstance(value, bool) or value is None or is_word:
             with suppress(OmegaConfBaseException, OverflowError, ValueError):
+                if keys.info(key).type is not None:  # a list or a word: any value for OmegaConf
+                    value = _list_or_word(value, hint)
                 OmegaConf.update(self.config, key, value, merge=False)
                 return
         near = did_you_mean(value, keys.choices(hint)) if isinstance(value, str) else ""
         raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")
+
+
+def _list_or_word(value: Any, hint: Any) -> Any:
+    """A value of a key whose type is `list[X] | str` or `list[X] | Literal`. Raises ValueError for another one."""
+    bare, optional = keys.split_optional(hint)
+    if isinstance(value, list):
+        return OmegaConf.to_container(OmegaConf.typed_list(value, element_type=get_args(bare)[0]))
+    is_word = isinstance(value, str) and ("${" in value or not keys.choices(hint) or value in keys.choices(hint))
+    if not (is_word or (value is None and optional)):
+        raise ValueError
+    return value
 
 
 def config_from_dict(mapping: Mapping[str, Any]) -> Config:

@@ -71,7 +71,8 @@ class KeyInfo:
     """What the schema states about a key, or about all keys of a section.
 
     allowed: of the number, or of each number of a list. count, ascending: of a list. form: a regular expression for the
-    text, or for each text of a list, and its description. shares: keyword arguments from 0 to below 1. at_most: the key
+    text, or for each text of a list, and its description. type: of a key that holds a list or a word, which OmegaConf
+    can't state; the key is annotated as Any. shares: keyword arguments from 0 to below 1. at_most: the key
     that is the limit. excludes: keys of which none may be set beside it, to other than null, false and []. needs: when
     the key has an effect; None: always. recipe: whether it decides what is computed, so that it is compared on resume.
     per_machine: whether the machines of a run may differ in it.
@@ -81,6 +82,7 @@ class KeyInfo:
     count: int | None = None
     ascending: bool = False
     form: tuple[str, str] | None = None
+    type: Any = None
     shares: tuple[str, ...] = ()
     at_most: str | None = None
     excludes: tuple[str, ...] = ()
@@ -129,6 +131,7 @@ MIXING_ENDS = Condition(
 )
 DISTILS = Condition("distill.kind soft or hard", lambda c: c.distill.kind != "none")
 DISTILS_SOFTLY = Condition("distill.kind soft", lambda c: c.distill.kind == "soft")
+EFFECTIVE_WEIGHTS = Condition("loss.class_weights effective", lambda c: c.loss.class_weights == "effective")
 LR_SCALES = Condition("optimizer.lr_base_batch", lambda c: c.optimizer.lr_base_batch is not None)
 WARMS_UP = Condition("schedule.warmup_epochs above 0", lambda c: c.schedule.warmup_epochs > 0)
 WARMS_UP_BY_FACTOR = Condition(
@@ -215,6 +218,10 @@ class DataConfig:
     repeats: int = key(1, Range(1, 100), at_most="train.global_batch_size")
     # With repeats: cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
     repeats_multiple: int | None = key(None, COUNT, needs=REPEATS)
+    # How equally often the classes are drawn in training. 0: each image once in an epoch. 1: each class equally often;
+    # images of small classes are repeated, each time augmented differently. Between: a class of n images has a share
+    # proportional to n^(1 - balance). An epoch has as many samples as without (docs/data.md).
+    balance: float = key(0.0, SHARE)
     # Further arguments of the dataset: {train_images, val_images, num_classes, size_px} for `synthetic`; those of the
     # class or factory for torchvision's datasets and factories.
     kwargs: Kwargs = key({})
@@ -347,8 +354,12 @@ class LossConfig:
     name: str = "cross_entropy"
     # Share of the target's probability that is spread over all classes.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
-    # Weight of each class, in the order of the classes; only their ratios matter. null: equal weights.
-    class_weights: list[float] | None = key(None, NOT_NEGATIVE)
+    # Weights of the classes. A number for each, in the order of the classes, of which only the ratios matter; or from
+    # the number n of training images: `balanced`, proportional to 1/n; `effective`, to (1 - beta) / (1 - beta^n). An
+    # image counts by the weight of its class, and the sum is divided by the number of images. null: equal weights.
+    class_weights: Any = key(None, NOT_NEGATIVE, type=list[float] | Literal["balanced", "effective"] | None)
+    # For class_weights effective: beta (Cui et al. 2019).
+    effective_beta: float = key(0.999, SHARE_BELOW_1, needs=EFFECTIVE_WEIGHTS)
     # Arguments of the loss: bce {target_threshold (targets above it become 1), sum_classes}, focal {gamma}, jsd
     # {alpha}, or those of a factory.
     kwargs: Kwargs = key({})

@@ -1,9 +1,10 @@
 """Which images, in which order, on which rank: a pure function of (seed, epoch, step, rank)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
@@ -29,6 +30,9 @@ class EpochSampler(DistributedSampler[SampleKey]):
     devices with one. The images that SyncBN normalizes together depend on k only. A rank has one device, or several
     with DataParallel, which splits the batch; then N k must divide G.
 
+    With `balance` above 0, the permutation is one of `balanced_samples`: it has as many samples, and may have an image
+    several times, as different views.
+
     Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. As in RASampler
     of DeiT's `samplers.py` and of torchvision's references, sample p of an epoch is on device p mod N, if k is 1 and N
     divides G. Its number of samples is that of `repeats_multiple=256`. Unlike torch's DistributedSampler, nothing is
@@ -46,9 +50,11 @@ class EpochSampler(DistributedSampler[SampleKey]):
         repeats_multiple: int | None = None,
         accumulation: int = 1,
         devices: int = 1,
+        balance: float = 0.0,
+        targets: np.ndarray | None = None,
     ):
         """repeats_multiple: see `samples_per_epoch`. accumulation: k above. devices: of this rank; N above is
-        world_size * devices.
+        world_size * devices. balance: see `class_quotas`; above 0 it needs the targets of the images, int64.
 
         Raises DataError if an epoch has fewer samples than one global batch.
         """
@@ -67,6 +73,12 @@ class EpochSampler(DistributedSampler[SampleKey]):
         self.global_batch_size = global_batch_size
         self.world_size = world_size
         self.repeats = repeats
+        self.images_by_class: list[torch.Tensor] = []
+        if balance > 0:
+            assert targets is not None and len(targets) == num_images
+            counts = np.bincount(targets)
+            self.quotas = class_quotas(counts, balance, num_images).tolist()
+            self.images_by_class = list(torch.from_numpy(np.argsort(targets, kind="stable")).split(counts.tolist()))
         own_devices = range(rank * devices, (rank + 1) * devices)
         # For each micro-batch of this rank, the positions of its samples in a global batch, device by device.
         self.positions = [
@@ -87,12 +99,15 @@ class EpochSampler(DistributedSampler[SampleKey]):
         order = torch.randperm(self.num_images, generator=generator("permutation", self.seed, self.epoch))
         steps = torch.arange(self.start_step, self.steps_per_epoch)
         positions = (steps.view(-1, 1) * self.global_batch_size + torch.cat(self.positions)).flatten()
-        samples = order[positions // self.repeats] * self.repeats + positions % self.repeats
+        indices, views = order[positions // self.repeats], positions % self.repeats
         del order, positions
-        epoch, repeats = self.epoch, self.repeats
-        for start in range(0, len(samples), 1024):  # a Python list of a whole epoch would take 50 MB
-            for sample in samples[start : start + 1024].tolist():
-                index, view = divmod(sample, repeats)
+        if self.images_by_class:
+            samples, occurrences = balanced_samples(self.images_by_class, self.quotas, self.seed, self.epoch)
+            indices, views = samples[indices], occurrences[indices] * self.repeats + views
+        epoch = self.epoch
+        for start in range(0, len(indices), 1024):  # a Python list of a whole epoch would take 50 MB
+            chunk = slice(start, start + 1024)
+            for index, view in zip(indices[chunk].tolist(), views[chunk].tolist(), strict=True):
                 yield epoch, index, view
 
     def __len__(self) -> int:
@@ -134,6 +149,38 @@ def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> i
             f"{num_images} training images are fewer than data.repeats_multiple, {repeats_multiple}\nset it to null"
         )
     return num_images // repeats_multiple * repeats_multiple
+
+
+def class_quotas(counts: np.ndarray, balance: float, num_samples: int) -> np.ndarray:
+    """The samples of each class in an epoch, int64 (classes,), `num_samples` together.
+
+    Proportional to n^(1 - balance), where n is the number of images, and rounded by the largest remainder. balance: 0
+    is as in the data, 1 is the same number for every class that has images. counts: n of each class.
+    """
+    shares = np.where(counts > 0, np.maximum(counts, 1.0) ** (1 - balance), 0)
+    exact = np.round(num_samples * shares / shares.sum(), 6)  # the last bits may differ between processors
+    quotas = np.floor(exact).astype(np.int64)
+    largest = np.argsort(quotas - exact, kind="stable")
+    quotas[largest[: num_samples - quotas.sum()]] += 1
+    return quotas
+
+
+def balanced_samples(
+    images_by_class: Sequence[torch.Tensor], quotas: Sequence[int], seed: int, epoch: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of an epoch, class by class: (images, occurrences), each int64 (samples,).
+
+    Of a class with n images and quota q, each image has floor(q / n) samples. The others are those that come first in a
+    permutation with the key (seed, epoch, class). occurrences: which sample of its image in this epoch it is, from 0.
+    """
+    samples, occurrences = [], []
+    for number, (images, quota) in enumerate(zip(images_by_class, quotas, strict=True)):
+        if quota > 0:
+            times, rest = divmod(quota, len(images))
+            drawn = torch.randperm(len(images), generator=generator("balance", seed, epoch, number))[:rest]
+            samples += [images.repeat(times), images[drawn]]
+            occurrences.append(torch.arange(quota) // len(images))
+    return torch.cat(samples), torch.cat(occurrences)
 
 
 def shard_for_eval(num_images: int, rank: int, world_size: int) -> range:

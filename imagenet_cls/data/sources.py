@@ -187,6 +187,23 @@ def targets_of(source: ImageSource) -> np.ndarray | None:
     return known_targets(source.dataset) if isinstance(source, MapSource) else None
 
 
+def required_targets(source: ImageSource, key: str) -> np.ndarray:
+    """`targets_of`. Raises DataError where they are not known, for the key that needs them."""
+    targets = targets_of(source)
+    if targets is None:
+        raise DataError(
+            f"{key}: needs the class of each image, which is not known without reading the images ({source.name(0)})\n"
+            f"give the dataset an attribute `targets` (a list of integers), or don't set {key}"
+        )
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= len(source.classes):
+        raise DataError(
+            f"{key}: the targets of {source.name(0)} and others are {low} to {high}, and there are "
+            f"{len(source.classes)} classes\ngive integers from 0 to {len(source.classes) - 1}"
+        )
+    return targets
+
+
 def known_targets(dataset: Any) -> np.ndarray | None:
     """All targets of a map-style dataset, int64 (N,), without reading images; None where it doesn't list them."""
     for attribute in ("targets", "labels", "_labels", "_targets"):

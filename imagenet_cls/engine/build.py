@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -10,8 +11,8 @@ from imagenet_cls.config.schema import Config, EmaConfig
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import BatchLoader, check_shared_memory
-from imagenet_cls.data.samplers import samples_per_epoch
-from imagenet_cls.data.sources import describe_sizes
+from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
+from imagenet_cls.data.sources import ImageSource, describe_sizes, required_targets
 from imagenet_cls.engine.evaluate import EvaluationParts
 from imagenet_cls.engine.loaders import build_train_loader, build_val_batches, prefetched_images
 from imagenet_cls.engine.model import (
@@ -120,7 +121,9 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     check_same_weights(model, group)
     ema = build_ema(model, config.ema, train.global_batch_size)
     compile_model(model, config)
-    criterion = build_criterion(build_loss(config.loss, num_classes, config.augment.splits), config.distill, teacher)
+    class_samples = samples_of_classes(config, data.train, num_classes)
+    loss = build_loss(config.loss, num_classes, config.augment.splits, class_samples)
+    criterion = build_criterion(loss, config.distill, teacher)
     head = head_names(model, num_classes)
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer, head))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -176,6 +179,14 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
             std=std,
         ),
     )
+
+
+def samples_of_classes(config: Config, source: ImageSource, num_classes: int) -> np.ndarray | None:
+    """The samples of each class in an epoch, int64 (num_classes,), for class weights that depend on them, else None."""
+    if not isinstance(config.loss.class_weights, str):
+        return None
+    counts = np.bincount(required_targets(source, "loss.class_weights"), minlength=num_classes)
+    return class_quotas(counts, config.data.balance, len(source))
 
 
 def compile_model(model: nn.Module, config: Config) -> None:

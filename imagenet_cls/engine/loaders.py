@@ -9,7 +9,7 @@ from imagenet_cls.data.builtin import SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.datasets import DataSets
 from imagenet_cls.data.loader import BatchLoader, TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
-from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.sources import ImageSource, required_targets
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.evaluate import Batch
@@ -39,6 +39,8 @@ def build_train_loader(
         data.repeats_multiple,
         accumulation=plan.accumulation,
         devices=plan.devices,
+        balance=data.balance,
+        targets=required_targets(source, "data.balance") if data.balance > 0 else None,
     )
     if config.data.name == "synthetic":
         return SyntheticLoader(len(source.classes), sampler, config.augment, config.seed, group.device)

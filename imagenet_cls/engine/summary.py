@@ -38,6 +38,7 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     rows = {
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
         "data": f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images",
+        "class sizes": _class_sizes(parts),
         "data workers": describe_workers(config, plan, group),
         "decoder": describe_decoder(parts.data.train),
         "device": f"{device}, {precision[parts.evaluation.autocast_dtype]}",
@@ -59,6 +60,23 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     return [(label, str(text)) for label, text in rows.items() if text]
 
 
+def _class_sizes(parts: TrainingParts) -> str:
+    """The smallest and the largest class in training, where the larger has twice the images or more, else ""."""
+    assert parts.data.train is not None
+    targets = targets_of(parts.data.train)
+    if targets is None:
+        return ""
+    counts = np.bincount(targets[targets >= 0], minlength=len(parts.data.classes))[: len(parts.data.classes)]
+    if counts.max() < 2 * counts.min():
+        return ""
+    return f"{_extremes(counts, parts.data.classes)} training images"
+
+
+def _extremes(counts: np.ndarray, classes: tuple[str, ...]) -> str:
+    low, high = (f"{counts[i]} (class {classes[i]})" for i in (counts.argmin(), counts.argmax()))
+    return f"from {low} to {high}"
+
+
 def describe_decoder(source: ImageSource) -> str:
     """How the JPEG files of a source are decoded; "" for images that are not files."""
     if isinstance(source, SubsetSource):
@@ -77,8 +95,8 @@ def class_counts(data: DataSets) -> list[str]:
         targets = None if source is None else targets_of(source)
         if targets is not None:
             counts = np.bincount(targets, minlength=len(data.classes))
-            low, high = (f"{counts[i]} (class {data.classes[i]})" for i in (counts.argmin(), counts.argmax()))
-            each = f"{counts[0]} in each" if counts.min() == counts.max() else f"from {low} to {high}"
+            is_even = counts.min() == counts.max()
+            each = f"{counts[0]} in each" if is_even else _extremes(counts, data.classes)
             lines.append(f"{part}: {len(targets)} images in {_count(len(counts), 'class')}, {each}")
     return lines
 

@@ -3,18 +3,23 @@
 Losses get float32 logits, whatever the model computes in.
 
 **Every loss is a plain mean over the images**, so that the mean over micro-batches and ranks is that over the whole
-batch. With class weights w_c, divided by the mean of all weights, the loss of an image is
+batch. With class weights w_c the loss of an image is
 
     - sum_c w_c t_c log p_c,    t: its target, one-hot or mixed, smoothed;    p: softmax of its logits
 
 and then the mean over the images is taken. torch's CrossEntropyLoss divides by the sum of the batch's weights instead
-if targets are class indices (not if they are probabilities), which depends on how a batch is split. As there, only the
-ratios of the weights matter.
+if targets are class indices (not if they are probabilities), which depends on how a batch is split. Weights that are
+listed are divided by their mean over the classes; weights by the size of the classes, by their mean over the samples of
+an epoch. As in torch, only the ratios of listed weights matter.
+
+For `bce`, the loss of an image is multiplied by sum_c w_c t_c, with t not smoothed. The `weight` of torch's and timm's
+loss multiplies the terms of a class in all images, with and without it, so it does not change their ratio.
 """
 
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
@@ -43,7 +48,7 @@ def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
 
 
 class BuiltInLoss(nn.Module):
-    """weights: of the classes, float32 (classes,) with mean 1, or None. splits: views of an image in a batch."""
+    """weights: of the classes, float32 (classes,), or None. splits: views of an image in a batch."""
 
     weights: Tensor | None
 
@@ -74,13 +79,22 @@ class SmoothedBinaryCrossEntropy(BuiltInLoss):
     def __init__(
         self, *common: Any, target_threshold: Annotated[float | None, SHARE_BELOW_1] = None, sum_classes: bool = False
     ):
-        smoothing, weights, splits = common
-        super().__init__(smoothing, None, splits)  # timm's loss holds the weights
-        self.loss = BinaryCrossEntropy(0.0, target_threshold, weights, sum_classes=sum_classes)
+        super().__init__(*common)
+        self.sum_classes = sum_classes
+        by_element = self.weights is not None
+        self.loss = BinaryCrossEntropy(
+            0.0,
+            target_threshold,
+            reduction="none" if by_element else "mean",
+            sum_classes=sum_classes and not by_element,
+        )
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.loss(logits, smooth_targets(targets, logits, self.smoothing))
-        return loss
+        if self.weights is None:
+            return loss
+        image_weights = targets @ self.weights if targets.is_floating_point() else self.weights[targets]
+        return (image_weights * (loss.sum(1) if self.sum_classes else loss.mean(1))).mean()
 
 
 class FocalLoss(BuiltInLoss):
@@ -136,18 +150,21 @@ BUILT_IN: dict[str, type[BuiltInLoss]] = {
 BUILT_IN_KEYS = ("label_smoothing", "class_weights")
 
 
-def build_loss(loss: LossConfig, num_classes: int, splits: int = 1) -> Loss:
+def build_loss(loss: LossConfig, num_classes: int, splits: int = 1, class_samples: np.ndarray | None = None) -> Loss:
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
     logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes) probabilities from
-    mixing. num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`.
+    mixing. num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`. class_samples: of each
+    class in an epoch, int64 (classes,), which class weights by size need.
 
     A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits, targets)`, which must return
     the mean. Raises UserError if it returns no function, ConfigError for a wrong number of class weights.
     """
     factory = find_factory("loss", loss.name, BUILT_IN)
     if loss.name in BUILT_IN:
-        compute = factory(loss.label_smoothing, _normalized_weights(loss, num_classes), splits, **loss.kwargs)
+        compute = factory(
+            loss.label_smoothing, _normalized_weights(loss, num_classes, class_samples), splits, **loss.kwargs
+        )
     else:
         compute = factory(**loss.kwargs)
     if not callable(compute):
@@ -163,15 +180,32 @@ def build_loss(loss: LossConfig, num_classes: int, splits: int = 1) -> Loss:
     return mean_loss
 
 
-def _normalized_weights(loss: LossConfig, num_classes: int) -> Tensor | None:
+def _normalized_weights(loss: LossConfig, num_classes: int, class_samples: np.ndarray | None) -> Tensor | None:
     if loss.class_weights is None:
         return None
+    if isinstance(loss.class_weights, str):
+        assert class_samples is not None and len(class_samples) == num_classes
+        return weights_by_size(class_samples, None if loss.class_weights == "balanced" else loss.effective_beta)
     given = len(loss.class_weights)
     if given != num_classes:
         text = f"{given} numbers, but there are {num_classes} classes; give one for each, in the order of the classes"
         raise ConfigError([f"loss.class_weights: {text}"])
     weights = torch.tensor(loss.class_weights, dtype=torch.float64, device="cpu")
     return (weights / weights.mean()).float()
+
+
+def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
+    """Weights of the classes from their number of samples n, float32 (classes,), with mean 1 over the samples.
+
+    Proportional to 1 / n, or with beta to (1 - beta) / (1 - beta^n): Cui et al., "Class-Balanced Loss Based on
+    Effective Number of Samples", 2019, section 3.2 (there with mean 1 over the classes). Classes without samples have
+    weight 1.
+    """
+    known = counts[counts > 0].astype(np.float64)
+    inverse = 1 / known if beta is None else (1 - beta) / (1 - beta**known)
+    weights = np.ones(len(counts))
+    weights[counts > 0] = inverse * known.sum() / (inverse * known).sum()
+    return torch.from_numpy(weights).float()
 
 
 def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
@@ -246,6 +280,6 @@ def loss_problems(loss: LossConfig) -> list[Problem]:
         if loss.name == "jsd":
             text = "'jsd' has no class weights; use cross_entropy, bce or focal"
             problems.append(Problem("loss.class_weights", text))
-        elif not any(loss.class_weights):
+        elif isinstance(loss.class_weights, list) and not any(loss.class_weights):
             problems.append(Problem("loss.class_weights", "are all 0, so nothing would be learned; give one above 0"))
     return problems

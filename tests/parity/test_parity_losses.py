@@ -37,7 +37,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def loss_of(name: str, smoothing: float = 0.0, weights: list[float] | None = None, splits: int = 1, **kwargs):
-    return build_loss(LossConfig(name, smoothing, weights, kwargs), CLASSES, splits)
+    return build_loss(LossConfig(name, smoothing, weights, kwargs=kwargs), CLASSES, splits)
 
 
 def gradient(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
@@ -94,7 +94,11 @@ def test_bce_with_threshold_and_weights_equals_the_formula() -> None:
     close(loss_of("bce", target_threshold=0.2)(LOGITS, SOFT), torch.stack(terms).mean())
     weights = torch.tensor(WEIGHTS)
     weighted = loss_of("bce", 0.0, WEIGHTS, target_threshold=0.2, sum_classes=True)
-    close(weighted(LOGITS, SOFT), (torch.stack(terms) * weights / weights.mean()).sum(1).mean())
+    image_weights = SOFT.double() @ weights.double() / weights.mean()
+    close(weighted(LOGITS, SOFT), (torch.stack(terms).sum(1) * image_weights).mean())
+    hard = loss_of("bce", 0.0, WEIGHTS)
+    each = BinaryCrossEntropy(0.0, reduction="none")(LOGITS, HARD).mean(1)
+    close(hard(LOGITS, HARD), (each * weights[HARD] / weights.mean()).mean())
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0, 5.0])
@@ -106,7 +110,7 @@ def test_focal_equals_timms_and_torchvisions(gamma: float) -> None:
     two = build_loss(LossConfig("focal", kwargs={"gamma": gamma}), 2)(torch.stack([0 * x, x], 1), positive)
     close(two, sigmoid_focal_loss(x, positive.float(), alpha=-1, gamma=gamma, reduction="mean"))
     alpha = 0.2  # of the positive class; class weights are its general form, relative to their mean
-    weighted = build_loss(LossConfig("focal", 0.0, [1 - alpha, alpha], {"gamma": gamma}), 2)
+    weighted = build_loss(LossConfig("focal", 0.0, [1 - alpha, alpha], kwargs={"gamma": gamma}), 2)
     expected = sigmoid_focal_loss(x, positive.float(), alpha=alpha, gamma=gamma, reduction="mean") / 0.5
     close(weighted(torch.stack([0 * x, x], 1), positive), expected)
 

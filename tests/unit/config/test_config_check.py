@@ -153,6 +153,7 @@ NEEDS: list[tuple[str, Any, dict[str, Any]]] = [
     ("distill.temperature", 4.0, {"distill.kind": "soft"}),
     *((f"distill.teacher.{name}", value, {"distill.kind": "soft"}) for name, value in
       (("name", "a"), ("pretrained", True), ("checkpoint", "a"))),
+    ("loss.effective_beta", 0.99, {"loss.class_weights": "effective"}),
     ("optimizer.lr_scaling", "sqrt", {"optimizer.lr_base_batch": 512}),
     ("schedule.warmup_start_factor", 0.1, {"schedule.warmup_epochs": 5}),
     ("schedule.warmup_start_lr", 1e-6, {"schedule.warmup_epochs": 5}),

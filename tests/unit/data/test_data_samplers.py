@@ -2,11 +2,19 @@
 
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, samples_per_epoch, shard_for_eval
+from imagenet_cls.data.samplers import (
+    EpochSampler,
+    MicroBatchSampler,
+    balanced_samples,
+    class_quotas,
+    samples_per_epoch,
+    shard_for_eval,
+)
 from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
@@ -137,3 +145,62 @@ def test_shard_for_eval_has_every_image_once(world_size: int) -> None:
         shards = [shard_for_eval(num_images, rank, world_size) for rank in range(world_size)]
         assert sorted(i for shard in shards for i in shard) == list(range(num_images))
         assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+# ------------------------------------------------------------------------------------------------------------- balance
+
+TARGETS = np.repeat([2, 0, 3, 1], [60, 30, 7, 6])  # 103 images; not in the order of the classes
+
+
+def balanced_epoch(balance: float, epoch: int, world_size: int = 1, repeats: int = 1, start: int = 0) -> list[list]:
+    """The samples of each rank."""
+    ranks = []
+    for rank in range(world_size):
+        sampler = EpochSampler(103, 12, rank, world_size, 7, repeats, balance=balance, targets=TARGETS)
+        sampler.set_epoch(epoch, start)
+        ranks.append(list(sampler))
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("balance", "quotas"),
+    # Shares n^(1 - balance): of the square root 7.746, 5.477, 2.646 and 2.449 of 18.318.
+    [(0.0, [30, 6, 60, 7]), (0.5, [31, 14, 43, 15]), (1.0, [26, 26, 26, 25])],
+)
+def test_class_quotas_by_largest_remainder(balance: float, quotas: list[int]) -> None:
+    assert class_quotas(np.bincount(TARGETS), balance, 103).tolist() == quotas
+    assert class_quotas(np.array([5, 0, 5]), balance, 10).tolist() == [5, 0, 5]  # a class without images
+
+
+def test_balanced_samples_have_each_image_of_a_class_equally_often() -> None:
+    by_class = [torch.from_numpy(np.flatnonzero(np.equal(TARGETS, number))) for number in range(4)]
+    for epoch in range(3):
+        samples, occurrences = balanced_samples(by_class, [26, 26, 26, 25], 7, epoch)
+        for number, quota in enumerate([26, 26, 26, 25]):
+            counts = np.bincount(samples[TARGETS[samples] == number], minlength=103)[by_class[number]]
+            assert counts.sum() == quota and set(counts) <= {quota // len(counts), -(-quota // len(counts))}
+        keys = set(zip(samples.tolist(), occurrences.tolist(), strict=True))
+        assert len(keys) == 103  # occurrences of an image are different views
+        assert occurrences.max() == 4  # 26 samples of 6 images
+    other = balanced_samples(by_class, [26, 26, 26, 25], 7, 1)[0]
+    assert not torch.equal(samples, other)  # the images that are drawn once more differ
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_balanced_epochs_are_the_same_for_every_world_size_and_start(repeats: int) -> None:
+    (alone,) = balanced_epoch(0.8, 2, repeats=repeats)
+    for world_size in (2, 3, 4):
+        share = 12 // world_size
+        ranks = balanced_epoch(0.8, 2, world_size, repeats)
+        for step in range(8):
+            batch = chain(*(rank[step * share : (step + 1) * share] for rank in ranks))
+            assert sorted(batch) == sorted(alone[step * 12 : (step + 1) * 12])
+    assert balanced_epoch(0.8, 2, repeats=repeats, start=3) == [alone[36:]]
+    assert balanced_epoch(0.8, 3, repeats=repeats) != [alone] and balanced_epoch(0.8, 2, repeats=repeats) == [alone]
+    assert len(set(alone)) == len(alone) == 96
+
+
+def test_balance_0_is_the_plain_permutation() -> None:
+    plain = EpochSampler(103, 12, 0, 1, 7)
+    plain.set_epoch(2)
+    assert balanced_epoch(0.0, 2) == [list(plain)]

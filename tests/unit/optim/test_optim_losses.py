@@ -1,12 +1,13 @@
 """User losses, class weights, the device of buffers, and checks. Every built-in loss: tests/parity."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from imagenet_cls.config.schema import LossConfig
 from imagenet_cls.errors import ConfigError, UserError
-from imagenet_cls.optim.losses import build_loss, loss_problems
+from imagenet_cls.optim.losses import build_loss, loss_problems, weights_by_size
 
 LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 4, 2, 2, 1, 3])
@@ -54,6 +55,37 @@ def test_class_weights_equal_the_formula() -> None:
     torch.testing.assert_close(loss(LOGITS, TARGETS), expected)
 
 
+@pytest.mark.parametrize(("kind", "beta"), [("balanced", None), ("effective", 0.99)])
+def test_weights_by_class_size_have_mean_1_over_the_samples(kind: str, beta: float | None) -> None:
+    counts = np.array([90, 0, 9, 1])
+    weights = weights_by_size(counts, beta).numpy()
+    assert weights[1] == 1  # a class without images
+    np.testing.assert_allclose((weights * counts).sum(), 100, rtol=1e-6)
+    expected = [9 / n if beta is None else (1 - beta**9) / (1 - beta**n) for n in (90, 9, 1)]
+    np.testing.assert_allclose(weights[[0, 2, 3]] / weights[2], expected, rtol=1e-6)
+    config = LossConfig(class_weights=kind, effective_beta=0.99)
+    found = build_loss(config, 4, class_samples=counts)(torch.eye(4), torch.arange(4))
+    plain = torch.nn.functional.cross_entropy(torch.eye(4), torch.arange(4), reduction="none")
+    torch.testing.assert_close(found, (plain * torch.from_numpy(weights)).mean())
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "bce", "focal"])
+def test_class_weights_give_the_same_gradient_in_any_number_of_parts(name: str) -> None:
+    """Also where each part has images of one class only, for which torch's weighted mean has no effect."""
+    loss = build_loss(LossConfig(name, class_weights="balanced"), 5, class_samples=np.array([8, 4, 2, 1, 1]))
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    targets = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
+
+    def gradient(*parts: torch.Tensor) -> torch.Tensor:
+        inputs = logits.clone().requires_grad_()
+        sum(loss(inputs[part], targets[part]) * len(part) / 8 for part in parts).backward()
+        return inputs.grad
+
+    rows = torch.arange(8)
+    for sizes in ([4, 4], [4, 2, 1, 1], [1] * 8):
+        torch.testing.assert_close(gradient(*rows.split(sizes)), gradient(rows))
+
+
 def test_wrong_number_of_class_weights_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^loss\.class_weights: "):
         build_loss(LossConfig(class_weights=[1.0, 2.0, 3.0]), 5)
@@ -81,6 +113,7 @@ def test_wrong_number_of_class_weights_is_an_error() -> None:
         ({"name": "bce", "kwargs": {"sum_classes": 1}}, ["loss.kwargs.sum_classes"]),
         ({"name": "jsd", "kwargs": {"alpha": -1}}, ["loss.kwargs.alpha"]),
         ({"name": "jsd", "class_weights": [1.0, 2.0]}, ["loss.class_weights"]),
+        ({"name": "jsd", "class_weights": "balanced"}, ["loss.class_weights"]),
         ({"class_weights": [0.0, 0.0]}, ["loss.class_weights"]),
         *(({"name": "focal", "kwargs": {"gamma": value}}, ["loss.kwargs.gamma"]) for value in (-1, "two", True, None)),
     ],
