@@ -5,8 +5,6 @@ complete, and so does the folder of validation images.
 """
 
 import contextlib
-import csv
-import io
 import os
 import shutil
 import tarfile
@@ -14,16 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from imagenet_cls.commands import cli
+from imagenet_cls.data.archives import DEVKIT_NAMES, SOLUTION, TRAIN_TAR, VAL_TAR, validation_labels, wnid_of
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.errors import DataError, ResourceError, first_line
 from imagenet_cls.files import take_lock
 
-TRAIN_TAR = "ILSVRC2012_img_train.tar"
-VAL_TAR = "ILSVRC2012_img_val.tar"
-DEVKIT = "ILSVRC2012_devkit_t12"
-GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 KAGGLE_FOLDER = "ILSVRC/Data/CLS-LOC"
-SOLUTION = "LOC_val_solution.csv"
 
 
 def prepare_command(argv: Sequence[str]) -> None:
@@ -65,8 +59,7 @@ def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
     if val is not None:  # first: unpacking takes an hour
         # Kaggle's labels are next to ILSVRC, so above a SOURCE that is ILSVRC/Data/CLS-LOC itself.
         folders = [source, *source.resolve().parents[:3]]
-        names = (SOLUTION, f"{DEVKIT}.tar.gz", DEVKIT)
-        wnids = validation_labels(labels or _first(*(folder / name for folder in folders for name in names)))
+        wnids = validation_labels(labels or _first(*(folder / name for folder in folders for name in DEVKIT_NAMES)))
     try:
         (out / "train").mkdir(parents=True, exist_ok=True)
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
@@ -100,41 +93,6 @@ def check_counts(out: Path, expected: tuple[int, int, int] | None) -> None:
     print(f"{out}: {text.format(*found)}")
 
 
-def validation_labels(file: Path | None) -> dict[str, str]:
-    """WordNet ID of each validation image, by its name without suffix. Raises DataError."""
-    if file is None or not file.exists():
-        raise DataError(
-            f"the classes of the validation images are unknown: no {file or 'labels in SOURCE'}\n"
-            f"put {DEVKIT}.tar.gz or {SOLUTION} into SOURCE, or give one of them with --labels FILE"
-        )
-    try:
-        if file.suffix == ".csv":  # ImageId, and a PredictionString that starts with the WordNet ID
-            with file.open(newline="", encoding="utf-8-sig") as lines:
-                return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)}
-        return _devkit_labels(file)
-    except (tarfile.TarError, csv.Error, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{file}: broken labels ({first_line(error)})\ndownload it again") from None
-
-
-def _devkit_labels(devkit: Path) -> dict[str, str]:
-    """Line i of the ground truth is the ILSVRC2012_ID of image i; `meta.mat` has the WordNet ID of each."""
-    import numpy as np
-    from scipy.io import loadmat
-
-    def content(name: str) -> bytes:
-        if devkit.is_dir():
-            return (devkit / "data" / name).read_bytes()
-        with tarfile.open(devkit) as tar:
-            file = tar.extractfile(f"{DEVKIT}/data/{name}")
-            assert file is not None
-            return file.read()
-
-    synsets = np.atleast_1d(loadmat(io.BytesIO(content("meta.mat")), squeeze_me=True)["synsets"])
-    wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
-    numbers = content(GROUND_TRUTH).split()
-    return {f"ILSVRC2012_val_{i:08d}": wnids[int(number)] for i, number in enumerate(numbers, 1)}
-
-
 def _write_train(source: Path, out: Path, copy: bool) -> None:
     """source: ILSVRC2012_img_train.tar, with one tar for each class, or class folders."""
     if not source.is_file():
@@ -159,12 +117,12 @@ def _write_val(source: Path, folder: Path, wnids: dict[str, str], copy: bool) ->
         if not images:
             raise DataError(f"{source}: holds no images\nunpack the validation images there, without class folders")
         for image in cli.track(images, "val"):
-            _place(image, folder / _wnid(wnids, image.name) / image.name, copy)
+            _place(image, folder / wnid_of(wnids, image.name) / image.name, copy)
         return
     with tarfile.open(source) as tar:
         for member in cli.track([member for member in tar if not member.isdir()], "val"):
             name = Path(member.name).name
-            tar.extract(member.replace(name=f"{_wnid(wnids, name)}/{name}"), folder, filter="data")
+            tar.extract(member.replace(name=f"{wnid_of(wnids, name)}/{name}"), folder, filter="data")
 
 
 def _first(*paths: Path) -> Path | None:
@@ -173,12 +131,6 @@ def _first(*paths: Path) -> Path | None:
 
 def _images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpeg", ".jpg"))
-
-
-def _wnid(wnids: dict[str, str], name: str) -> str:
-    if Path(name).stem not in wnids:
-        raise DataError(f"{name}: not one of the {len(wnids)} labeled images\ngive its labels with --labels FILE")
-    return wnids[Path(name).stem]
 
 
 def _place(image: Path, target: Path, copy: bool) -> None:

@@ -6,17 +6,24 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from imagenet_cls.commands import cli
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.index import join_names, scan_images
+from imagenet_cls.data.index import ImageIndex, join_names, scan_images
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.errors import DataError, ResourceError, UsageError, first_line
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.parallel.environment import cpu_threads
 
+if TYPE_CHECKING:
+    from imagenet_cls.data.sources import FolderSource
+
 FILE_SETS = ("folder", "list", "digits")
+Image = tuple["FolderSource", int]  # image of a source
 
 
 def verify_command(argv: Sequence[str]) -> None:
@@ -43,15 +50,16 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     if Path(data).suffix in (".yaml", ".yml"):
         config = load_config(data, overrides).config
         root = Path(config.data.root).expanduser()
-        names = images_of(config.data, root)
+        images = images_of(config.data, root)
     elif overrides:
         raise UsageError(f"{overrides[0]!r}: an override of a config, and {data} is none\nname a .yaml file")
     else:
         root = Path(data).expanduser()
-        names = [os.path.normpath(os.fsdecode(name)) for name in scan_images(os.fsencode(root), b".")]
-    if not names:
+        images = images_below(root)
+    if not images:
         raise DataError(f"{root}: no image in it\nname the folder that holds the dataset, or a config")
-    path = out or root / BAD_IMAGES_FILE
+    names = sorted(images)
+    path = out or (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
     if not os.access(path.parent, os.W_OK):
         raise ResourceError(f"can't write {path}\nname another place with --out FILE")
     warnings.simplefilter("ignore")  # decode_rgb suppresses them, but not in several threads at once
@@ -59,7 +67,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     with ThreadPoolExecutor(num_threads) as pool:
         for start in cli.track(range(0, len(names), 32 * num_threads), "reading"):
             chunk = names[start : start + 32 * num_threads]
-            for name, reason in zip(chunk, pool.map(lambda name: image_problem(root / name), chunk), strict=True):
+            for name, reason in zip(chunk, pool.map(lambda name: image_problem(*images[name]), chunk), strict=True):
                 if reason is not None:
                     bad[name] = reason
                     print(f"bad: {name}: {reason}")
@@ -75,12 +83,21 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         )
 
 
-def images_of(data: DataConfig, root: Path) -> list[str]:
-    """The images of a config's training and validation parts: sorted paths relative to `root`.
+def images_below(root: Path) -> dict[str, Image]:
+    """The images at any depth below a folder, by their paths relative to it. Raises DataError."""
+    from imagenet_cls.data.sources import FolderSource  # imports torch, which --help should not
+
+    names = np.array(scan_images(os.fsencode(root), b"."), bytes)
+    source = FolderSource(ImageIndex(root, names, np.zeros(len(names), np.int64), ()))
+    return {os.path.normpath(source.name(i)): (source, i) for i in range(len(names))}
+
+
+def images_of(data: DataConfig, root: Path) -> dict[str, Image]:
+    """The images of a config's training and validation parts, by their paths relative to `root`.
 
     Raises UsageError for a dataset that is not made of files, and DataError as `open_datasets` does.
     """
-    from imagenet_cls.data.datasets import open_datasets  # imports torch, which --help should not
+    from imagenet_cls.data.datasets import open_datasets
     from imagenet_cls.data.sources import FolderSource
 
     if data.name not in FILE_SETS:
@@ -89,21 +106,21 @@ def images_of(data: DataConfig, root: Path) -> list[str]:
             f"{', '.join(FILE_SETS)}"
         )
     opened = open_datasets(replace(data, exclude=None))
-    names = set()
+    images: dict[str, Image] = {}
     for source in (opened.train, opened.val):
         assert isinstance(source, FolderSource)
-        names |= {os.path.relpath(source.index.path(i), root) for i in range(len(source))}
-    return sorted(names)
+        images |= {os.path.relpath(source.index.path(i), root): (source, i) for i in range(len(source))}
+    return images
 
 
-def image_problem(path: Path) -> str | None:
-    """Why an image can't be used in training, or None. Reads and decodes it; raises nothing for a bad file."""
+def image_problem(source: "FolderSource", i: int) -> str | None:
+    """Why image `i` can't be used in training, or None. Reads and decodes it; raises nothing for a bad file."""
     from imagenet_cls.data.decode import decode_rgb
 
     try:
-        if not path.is_file():  # reading a pipe would never end
+        if source.index.spans is None and not source.index.path(i).is_file():  # reading a pipe would never end
             return "missing, a broken link, or not a regular file"
-        decode_rgb(path.read_bytes())
+        decode_rgb(source.read(i))
     except DataError as error:
         return str(error)
     except Exception as error:  # damaged files make decoders raise anything; training would end too

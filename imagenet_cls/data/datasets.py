@@ -12,6 +12,7 @@ import numpy as np
 import torchvision.datasets
 
 from imagenet_cls.config.schema import COUNT, DataConfig
+from imagenet_cls.data.archives import find_archives, index_archives
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
 from imagenet_cls.data.index import ImageIndex, class_folders, held_out_mask, index_folder, split
 from imagenet_cls.data.lists import check_none_excluded, exclude_images, index_list
@@ -152,7 +153,10 @@ def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[s
     """The index of each part asked for. For val alone, only the classes of the training part are read."""
 
     def read(part: str, classes: Sequence[str] | None = None) -> ImageIndex:
-        return index_list(root / part, root, classes) if data.name == "list" else index_folder(root / part, classes)
+        if data.name == "list":
+            return index_list(root / part, root, classes)
+        archives = find_archives(root, part)
+        return index_archives(root, part, archives, classes) if archives else index_folder(root / part, classes)
 
     if data.name == "digits":
         write_digits(root, data.train)
@@ -164,6 +168,8 @@ def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[s
     if "train" in parts or (data.name == "list" and (root / data.train).exists()):
         indexes["train"] = read(data.train)
         classes = indexes["train"].classes
+    elif data.name == "folder" and find_archives(root, data.train):
+        classes = read(data.train).classes
     elif (root / data.train).exists():
         classes = class_folders(root / data.train)
     if "val" in parts:

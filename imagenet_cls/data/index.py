@@ -9,11 +9,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from imagenet_cls.data.index_cache import Scan, folder_status, read_scan, write_scan
 from imagenet_cls.errors import DataError, command_line, printable, shorten
+
+if TYPE_CHECKING:
+    from imagenet_cls.data.archives import Spans
 
 # torchvision's ImageFolder takes these, except .gif. Compared in lower case.
 IMAGE_SUFFIXES = frozenset(
@@ -32,13 +36,14 @@ class ImageIndex:
 
     root: the folder that paths are relative to. names: (N,) paths in the file system's bytes, of one width (dtype S):
     one array, since reference counts would copy a list of Python objects into each forked worker. targets: int64
-    (N,). classes: name of each target.
+    (N,). classes: name of each target. spans: where the images lie in archives; None: they are files.
     """
 
     root: Path
     names: np.ndarray
     targets: np.ndarray
     classes: tuple[str, ...]
+    spans: "Spans | None" = None
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -51,9 +56,15 @@ class ImageIndex:
         """Path of image `i`. A list may name absolute paths, which stay absolute."""
         return self.root / self.name(i)
 
+    def describe(self, i: int) -> str:
+        """Path and number of image `i`, and its archive, for a message."""
+        path, archive = str(self.path(i)), self.spans.archive(i) if self.spans else ""
+        return f"{path} (image {i}{'' if path.startswith(archive) else f' in {archive}'})"
+
     def select(self, rows: np.ndarray) -> "ImageIndex":
         """The same index with these rows only, in this order."""
-        return replace(self, names=self.names[rows], targets=self.targets[rows])
+        spans = self.spans and self.spans.select(rows)
+        return replace(self, names=self.names[rows], targets=self.targets[rows], spans=spans)
 
     def digest(self) -> str:
         """SHA-256 over names, targets and classes, in hex. Not over `root`, so that a dataset can be moved."""

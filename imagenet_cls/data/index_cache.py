@@ -10,10 +10,11 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs",
 # Two changes within the resolution of the times, up to 2 seconds, have equal times. The rest allows for a file server
 # whose clock is slow.
 MIN_AGE_SEC = 60
+_OF_A_FOLDER = ("version", "folders", "times", "classes", "counts", "names")
 _TEMPORARY_SEC = 3600  # a temporary file that is older was left by a killed process
 
 
@@ -36,7 +38,8 @@ class Scan:
 
     classes: names of the folders, sorted. counts: images in each, at any depth. names: (N,) paths relative to the
     dataset, of dtype S. folders: each folder that was listed, relative to the dataset, with its status before the
-    listing; None for a folder that can't be cached (`index.list_folder`). started: Unix time.
+    listing; None for a folder that can't be cached (`index.list_folder`). started: Unix time. For archives, `folders`
+    are their absolute paths, and `arrays` has further arrays (N,), by name.
     """
 
     classes: list[str]
@@ -44,31 +47,40 @@ class Scan:
     names: np.ndarray
     folders: dict[bytes, os.stat_result | None]
     started: float
+    arrays: Mapping[str, Any] = field(default_factory=dict)
 
 
-def folder_status(path: bytes) -> os.stat_result:
+def folder_status(path: bytes, flags: int = os.O_DIRECTORY) -> os.stat_result:
     """The status of a folder. The folder is opened, so that an NFS client asks the server."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         return os.fstat(descriptor)
     finally:
         os.close(descriptor)
 
 
-def read_scan(root: Path) -> Scan | None:
-    """The cached scan of this folder. None without one, if it is damaged, or if a folder has changed."""
+def file_status(path: bytes) -> os.stat_result:
+    return folder_status(path, 0)
+
+
+def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
+    """The cached scan of this folder, or of archives. None without one, if it is damaged, or something has changed."""
     started = time.time()
     try:
         with np.load(_cache_file(root), allow_pickle=False) as stored:  # raises for wrong checksums
             if stored["version"].tobytes() != _version():
                 return None
             folders: dict[bytes, os.stat_result | None] = {}
+            if archives and stored["folders"].tolist() != list(map(os.fsencode, archives)):
+                return None
             for path in stored["folders"].tolist():
-                folders[path] = folder_status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
+                status = file_status if archives else folder_status
+                folders[path] = status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
             if not np.array_equal(stored["times"], _times(folders.values())):
                 return None
             classes = list(map(os.fsdecode, stored["classes"].tolist()))
-            return Scan(classes, stored["counts"].tolist(), stored["names"], folders, started)
+            arrays = {name: stored[name] for name in stored.files if name not in _OF_A_FOLDER}
+            return Scan(classes, stored["counts"].tolist(), stored["names"], folders, started, arrays)
     except Exception:  # zipfile and numpy raise anything for damaged files
         return None
 
@@ -96,6 +108,7 @@ def write_scan(root: Path, scan: Scan) -> None:
                     classes=np.array(list(map(os.fsencode, scan.classes))),
                     counts=np.array(scan.counts),
                     names=scan.names,
+                    **scan.arrays,
                 )
                 file.flush()
                 Path(file.name).replace(target)
@@ -118,7 +131,7 @@ def _is_cacheable(scan: Scan) -> bool:
 
 
 def _times(statuses: Iterable[os.stat_result | None]) -> np.ndarray:
-    """Inode number and times in nanoseconds of each folder, as text, since an inode number may exceed int64."""
+    """Inode number and times in nanoseconds, as text, since an inode number may exceed int64."""
     return np.array([b"%d %d %d" % (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in statuses if s is not None])
 
 
@@ -133,6 +146,6 @@ def _cache_file(root: Path) -> Path:
 
 
 def _version() -> bytes:
-    """A hash, in hex, of the two modules that list and store, so that a scan of another version is not used."""
-    sources = [Path(__file__).with_name(name).read_bytes() for name in ("index.py", "index_cache.py")]
+    """A hash, in hex, of the modules that list and store, so that a scan of another version is not used."""
+    sources = [Path(__file__).with_name(name).read_bytes() for name in ("index.py", "index_cache.py", "archives.py")]
     return blake2b(b"".join(sources)).hexdigest().encode()

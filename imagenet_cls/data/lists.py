@@ -35,12 +35,16 @@ def check_paths(data: DataConfig) -> None:
 
     Opens no image, takes milliseconds, and imports no torch. Datasets of other kinds are not checked.
     """
+    from imagenet_cls.data.archives import find_archives  # imports this module
+
     root = Path(data.root).expanduser()
     if data.name == "folder":
-        classes = class_folders(root / data.train)
-        check_not_parts(root / data.train, classes)
-        if data.val is not None:
-            match_classes(class_folders(root / data.val), classes, root / data.val)
+        folders = [part for part in (data.train, data.val) if part is not None and find_archives(root, part) is None]
+        classes = {part: class_folders(root / part) for part in folders}
+        if data.train in classes:
+            check_not_parts(root / data.train, classes[data.train])
+        if len(classes) == 2:
+            match_classes(classes[folders[1]], classes[data.train], root / folders[1])
     elif data.name == "list":
         for name in filter(None, (data.train, data.val)):
             _read_text(root / name, 1)
@@ -67,10 +71,7 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
         raise DataError(f"{file}: no images in it\nwrite one `path label` line for each image")
     class_file = file.with_name("classes.txt")
     if classes is None and class_file.is_file():
-        classes = [line.strip() for line in _read_text(class_file).splitlines() if line.strip()]
-        repeated = sorted(name for name, count in Counter(classes).items() if count > 1)
-        if repeated:
-            raise DataError(f"{class_file}: {join_names(repeated)} is listed more than once\nlist each class once")
+        classes = read_classes(class_file)
     targets, names = _targets(file, rows, classes)
     number, path, _ = rows[0]
     if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)
@@ -79,6 +80,15 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
             f"paths in a list are relative to data.root, {folder}: correct the paths or data.root"
         )
     return ImageIndex(folder, np.array([os.fsencode(path) for _, path, _ in rows]), targets, tuple(names))
+
+
+def read_classes(file: Path) -> list[str]:
+    """The lines of a `classes.txt`. Raises DataError for a class that is listed twice."""
+    classes = [line.strip() for line in _read_text(file).splitlines() if line.strip()]
+    repeated = sorted(name for name, count in Counter(classes).items() if count > 1)
+    if repeated:
+        raise DataError(f"{file}: {join_names(repeated)} is listed more than once\nlist each class once")
+    return classes
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -138,6 +148,25 @@ def _columns(header: list[str]) -> tuple[int, int]:
 def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
     """Target of each row, int64 (N,), and the names of the classes."""
     labels = {label for _, _, label in rows}
+    position, names = label_positions(labels, classes, file)
+    unknown = labels - position.keys()
+    if unknown:
+        number, _, label = next(row for row in rows if row[2] in unknown)
+        what = (
+            f"out of range 0 to {len(names) - 1}" if NUMBER.fullmatch(label) else f"not one of the {len(names)} classes"
+        )
+        raise DataError(
+            f"{file}:{number}: label {format_value(label)} is {what} ({len(unknown)} such labels)\n"
+            "correct the list, or list all classes, one per line, in a classes.txt next to the training list"
+        )
+    return np.fromiter((position[label] for _, _, label in rows), np.int64, len(rows)), names
+
+
+def label_positions(labels: set[str], classes: Sequence[str] | None, file: Path) -> tuple[dict[str, int], list[str]]:
+    """The class of each known label, and the names of the classes; without `classes`, those that the labels name.
+
+    Raises DataError for numbers that leave out a class. file: for this error.
+    """
     numbers = all(map(NUMBER.fullmatch, labels))
     if classes is None and numbers:
         highest = max(map(int, labels))
@@ -151,15 +180,7 @@ def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> 
     position = {name: i for i, name in enumerate(names)}
     if numbers and not labels <= position.keys():
         position = {label: int(label) for label in labels if 0 <= int(label) < len(names)}
-    unknown = labels - position.keys()
-    if unknown:
-        number, _, label = next(row for row in rows if row[2] in unknown)
-        what = f"out of range 0 to {len(names) - 1}" if numbers else f"not one of the {len(names)} classes"
-        raise DataError(
-            f"{file}:{number}: label {format_value(label)} is {what} ({len(unknown)} such labels)\n"
-            "correct the list, or list all classes, one per line, in a classes.txt next to the training list"
-        )
-    return np.fromiter((position[label] for _, _, label in rows), np.int64, len(rows)), names
+    return position, names
 
 
 def read_bad_images(path: Path) -> dict[str, str]:
@@ -205,7 +226,7 @@ def check_none_excluded(index: ImageIndex, root: Path, path: Path) -> None:
     """Raise DataError for a validation image in the list at `path`."""
     for row, reason in _bad_rows(index, root, path):
         raise DataError(
-            f"{index.path(row)} (image {row}): {reason} ({path}); validation leaves no image out\n"
+            f"{index.describe(row)}: {reason} ({path}); validation leaves no image out\n"
             "replace the file, and remove it from the list"
         )
 

@@ -46,7 +46,7 @@ class ImageSource(Protocol):
 
 
 class FolderSource(ImageSource):
-    """Image files of an `ImageIndex`."""
+    """Image files of an `ImageIndex`, in folders or in archives."""
 
     def __init__(
         self,
@@ -67,22 +67,28 @@ class FolderSource(ImageSource):
         return len(self.index)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        return self._read(i, decode_rgb), int(self.index.targets[i])
+        return self._decode(i, decode_rgb), int(self.index.targets[i])
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
         decode = partial(decode_region, choose=choose, turbojpeg=self.turbojpeg, min_px=self.min_decoded_px)
-        image, box = self._read(i, decode)
+        image, box = self._decode(i, decode)
         return image, box, int(self.index.targets[i])
 
-    def _read(self, i: int, decode: Callable[[bytes], T]) -> T:
-        path = os.path.join(self._root, self.index.names[i])  # noqa: PTH118 (pathlib is slower)
+    def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
         try:
-            with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-                check_regular(file.fileno())
-                return decode(file.read())
+            return decode(self.read(i))
         except (OSError, DataError) as error:
             reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{self.index.path(i)} (image {i}): {reason}; {self.remedy}")
+        raise DataError(f"{self.index.describe(i)}: {reason}; {self.remedy}")
+
+    def read(self, i: int) -> bytes:
+        """The file of image `i`. Raises OSError, and DataError with the reason, without names."""
+        if self.index.spans is not None:
+            return self.index.spans.read(i)
+        path = os.path.join(self._root, self.index.names[i])  # noqa: PTH118 (pathlib is slower)
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            check_regular(file.fileno())
+            return file.read()
 
     def name(self, i: int) -> str:
         return self.index.name(i)
@@ -99,7 +105,10 @@ def describe_sizes(source: ImageSource) -> str | None:
     if not isinstance(source, FolderSource):
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MOST_SIZES)).astype(int)
-    sizes = [path.stat().st_size if path.is_file() else -1 for path in map(source.index.path, rows)]
+    if source.index.spans is not None:
+        sizes = source.index.spans.size[rows].tolist()
+    else:
+        sizes = [path.stat().st_size if path.is_file() else -1 for path in map(source.index.path, rows)]
     return f"{len(sizes)} files of {sum(sizes)} bytes ({sha256(str(sizes).encode()).hexdigest()[:16]})"
 
 

@@ -179,7 +179,7 @@ def test_damaged_cache_is_ignored_and_replaced(cache: Path, root: Path, damage: 
 def test_cache_of_other_code_is_ignored(cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index_folder(root)
     monkeypatch.setattr(index_cache, "__file__", str(root.parent / "data" / "index_cache.py"))
-    for name in ("index.py", "index_cache.py"):
+    for name in ("index.py", "index_cache.py", "archives.py"):
         touch(root.parent / "data" / name)
     assert read_scan(root) is None
 

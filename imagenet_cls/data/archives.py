@@ -1,0 +1,649 @@
+"""Images in tar and zip archives, read by offset: archives of class folders, WebDataset shards, ImageNet's own tars.
+
+The headers are walked once. Nothing is unpacked. Formats: POSIX.1-2001 `pax`, section "pax Interchange Format", with
+GNU's long names; PKWARE's APPNOTE.TXT 6.3, sections 4.3 and 4.5.3 (Zip64); WebDataset's `KEY.jpg` beside `KEY.cls`.
+"""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import struct
+import sys
+import tarfile
+import time
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, is_image, join_names, match_classes
+from imagenet_cls.data.index_cache import Scan, file_status, read_scan, write_scan
+from imagenet_cls.data.lists import label_positions, read_classes
+from imagenet_cls.errors import DataError, first_line, format_value, printable, shorten
+from imagenet_cls.files import check_regular
+
+TRAIN_TAR = "ILSVRC2012_img_train.tar"
+VAL_TAR = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12"
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+SOLUTION = "LOC_val_solution.csv"  # Kaggle's
+
+DEVKIT_NAMES = (SOLUTION, f"{DEVKIT}.tar.gz", DEVKIT)
+
+_READ = 8192  # bytes read at a header of a tar: the small members behind it are in them, too
+_CENTRAL_READ = 1 << 22
+_CENTRAL = struct.Struct("<8x2H8x2L3H8xL").unpack_from  # of an entry of a zip's directory
+_NO_32_BITS = 0xFFFF_FFFF
+_ZEROS = bytes(512)
+_FILES, _LINKS, _EXTENSIONS = b"0\0" + b"7", b"12", b"xgLK"  # types of members
+_GNU_NAME, _PAX = b"Lx"
+_THREADS = 16  # they wait for the disk
+_CHUNK = 65_536  # as many names are Python objects at a time
+_DAMAGED = "copy or download it again"
+_LAYOUTS = "an archive holds CLASS/NAME.jpg; a shard KEY.jpg, and beside each KEY.cls or KEY.json with `label`"
+T = TypeVar("T")
+
+# Name, offset (of the data in a tar, of the local header in a zip), size, compressed size in a zip (0 in a tar), and
+# the content of a small member of a tar.
+Member = tuple[bytes, int, int, int, bytes]
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Where each image lies: in `archives[number]` at `offset` with `size` bytes, int arrays (N,).
+
+    packed: the compressed size in a zip, where `offset` is that of the local header; 0 in a tar. statuses: size and
+    time of the last change (ns) of each archive when it was indexed.
+    """
+
+    archives: tuple[str, ...]
+    statuses: tuple[tuple[int, int], ...]
+    number: np.ndarray
+    offset: np.ndarray
+    size: np.ndarray
+    packed: np.ndarray
+
+    def select(self, rows: np.ndarray) -> "Spans":
+        arrays = {name: getattr(self, name)[rows] for name in ("number", "offset", "size", "packed")}
+        return replace(self, **arrays)
+
+    def archive(self, i: int) -> str:
+        return self.archives[self.number[i]]
+
+    def read(self, i: int) -> bytes:
+        """The file of image `i`. Opens the archive each time, so that forked workers share no position in it.
+
+        Raises OSError, and DataError with the reason, without names.
+        """
+        number, offset, size, packed = (int(a[i]) for a in (self.number, self.offset, self.size, self.packed))
+        file = os.open(self.archives[number], os.O_RDONLY)
+        try:
+            status = os.fstat(file)
+            if (status.st_size, status.st_mtime_ns) != self.statuses[number]:
+                raise DataError("the archive has changed since it was indexed: start again, with --resume")
+            if not packed:
+                return os.pread(file, size, offset)
+            local = os.pread(file, 30, offset)
+            if local[:4] != b"PK\3\4":
+                raise DataError("no zip header at its place: the archive is damaged")
+            method, name_length, extra_length = struct.unpack("<8xH16x2H", local)
+            data = os.pread(file, packed, offset + 30 + name_length + extra_length)
+        finally:
+            os.close(file)
+        if method == 8:
+            inflater = zlib.decompressobj(-15)
+            try:
+                data = inflater.decompress(data, size)
+            except zlib.error as error:
+                raise DataError(f"its compressed data is damaged ({error})") from None
+        if len(data) != size:
+            raise DataError(f"its data has {len(data)} bytes instead of {size}: the archive is damaged")
+        return data
+
+
+# ------------------------------------------------------------------------------------------------- which archives
+
+
+def find_archives(root: Path, part: str) -> list[Path] | None:
+    """The archives that hold a part of a dataset, in order; None if it is no archive, but a folder, or missing.
+
+    `root/part` is an archive, a folder of archives, or a pattern of them (`*`, `?`, `{0000..1023}`); or `root` is an
+    archive, with folder `part` in it; or ImageNet's own archive lies in `root`. Raises DataError for a pattern that
+    names no file.
+    """
+    if root.is_file():
+        return [root]
+    place = root / part
+    if is_archive(place.name) and place.is_file():
+        return [place]
+    if place.is_dir():
+        with os.scandir(place) as entries:
+            found = [entry for entry in entries if not entry.name.startswith(".")]
+        archives = sorted(entry.name for entry in found if is_archive(entry.name) and entry.is_file())
+        return [place / name for name in archives] if archives and not any(e.is_dir() for e in found) else None
+    if re.search(r"[*?\[]|\{\d+\.\.\d+\}", part):
+        return _expand(root, part)
+    own = root / {"train": TRAIN_TAR, "val": VAL_TAR}.get(part, "")
+    return [own] if own.is_file() else None
+
+
+def is_archive(name: str) -> bool:
+    return name.lower().endswith((".tar", ".zip"))
+
+
+def _expand(root: Path, pattern: str) -> list[Path]:
+    if found := re.search(r"\{(\d+)\.\.(\d+)\}", pattern):
+        first, last = found.groups()
+        numbers = range(int(first), int(last) + 1)
+        names = (f"{pattern[: found.start()]}{n:0{len(first)}}{pattern[found.end() :]}" for n in numbers)
+        return [path for name in names for path in _expand(root, name)]
+    paths = sorted(root.glob(pattern)) if re.search(r"[*?\[]", pattern) else [root / pattern]
+    if not paths or not paths[0].is_file():
+        raise DataError(f"{root / pattern}: no such file\nset data.root, data.train and data.val to archives")
+    return paths
+
+
+def index_archives(root: Path, part: str, archives: Sequence[Path], classes: Sequence[str] | None = None) -> ImageIndex:
+    """Index the images in what `find_archives` found. classes: the training classes, for a validation part.
+
+    Class folders: classes, names and their order are those of the same folders on disk. Shards: names and order are
+    those in the shards; for the classes see `label_positions`. Raises DataError.
+    """
+    place = root / part
+    devkit = None
+    if archives[0].name == VAL_TAR:
+        devkit = next((path for name in DEVKIT_NAMES if (path := archives[0].with_name(name)).exists()), None)
+        devkit = devkit or archives[0].with_name(f"{DEVKIT}.tar.gz")
+    listed = [Path(os.path.abspath(path)) for path in (*archives, *filter(None, [devkit]))]  # noqa: PTH100
+    scan = read_scan(place, listed)
+    if scan is None:
+        scan = _scan(root, part, archives, listed, devkit)
+        write_scan(place, scan)
+    arrays = dict(scan.arrays)
+    targets, found = arrays.pop("targets").astype(np.int64), scan.classes
+    statuses = [scan.folders[os.fsencode(path)] for path in listed[: len(archives)]]
+    spans = Spans(
+        tuple(map(str, archives)),
+        tuple((status.st_size, status.st_mtime_ns) for status in statuses if status is not None),
+        **arrays,
+    )
+    index = ImageIndex(place, scan.names, targets, tuple(found if classes is None else classes), spans)
+    if not scan.counts:
+        return _with_labels_resolved(index, found, archives[0].with_name("classes.txt"), classes)
+    if classes is None:
+        return index
+    return replace(index, targets=np.array(match_classes(found, classes, place), np.int64)[targets])
+
+
+def _with_labels_resolved(
+    index: ImageIndex, labels: Sequence[str], class_file: Path, classes: Sequence[str] | None
+) -> ImageIndex:
+    """index: of shards, whose targets are indices into `labels`."""
+    own = read_classes(class_file) if class_file.is_file() else None
+    if own is not None and classes is not None and own != list(classes):
+        raise DataError(f"{class_file}: not the training classes\nuse the same classes.txt for both parts")
+    position, names = label_positions(set(labels), own or classes, index.root)
+    for unknown in [i for i, label in enumerate(labels) if label not in position]:
+        row = int(np.argmax(index.targets == unknown))
+        raise DataError(
+            f"{index.describe(row)}: its label {format_value(labels[unknown])} is none of the {len(names)} classes\n"
+            f"correct the shards, or list all classes, one per line, in {class_file}"
+        )
+    targets = np.array([position[label] for label in labels], np.int64)[index.targets]
+    return replace(index, targets=targets, classes=tuple(names))
+
+
+# ------------------------------------------------------------------------------------------------- scan
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A zip, a tar, or a tar in a tar: the bytes from `start` to `end` (None: to its end) of archive `number`."""
+
+    path: str
+    number: int
+    stem: bytes
+    start: int = 0
+    end: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The images of a piece, in its order. group: index into `groups`: the folders, or in a shard the labels."""
+
+    names: np.ndarray
+    group: np.ndarray
+    groups: list[bytes]
+    is_shard: bool
+    arrays: dict[str, np.ndarray]
+
+
+def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None) -> Scan:
+    """Classes of a Scan of shards: the labels, in the order in which they appear. Its counts are empty."""
+    started, place = time.time(), root / part
+    try:
+        statuses: dict[bytes, os.stat_result | None] = {p: file_status(p) for p in map(os.fsencode, listed)}
+    except OSError as error:
+        raise DataError(f"{os.fsdecode(error.filename)}: {error.strerror}\ncheck its permissions") from None
+    pieces = [piece for number, path in enumerate(archives) for piece in _pieces(path, number, len(archives) == 1)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        scanned = list(_progress(pool.map(_scan_piece, pieces), len(pieces)))
+    if devkit is not None:
+        wnids = validation_labels(devkit)
+        scanned = [_in_folders(r, [wnid_of(wnids, os.fsdecode(n)).encode() for n in r.names.tolist()]) for r in scanned]
+    elif len(pieces) > 1:  # class tars have no folders in them
+        is_flat = [rows.groups == [b""] and not rows.is_shard for rows in scanned]
+        scanned = [
+            _in_folders(rows, [piece.stem] * len(rows.names)) if flat else rows
+            for rows, piece, flat in zip(scanned, pieces, is_flat, strict=True)
+        ]
+    shards = [rows.is_shard for rows in scanned if len(rows.names)]
+    if not shards or any(shards) != all(shards):
+        what = f"no labels in {shards.count(False)} of {len(shards)} archives" if shards else "no image in it"
+        raise DataError(f"{place}: {what}\n{_LAYOUTS}")
+    table = {group: i for i, group in enumerate(dict.fromkeys(group for rows in scanned for group in rows.groups))}
+    group = np.concatenate([np.array([table[g] for g in rows.groups], np.int32)[rows.group] for rows in scanned])
+    number = np.repeat(np.array([piece.number for piece in pieces], np.uint32), [len(rows.names) for rows in scanned])
+    arrays = {"number": number}
+    for key in ("offset", "size", "packed"):
+        arrays[key] = np.concatenate([rows.arrays.pop(key) for rows in scanned])
+    names = np.concatenate([rows.names for rows in scanned])
+    del scanned
+    if shards[0]:
+        return Scan([os.fsdecode(label) for label in table], [], names, statuses, started, arrays | {"targets": group})
+    inside = os.fsencode(part) if root.is_file() else b""
+    classes, counts, order, skipped = _order_of_folders(place, list(table), group, names, inside)
+    del group
+    names = names[order]
+    if skipped:
+        characters = names.view(np.uint8).reshape(len(names), -1)[:, skipped:]
+        names = np.ascontiguousarray(characters).view(f"S{characters.shape[1]}")[:, 0]
+    arrays = {key: values[order] for key, values in arrays.items()}
+    arrays["targets"] = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
+    return Scan(classes, counts, names, statuses, started, arrays)
+
+
+def _progress(results: Iterable[T], count: int) -> Iterable[T]:
+    """Iterate, with a progress bar on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        return results
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(results, "listing archives", count, console=Console(stderr=True), transient=True)
+
+
+def _pieces(path: Path, number: int, is_only: bool) -> list[_Piece]:
+    """The whole archive; of a tar of tars, as ImageNet's, each of them, so that several threads read it."""
+    whole = _Piece(str(path), number, os.fsencode(path.stem))
+    if not is_only or path.suffix.lower() == ".zip":
+        return [whole]
+    with opened(whole.path) as file:
+        members = tar_members(file, whole.path)
+        first = next(members, None)
+        if first is None or not first[0].endswith(b".tar"):
+            return [whole]
+        tars = [member for member in (first, *members) if member[0].endswith(b".tar")]
+    return [
+        _Piece(whole.path, number, name.rpartition(b"/")[2][:-4], offset, offset + size)
+        for name, offset, size, _, _ in tars
+    ]
+
+
+def _scan_piece(piece: _Piece) -> _Rows:
+    names: list[bytes] = []
+    parts: list[np.ndarray] = []
+    folders: dict[bytes, int] = {}
+    folder, offset, size, packed = array("i"), array("q"), array("I"), array("I")
+    others: dict[bytes, tuple[int, int, bytes]] = {}
+    is_zip = piece.path.lower().endswith(".zip")
+    with opened(piece.path) as file:
+        members = zip_members(file, piece.path) if is_zip else tar_members(file, piece.path, piece.start, piece.end)
+        for name, start, length, compressed, content in members:
+            suffix = name[name.rfind(b".") :]
+            if suffix not in IMAGE_SUFFIXES and suffix.lower() not in IMAGE_SUFFIXES:
+                if suffix in (b".cls", b".json") and not is_zip:
+                    others[name] = start, length, content
+                continue
+            if b"/." in name or name[0] in b"./":
+                name = _checked_name(name, piece.path)
+                if not name:
+                    continue
+            names.append(name)
+            offset.append(start)
+            size.append(length)
+            packed.append(compressed)
+            folder.append(folders.setdefault(name[: max(name.rfind(b"/"), 0)], len(folders)))
+            if len(names) == _CHUNK and not others:
+                parts.append(np.array(names))
+                names.clear()
+        labels = _labels(file, piece.path, names, others) if others and not parts else []
+    parts.append(np.array(names or [b""])[: len(names)])
+    arrays = {"offset": np.array(offset), "size": np.array(size), "packed": np.array(packed)}
+    rows = _Rows(np.concatenate(parts), np.array(folder), list(folders), False, arrays)
+    if not any(labels):
+        return rows
+    chosen = np.array([label is not None for label in labels])
+    table: dict[bytes, int] = {}
+    group = np.array([table.setdefault(label, len(table)) for label in labels if label is not None], np.int32)
+    return _Rows(rows.names[chosen], group, list(table), True, {key: array[chosen] for key, array in arrays.items()})
+
+
+def _checked_name(name: bytes, path: str) -> bytes:
+    """A member's path without `.` in it; empty for a hidden file. Raises DataError for one that leads elsewhere."""
+    parts = name.split(b"/")
+    if name.startswith(b"/") or b".." in parts:
+        raise DataError(
+            f"{path}: {shown(name)}: an absolute path, or one with `..`\nmake the archive again with paths relative to "
+            "the folder that holds the classes"
+        )
+    parts = [part for part in parts if part not in (b"", b".")]
+    return b"" if any(part.startswith(b".") for part in parts) else b"/".join(parts)
+
+
+def _labels(
+    file: int, path: str, names: Sequence[bytes], others: Mapping[bytes, tuple[int, int, bytes]]
+) -> list[bytes | None]:
+    """The label of each image of a shard; None for further images of a sample, such as `KEY.mask.png`.
+
+    Empty if no image has a label. As in WebDataset, a key ends at the first dot of the name.
+    """
+    samples = [_key(name) for name in names]
+    if not any(key + b".cls" in others or key + b".json" in others for key, _ in samples):
+        return []
+    labels: list[bytes | None] = []
+    used: set[bytes] = set()
+    for key, suffix in samples:
+        if suffix.lower() not in IMAGE_SUFFIXES:
+            labels.append(None)
+            continue
+        if key in used:
+            raise DataError(f"{path}: {shown(key)}: two images have this key\ngive each sample of a shard its own key")
+        used.add(key)
+        label: bytes | None = None
+        if (member := others.get(key + b".cls")) is not None:
+            label = _content(file, member).strip()
+        elif (member := others.get(key + b".json")) is not None:
+            label = _json_label(_content(file, member))
+        if not label:
+            raise DataError(f"{path}: {shown(key)}: no label\nadd {shown(key)}.cls, or `label` to its .json")
+        labels.append(label)
+    return labels
+
+
+def _key(name: bytes) -> tuple[bytes, bytes]:
+    """The key of a sample and the suffix with its dot."""
+    dot = name.find(b".", name.rfind(b"/") + 1)
+    return name[:dot], name[dot:]
+
+
+def _content(file: int, member: tuple[int, int, bytes]) -> bytes:
+    offset, size, small = member
+    return small if len(small) == size else os.pread(file, size, offset)
+
+
+def _json_label(content: bytes) -> bytes | None:
+    try:
+        found = json.loads(content)
+        label = found.get("label", found.get("cls"))
+    except (ValueError, AttributeError):
+        return None
+    return str(label).encode() if isinstance(label, (int, str)) and not isinstance(label, bool) else None
+
+
+def _in_folders(rows: _Rows, folders: Sequence[bytes]) -> _Rows:
+    """Images without folders, each in its class folder."""
+    table: dict[bytes, int] = {}
+    group = np.array([table.setdefault(folder, len(table)) for folder in folders], np.int32)
+    names = [b"%b/%b" % pair for pair in zip(folders, rows.names.tolist(), strict=True)]
+    return replace(rows, names=np.array(names or rows.names), group=group, groups=list(table))
+
+
+def _order_of_folders(
+    place: Path, folders: list[bytes], group: np.ndarray, names: np.ndarray, inside: bytes
+) -> tuple[list[str], list[int], np.ndarray, int]:
+    """Classes, images in each, the order of `scan_images` as rows, and the length of the path above the classes.
+
+    inside: the folder in the archive that holds the classes, perhaps in another one; empty: the top, or a single
+    folder in it. Raises DataError.
+    """
+    tops = {folder.partition(b"/")[0] for folder in folders}
+    top = tops.pop() + b"/" if len(tops) == 1 else b""
+    prefix = top if all(b"/" in folder for folder in folders) else b""
+    if inside:
+        prefix = inside + b"/" if any(folder.startswith(inside + b"/") for folder in folders) else top + inside + b"/"
+    kept = [i for i, folder in enumerate(folders) if folder.startswith(prefix) and len(folder) > len(prefix)]
+    class_of = {i: os.fsdecode(folders[i][len(prefix) :].partition(b"/")[0]) for i in kept}
+    if not kept:
+        found = join_names(sorted({shown(folder.partition(b"/")[0]) for folder in folders}))
+        raise DataError(f"{place}: images without labels or class folders, in {found or 'no folder'}\n{_LAYOUTS}")
+    kept.sort(key=lambda i: (class_of[i], folders[i]))
+    rank = np.full(len(folders), len(kept), np.int32)
+    rank[kept] = np.arange(len(kept))
+    ranks = rank[group]
+    order = np.argsort(ranks, kind="stable")
+    counts = np.bincount(ranks, minlength=len(kept))[: len(kept)]
+    order = order[: counts.sum()]
+    for end, count in zip(np.cumsum(counts), counts, strict=True):
+        rows = order[end - count : end]
+        rows[:] = rows[np.argsort(names[rows])]
+        equal = np.flatnonzero(names[rows[1:]] == names[rows[:-1]])
+        if len(equal):
+            raise DataError(f"{place}: {shown(names[rows[equal[0]]])} is in it twice\nmake the archive again")
+    classes = dict.fromkeys(class_of[i] for i in kept)
+    per_class = dict.fromkeys(classes, 0)
+    for i, count in zip(kept, counts.tolist(), strict=True):
+        per_class[class_of[i]] += count
+    return list(classes), list(per_class.values()), order, len(prefix)
+
+
+def shown(name: bytes) -> str:
+    """A member's name in a message."""
+    return shorten(printable(os.fsdecode(name)), 200)
+
+
+# ------------------------------------------------------------------------------------------------- headers
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[int]:
+    """A descriptor of an archive. Raises DataError if it can't be opened or read."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            check_regular(file)
+            yield file
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}\ncheck data.root, data.train and data.val") from None
+
+
+def tar_members(file: int, path: str, start: int = 0, end: int | None = None) -> Iterator[Member]:
+    """The files of a tar, which lies in `file` from `start` to `end` (None: to its end). Raises DataError."""
+    end = os.fstat(file).st_size if end is None else end
+    position = base = start
+    buffer = b""
+    override: dict[bytes, bytes] = {}
+    while True:
+        at = position - base
+        if at + 1024 > len(buffer):
+            buffer, base, at = os.pread(file, _READ, position), position, 0
+        header = buffer[at : at + 512]
+        if header == _ZEROS and position + 512 <= end:
+            return
+        if len(header) < 512 or position + 512 > end:
+            raise DataError(f"{path}: cut short at byte {position}: no end of the tar\n{_DAMAGED}")
+        try:
+            size = int(header[124:136].rstrip(b"\0 ") or b"0", 8)
+            checksum = int(header[148:156].rstrip(b"\0 "), 8)
+        except ValueError:
+            size, checksum = _other_numbers(header)
+        # The low half of Adler-32 is 1 + the sum of all bytes, modulo 65521; the field itself counts as spaces.
+        if zlib.adler32(b"%b        %b" % (header[:148], header[156:])) & 0xFFFF != (checksum + 1) % 65_521:
+            what = f"a damaged header at byte {position}" if position > start else "not a tar archive"
+            raise DataError(f"{path}: {what}\n{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar")
+        kind = header[156]
+        if override and b"size" in override and kind not in _EXTENSIONS:
+            size = int(override[b"size"])
+        offset, small = position + 512, b""
+        if size <= 512:
+            small = buffer[at + 512 : at + 512 + size]
+        position = offset + (size + 511 & -512)
+        if kind in _EXTENSIONS:
+            content = small if len(small) == size else os.pread(file, size, offset)
+            if kind == _GNU_NAME:
+                override[b"path"] = content.rstrip(b"\0")
+            elif kind == _PAX and (b"path=" in content or b"size=" in content):
+                override |= _pax_records(content, path)
+            continue
+        name = override.get(b"path", b"")
+        if not name:
+            name = header[: header.find(b"\0", 0, 100) if header[99] == 0 else 100]
+            if header[345] and header[257:263] == b"ustar\0":
+                name = header[345:500].rstrip(b"\0") + b"/" + name
+        if override:
+            override = {}
+        if offset + size > end or size < 0:
+            raise DataError(f"{path}: cut short in {shown(name)}: it ends at byte {end}\n{_DAMAGED}")
+        if kind in _FILES:
+            yield name, offset, size, 0, small
+        elif kind in _LINKS and is_image(name):
+            raise DataError(
+                f"{path}: {shown(name)} is a link\nmake the archive again with the images themselves: "
+                "tar --dereference --hard-dereference"
+            )
+
+
+def _other_numbers(header: bytes) -> tuple[int, int]:
+    """Size and checksum of a header whose size is not octal; a wrong checksum if neither is a number."""
+    with contextlib.suppress(ValueError):
+        if header[124] == 0x80:
+            return int.from_bytes(header[125:136], "big"), int(header[148:156].rstrip(b"\0 "), 8)
+    return 0, -2
+
+
+def _pax_records(content: bytes, path: str) -> dict[bytes, bytes]:
+    """Records `LENGTH KEY=VALUE` of a pax header."""
+    records = {}
+    with contextlib.suppress(ValueError):
+        while content:
+            length = int(content[: content.index(b" ")])
+            if length < 5:
+                break
+            key, _, value = content[content.index(b" ") + 1 : length - 1].partition(b"=")
+            records[key], content = value, content[length:]
+        else:
+            return records
+    raise DataError(f"{path}: a damaged pax header\n{_DAMAGED}")
+
+
+def zip_members(file: int, path: str) -> Iterator[Member]:
+    """The members of a zip, from its central directory. Raises DataError, also for an image that is encrypted."""
+    total = os.fstat(file).st_size
+    count, position, shift = _central_directory(file, path, total)
+    buffer, at = b"", 0
+    for _ in range(count):
+        if at + 46 > len(buffer) or at + 46 + sum(struct.unpack_from("<3H", buffer, at + 28)) > len(buffer):
+            position += at
+            buffer, at = os.pread(file, _CENTRAL_READ, position), 0
+        if len(buffer) < at + 46 or buffer[at : at + 4] != b"PK\1\2":
+            raise DataError(f"{path}: a damaged zip directory\n{_DAMAGED}")
+        flags, method, packed, size, name_length, extra_length, comment_length, offset = _CENTRAL(buffer, at)
+        name = buffer[at + 46 : at + 46 + name_length]
+        extra = buffer[at + 46 + name_length : at + 46 + name_length + extra_length]
+        at += 46 + name_length + extra_length + comment_length
+        if _NO_32_BITS in (packed, size, offset):
+            size, packed, offset = _zip64(extra, size, packed, offset)
+        offset += shift
+        if (flags & 1 or method not in (0, 8)) and is_image(name):
+            what = "encrypted" if flags & 1 else f"compressed by method {method}, which is not supported"
+            raise DataError(f"{path}: {shown(name)} is {what}\nmake the archive again: zip -0 -r")
+        if offset + packed > total or offset < 0:
+            raise DataError(f"{path}: cut short: {shown(name)} lies behind its end\n{_DAMAGED}")
+        yield name, offset, size, packed, b""
+
+
+def _central_directory(file: int, path: str, total: int) -> tuple[int, int, int]:
+    """Number of members, offset of the directory, and the bytes before the zip, as where it unpacks itself."""
+    start = max(total - 65_557, 0)
+    tail = os.pread(file, 65_557, start)
+    at = tail.rfind(b"PK\5\6")
+    if at < 0 or len(tail) < at + 22:
+        raise DataError(f"{path}: no zip archive, or cut short\n{_DAMAGED}")
+    count, size, offset = struct.unpack_from("<10xH2L", tail, at)
+    end = start + at
+    if tail[max(at - 20, 0) : at][:4] == b"PK\6\7":
+        (where,) = struct.unpack_from("<8xQ", tail, at - 20)
+        record = os.pread(file, 56, where)
+        if record[:4] != b"PK\6\6":
+            raise DataError(f"{path}: a damaged zip directory\n{_DAMAGED}")
+        count, size, offset = struct.unpack_from("<32x3Q", record)
+        end = where
+    if offset + size > end:
+        raise DataError(f"{path}: a damaged zip directory\n{_DAMAGED}")
+    return count, end - size, end - size - offset
+
+
+def _zip64(extra: bytes, *numbers: int) -> list[int]:
+    """Size, compressed size and offset, where they exceed 32 bits."""
+    fields = b""
+    while len(extra) >= 4:
+        key, length = struct.unpack_from("<2H", extra)
+        if key == 1:
+            fields = extra[4 : 4 + length]
+        extra = extra[4 + length :]
+    values = iter(struct.unpack_from(f"<{len(fields) // 8}Q", fields))
+    return [next(values, number) if number == _NO_32_BITS else number for number in numbers]
+
+
+# ------------------------------------------------------------------------------------------------- ImageNet's labels
+
+
+def validation_labels(file: Path | None) -> dict[str, str]:
+    """WordNet ID of each validation image, by its name without suffix. Raises DataError."""
+    if file is None or not file.exists():
+        raise DataError(
+            f"the classes of the validation images are unknown: no {file or 'labels in SOURCE'}\n"
+            f"put {DEVKIT}.tar.gz or {SOLUTION} into SOURCE, or give one of them with --labels FILE"
+        )
+    try:
+        if file.suffix == ".csv":  # ImageId, and a PredictionString that starts with the WordNet ID
+            with file.open(newline="", encoding="utf-8-sig") as lines:
+                return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)}
+        return _devkit_labels(file)
+    except (tarfile.TarError, csv.Error, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: broken labels ({first_line(error)})\ndownload it again") from None
+
+
+def _devkit_labels(devkit: Path) -> dict[str, str]:
+    """Line i of the ground truth is the ILSVRC2012_ID of image i; `meta.mat` has the WordNet ID of each."""
+    import numpy as np
+    from scipy.io import loadmat
+
+    def content(name: str) -> bytes:
+        if devkit.is_dir():
+            return (devkit / "data" / name).read_bytes()
+        with tarfile.open(devkit) as tar:
+            file = tar.extractfile(f"{DEVKIT}/data/{name}")
+            assert file is not None
+            return file.read()
+
+    synsets = np.atleast_1d(loadmat(io.BytesIO(content("meta.mat")), squeeze_me=True)["synsets"])
+    wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    numbers = content(GROUND_TRUTH).split()
+    return {f"ILSVRC2012_val_{i:08d}": wnids[int(number)] for i, number in enumerate(numbers, 1)}
+
+
+def wnid_of(wnids: dict[str, str], name: str) -> str:
+    if Path(name).stem not in wnids:
+        raise DataError(f"{name}: not one of the {len(wnids)} labeled images\ngive its labels with --labels FILE")
+    return wnids[Path(name).stem]

@@ -1,0 +1,387 @@
+"""Archives: the index, the images and the errors are those of the same files in folders, wherever there are such."""
+
+import io
+import json
+import os
+import shutil
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.io import savemat
+
+from imagenet_cls.commands.cli import exit_code_of
+from imagenet_cls.commands.verify_data import verify_command
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data import archives, index_cache
+from imagenet_cls.data.archives import DEVKIT, GROUND_TRUTH, TRAIN_TAR, VAL_TAR
+from imagenet_cls.data.datasets import DataSets, open_datasets
+from imagenet_cls.data.lists import check_paths
+from imagenet_cls.data.sources import FolderSource, describe_sizes
+from imagenet_cls.errors import DataError
+
+
+def files_of(folder: Path) -> list[tuple[str, bytes]]:
+    """Names below `folder` and contents, in an order that is not the sorted one."""
+    paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name[::-1])
+    return [(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
+
+
+def write_tar(path: Path, files: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT, **fields: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            for field, value in fields.items():
+                setattr(member, field, value)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def write_zip(path: Path, files: Iterable[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in files:
+            archive.writestr(name, content)
+    return path
+
+
+def write_shards(folder: Path, files: list[tuple[str, bytes]], labels: Callable[[str], str], count: int = 3) -> None:
+    """Shards of one sample after the other: an image and its .cls."""
+    for number in range(count):
+        members = []
+        for name, content in files[number::count]:
+            members += [(name, content), (name.rpartition(".")[0] + ".cls", labels(name).encode())]
+        write_tar(folder / f"s-{number:04d}.tar", members, mtime=1.5)  # as WebDataset's writer: a pax header for each
+
+
+def write_imagenet(root: Path, image_folder: Path) -> None:
+    """ImageNet's archives: a tar of class tars, a flat tar, and the devkit."""
+    outer = []
+    for folder in sorted((image_folder / "train").iterdir()):
+        outer.append((f"{folder.name}.tar", write_tar(root / "class.tar", files_of(folder)).read_bytes()))
+    (root / "class.tar").unlink()
+    write_tar(root / TRAIN_TAR, outer, tarfile.USTAR_FORMAT)
+    wnids = sorted(path.name for path in (image_folder / "train").iterdir())
+    images = sorted((image_folder / "val").rglob("*.JPEG"), key=lambda path: (path.name, path.parent.name))
+    names = [(f"ILSVRC2012_val_{i:08d}.JPEG", path.read_bytes()) for i, path in enumerate(images, 1)]
+    write_tar(root / VAL_TAR, names, tarfile.USTAR_FORMAT)
+    table = np.array([(i, wnid) for i, wnid in enumerate(wnids, 1)], [("ILSVRC2012_ID", "f8"), ("WNID", "O")])
+    meta = io.BytesIO()
+    savemat(meta, {"synsets": table})
+    numbers = "".join(f"{wnids.index(path.parent.name) + 1}\n" for path in images)
+    devkit = [(f"{DEVKIT}/data/meta.mat", meta.getvalue()), (f"{DEVKIT}/data/{GROUND_TRUTH}", numbers.encode())]
+    write_tar(root / f"{DEVKIT}.tar", devkit)
+    with tarfile.open(root / f"{DEVKIT}.tar.gz", "w:gz") as tar:
+        for name, content in devkit:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    (root / f"{DEVKIT}.tar").unlink()
+
+
+Make = Callable[[Path, Path], DataConfig]
+
+
+def both_parts(write: Callable[[Path, list[tuple[str, bytes]]], object], suffix: str) -> Make:
+    def make(root: Path, image_folder: Path) -> DataConfig:
+        for part in ("train", "val"):
+            write(root / f"{part}{suffix}", files_of(image_folder / part))
+        return DataConfig(root=str(root), train=f"train{suffix}", val=f"val{suffix}")
+
+    return make
+
+
+def below(prefix: str, files: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    return [(prefix + name, content) for name, content in files]
+
+
+def whole_zip(root: Path, image_folder: Path) -> DataConfig:
+    return DataConfig(root=str(write_zip(root / "imagenet.zip", below("some folder/", files_of(image_folder)))))
+
+
+def class_tars(root: Path, image_folder: Path) -> DataConfig:
+    for folder in sorted(image_folder.glob("*/*")):
+        write_tar(root / folder.parent.name / f"{folder.name}.tar", files_of(folder))
+    return DataConfig(root=str(root))
+
+
+def own_archives(root: Path, image_folder: Path) -> DataConfig:
+    write_imagenet(root, image_folder)
+    return DataConfig(root=str(root))
+
+
+FOLDERS: dict[str, Make] = {
+    "tar, pax": both_parts(write_tar, ".tar"),
+    "tar, GNU": both_parts(lambda path, files: write_tar(path, files, tarfile.GNU_FORMAT), ".tar"),
+    "tar, ustar": both_parts(lambda path, files: write_tar(path, below("./", files), tarfile.USTAR_FORMAT), ".tar"),
+    "tar with a top folder": both_parts(lambda path, files: write_tar(path, below("top/", files)), ".tar"),
+    "zip, stored": both_parts(write_zip, ".zip"),
+    "zip, deflated": both_parts(lambda path, files: write_zip(path, below("x/", files), zipfile.ZIP_DEFLATED), ".zip"),
+    "zip as root": whole_zip,
+    "class tars": class_tars,
+    "ImageNet's archives": own_archives,
+}  # fmt: skip
+
+
+def contents(source: Any) -> list[tuple[str, int, bytes]]:
+    assert isinstance(source, FolderSource)
+    return [(source.name(i), int(source.index.targets[i]), source.read(i)) for i in range(len(source))]
+
+
+def described(opened: DataSets) -> list[object]:
+    parts = [opened.train, opened.val]
+    return [[part.digest(), describe_sizes(part), part.classes] for part in parts if part is not None]
+
+
+@pytest.fixture
+def odd_folder(tmp_path: Path, image_folder: Path) -> Path:
+    """Long and odd names, a hidden file, folders in class folders, and files that are no images."""
+    root = tmp_path / "folders"
+    jpeg = (image_folder / "train" / "cat" / "000.JPEG").read_bytes()
+    long = "a very long name " * 9
+    for name in ("b/x.jpg", "b/sub/z.jpg", "b/sub.jpg", "b/sub-2/z.jpg", f"b/{long}.JPEG", f"a/{long}/{long}.png",
+                 "a/ü \udcff.gif", "a/notes.txt", "a/._hidden.jpg", ".hidden/b.jpg", "c/1.2.JPG"):  # fmt: skip
+        for part in ("train", "val"):
+            path = root / part / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(jpeg + name.encode("utf-8", "surrogateescape"))
+    return root
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_archives_of_class_folders_equal_the_folders(name: str, image_folder: Path, tmp_path: Path) -> None:
+    data = FOLDERS[name](tmp_path / "archives", image_folder)
+    check_paths(data)
+    opened, expected = open_datasets(data), open_datasets(DataConfig(root=str(image_folder)))
+    assert contents(opened.train) == contents(expected.train)
+    if name == "ImageNet's archives":  # other names in validation
+        assert sorted(c[1:] for c in contents(opened.val)) == sorted(c[1:] for c in contents(expected.val))
+        return
+    assert contents(opened.val) == contents(expected.val) and described(opened) == described(expected)
+    held_out = {"val": None, "val_fraction": 0.3}
+    split = open_datasets(replace(data, **held_out))
+    assert described(split) == described(open_datasets(DataConfig(root=str(image_folder), **held_out)))
+    val_only = open_datasets(data, ("val",))
+    assert val_only.val is not None and val_only.val.digest() == expected.val.digest()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["tar, pax", "tar, GNU", "zip, stored", "zip as root"])
+def test_odd_names_are_those_of_the_folders(name: str, odd_folder: Path, tmp_path: Path) -> None:
+    files = FOLDERS[name]
+    if name.startswith("zip"):
+        (odd_folder / "train/a/ü \udcff.gif").unlink()  # zipfile writes no such name
+        (odd_folder / "val/a/ü \udcff.gif").unlink()
+    opened, expected = (
+        open_datasets(files(tmp_path / "archives", odd_folder)),
+        open_datasets(DataConfig(root=str(odd_folder))),
+    )
+    assert contents(opened.train) == contents(expected.train) and described(opened) == described(expected)
+
+
+@pytest.mark.parametrize("labels", ["names", "numbers", "json"])
+def test_shards_keep_their_order_and_take_labels(labels: str, image_folder: Path, tmp_path: Path) -> None:
+    classes = ["cat", "dog", "eel"]
+    files = files_of(image_folder / "train")
+    label_of = {"names": lambda n: n[:3], "numbers": lambda n: f"{classes.index(n[:3])}\n"}.get(labels)
+    if label_of is not None:
+        write_shards(tmp_path / "train", files, label_of)
+    else:
+        for number in range(3):
+            members = []
+            for n, c in files[number::3]:
+                more = json.dumps({"label": classes.index(n[:3]), "more": "x" * 600})
+                members += [(n, c), (n.replace("JPEG", "json"), more.encode())]
+            write_tar(tmp_path / "train" / f"s-{number:04d}.tar", members)
+    opened = open_datasets(DataConfig(root=str(tmp_path), val=None, val_fraction=0.2, train="train/s-{0000..0002}.tar"))
+    whole = open_datasets(DataConfig(root=str(tmp_path), val="train"), ("val",)).val
+    assert whole is not None
+    expected = [(n, classes.index(n[:3]), c) for number in range(3) for n, c in files[number::3]]
+    assert contents(whole) == expected
+    assert whole.classes == (tuple(classes) if labels == "names" else ("0", "1", "2"))
+    both = [row for row in expected if row in contents(opened.train) + contents(opened.val)]
+    assert both == expected and len(contents(opened.val)) == 8
+    (tmp_path / "train" / "classes.txt").write_text("cat\ndog\neel\n")
+    named = open_datasets(DataConfig(root=str(tmp_path), train="train/*.tar", val=str(image_folder / "val")))
+    assert named.train is not None and named.train.classes == tuple(classes)
+    assert contents(named.train) == expected
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+def cut(path: Path, share: float = 0.6) -> Path:
+    os.truncate(path, int(path.stat().st_size * share))
+    return path
+
+
+def patch_central(path: Path, offset: int, value: int) -> None:
+    """Set 16 bits of the first entry of a zip's directory."""
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, data.index(b"PK\1\2") + offset, value)
+    path.write_bytes(data)
+
+
+def flip_name(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(b"cat/")] ^= 1
+    path.write_bytes(data)
+
+
+IMAGE = b"\xff\xd8 some image"
+SAMPLE = [("a.jpg", IMAGE), ("a.cls", b"0")]
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE * 999), ("b/2.jpg", IMAGE * 999)])), "2.jpg"),
+    "cut between members": (lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE)]), 0.1), "no end"),
+    "damaged header": (lambda f: flip_name(write_tar(f / "a.tar", [("cat/1.jpg", IMAGE)])), "not a tar"),
+    "compressed": (lambda f: (f / "a.tar").write_bytes(b"\x1f\x8b\x08" + bytes(2000)), "not a tar"),
+    "empty": (lambda f: (f / "a.tar").write_bytes(b""), "no end"),
+    "no image": (lambda f: write_tar(f / "a.tar", [("a/notes.txt", b"")]), "no image"),
+    "flat": (lambda f: write_tar(f / "a.tar", [("1.jpg", IMAGE)]), "class folders"),
+    "link": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"), "link"),
+    "absolute path": (lambda f: write_tar(f / "a.tar", [("/a/1.jpg", IMAGE)]), "/a/1.jpg"),
+    "path above": (lambda f: write_zip(f / "a.zip", [("a/../../1.jpg", IMAGE)]), r"a/\.\./"),
+    "absolute path in a zip": (lambda f: write_zip(f / "a.zip", [("/a/1.jpg", IMAGE)]), "/a/1.jpg"),
+    "twice": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)] * 2), "a/1.jpg is in it twice"),
+    "zip cut short": (lambda f: cut(write_zip(f / "a.zip", [("a/1.jpg", IMAGE)])), "cut short"),
+    "zip without its start": (
+        lambda f: (f / "a.zip").write_bytes(write_zip(f / "b", [("a/1.jpg", IMAGE)]).read_bytes()[60:]),
+        "no zip header|cut short|damaged",
+    ),
+    "encrypted": (lambda f: patch_central(write_zip(f / "a.zip", [("a/1.jpg", IMAGE)]), 8, 1), "a/1.jpg is encrypted"),
+    "bzip2": (lambda f: write_zip(f / "a.zip", [("a/1.jpg", IMAGE)], zipfile.ZIP_BZIP2), "method 12"),
+    "two images of a key": (
+        lambda f: write_tar(f / "a.tar", [*SAMPLE, ("a.png", IMAGE)]), "a: two images"
+    ),
+    "no label": (lambda f: write_tar(f / "a.tar", [*SAMPLE, ("b.jpg", IMAGE)]), "b: no label"),
+    "no label in the json": (lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.json", b"[3]")]), "a: no label"),
+    "a label is left out": (lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"1")]), "0 to 1"),
+    "negative label": (lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"-1")]), "numbers 0"),
+    "label out of range": (
+        lambda f: (write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"7")]), (f / "classes.txt").write_text("x\ny")),
+        "'7' is none of the 2 classes",
+    ),
+    "some without labels": (
+        lambda f: (write_tar(f / "a.tar", SAMPLE), write_tar(f / "b.tar", [("b.jpg", IMAGE)])),
+        "no labels in 1 of 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_archive_is_an_error_with_its_name(name: str, tmp_path: Path) -> None:
+    make, text = BAD[name]
+    (tmp_path / "train").mkdir()
+    make(tmp_path / "train")
+    (tmp_path / "train" / "b").unlink(missing_ok=True)
+    with pytest.raises(DataError, match=text) as error:
+        open_datasets(DataConfig(root=str(tmp_path), val=None, val_fraction=0.5)).train.load(0)  # type: ignore[union-attr]
+    lines = str(error.value).splitlines()
+    assert len(lines) <= 3 and str(tmp_path / "train") in lines[0]
+
+
+@pytest.mark.parametrize("part", ["none-{0000..0002}.tar", "*.tar", "missing.tar", "missing"])
+def test_missing_archives_are_an_error(part: str, tmp_path: Path) -> None:
+    data = DataConfig(root=str(tmp_path), train=part)
+    for check in (check_paths, open_datasets):
+        with pytest.raises(DataError, match=r"missing|none|\*"):
+            check(data)
+
+
+def test_archive_that_changes_after_the_listing_is_an_error(image_folder: Path, tmp_path: Path) -> None:
+    data = FOLDERS["zip, stored"](tmp_path, image_folder)
+    opened = open_datasets(data)
+    os.utime(tmp_path / "train.zip", ns=(0, 0))
+    with pytest.raises(DataError, match="has changed since"):
+        opened.train.load(0)  # type: ignore[union-attr]
+
+
+def test_damaged_data_in_a_zip_is_an_error(image_folder: Path, tmp_path: Path) -> None:
+    data = FOLDERS["zip, deflated"](tmp_path, image_folder)
+    archive = bytearray((tmp_path / "train.zip").read_bytes())
+    archive[60:90] = bytes(30)
+    (tmp_path / "train.zip").write_bytes(archive)
+    source = open_datasets(data).train
+    assert isinstance(source, FolderSource)
+    first = int(source.index.spans.offset.argmin())  # type: ignore[union-attr]
+    with pytest.raises(DataError, match=r"image \d+.*damaged"):
+        source.load(first)
+
+
+@pytest.mark.parametrize("name", ["zip, stored", "tar, pax", "ImageNet's archives"])
+def test_bad_image_in_an_archive_is_listed_and_left_out(name: str, image_folder: Path, tmp_path: Path) -> None:
+    folders = tmp_path / "folders"
+    shutil.copytree(image_folder, folders)
+    (folders / "train" / "dog" / "004.JPEG").write_bytes(b"")
+    data = FOLDERS[name](tmp_path / "archives", folders)
+    config = tmp_path / "config.yaml"
+    fields = {"root": data.root, "train": data.train, "val": data.val}
+    config.write_text(json.dumps({"data": fields, "optimizer": {"lr": 0.1}}))
+    assert exit_code_of(verify_command, [str(config)]) == 3
+    bad = Path(data.root) / "bad_images.txt"
+    assert bad.read_text().startswith(f"{data.train}/dog/004.JPEG\tan empty file")
+    opened = open_datasets(replace(data, exclude=str(bad)))
+    assert opened.train is not None and len(opened.train) == 39 and "dog/004.JPEG" in str(opened.note)
+    (folders / "train" / "dog" / "004.JPEG").unlink()
+    assert opened.train.digest() == open_datasets(DataConfig(root=str(folders))).train.digest()  # type: ignore[union-attr]
+    with bad.open("a") as file:
+        file.write(f"{data.val}/{open_datasets(data).val.name(2)}\n")  # type: ignore[union-attr]
+    with pytest.raises(DataError, match=r"image 2.*validation leaves no image out"):
+        open_datasets(replace(data, exclude=str(bad)))
+
+
+# ------------------------------------------------------------------------------------------------- cache, workers
+
+
+def test_cached_archives_are_listed_again_after_a_change(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMAGENET_CLS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(index_cache, "MIN_IMAGES", 1)
+    monkeypatch.setattr(index_cache, "MIN_AGE_SEC", -3600)
+    monkeypatch.setattr(index_cache, "FILE_SYSTEMS", index_cache.FILE_SYSTEMS | {"overlay", "unknown"})
+    write_shards(tmp_path / "train", files_of(image_folder / "train"), lambda name: name[:3])
+    write_zip(tmp_path / "val.zip", files_of(image_folder / "val"))
+    data = DataConfig(root=str(tmp_path), val="val.zip")
+    listed = [contents(part) for part in (open_datasets(data).train, open_datasets(data).val)]
+    with monkeypatch.context() as only_cache:
+        only_cache.setattr(archives, "_scan", None)  # a call is an error
+        opened = open_datasets(data)
+        assert [contents(opened.train), contents(opened.val)] == listed
+    before = (tmp_path / "val.zip").stat()
+    files = files_of(image_folder / "val")
+    write_zip(tmp_path / "val.zip", files[1:] + files[:1])
+    os.utime(tmp_path / "val.zip", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tmp_path / "train" / "s-0002.tar").unlink()
+    opened = open_datasets(data)
+    assert contents(opened.val) == listed[1]
+    assert contents(opened.train) == [row for row in listed[0] if row in contents(opened.train)] != listed[0]
+
+
+SOURCE: FolderSource
+
+
+def _read_all(order: list[int]) -> list[bytes]:
+    return [SOURCE.read(i) for i in order]
+
+
+def test_forked_workers_read_the_same_images_at_once(image_folder: Path, tmp_path: Path) -> None:
+    global SOURCE
+    for name in ("tar, pax", "zip, deflated"):
+        source = open_datasets(FOLDERS[name](tmp_path, image_folder)).train
+        assert isinstance(source, FolderSource)
+        SOURCE = source
+        expected = _read_all(list(range(40)))
+        orders = [np.random.default_rng(seed).permutation(40).tolist() for seed in range(8)]
+        with ProcessPoolExecutor(4, get_context("fork")) as pool:
+            for order, found in zip(orders, pool.map(_read_all, orders), strict=True):
+                assert found == [expected[i] for i in order]
