@@ -128,7 +128,7 @@ def check_progress(progress: Progress) -> None:
 def mean_std(state: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """The normalization of a checkpoint's images. Raises LookupError, TypeError or ValueError if it is malformed."""
     mean, std = ([float(value) for value in state["preprocessing"][key]] for key in ("mean", "std"))
-    if len(mean) != 3 or len(std) != 3 or not all(isfinite(m) and 0 < s < inf for m, s in zip(mean, std, strict=True)):
+    if len(mean) not in (1, 3) or not all(isfinite(m) and 0 < s < inf for m, s in zip(mean, std, strict=True)):
         raise ValueError(f"mean {mean} and std {std}")
     return mean, std
 

@@ -63,6 +63,13 @@ def _data_rules(c: Config) -> Iterator[tuple[str, str]]:
     if not has_files and data.exclude is not None:
         yield "data.exclude", f"excludes image files, and data.name {data.name!r} has none; set it to null"
 
+    if data.channels == 2:
+        yield "data.channels", "2 is neither 1 nor 3"
+    for key, values in (("data.mean", data.mean), ("data.std", data.std)):
+        if values is not None and len(values) != data.channels:
+            yield key, f"{format_value(values)} is not one number for each of data.channels {data.channels}, or null"
+    if data.channels != 3 and c.distill.kind != "none":
+        yield "data.channels", f"{data.channels} can't be used with distill.kind; a teacher gets 3"
     if growth.epochs is not None and growth.sizes_px is not None and len(growth.epochs) == len(growth.sizes_px):
         if growth.epochs[-1] > c.train.epochs:
             yield "augment.progressive.epochs", f"{growth.epochs[-1]:g} is more than train.epochs {c.train.epochs}"

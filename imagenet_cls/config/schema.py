@@ -208,11 +208,15 @@ class DataConfig:
     # The list of bad images that tools/verify_data.py wrote: those of the training part are left out, at most one in
     # 10,000. Any other image that can't be read ends the run, and validation leaves none out. null: leave none out.
     exclude: str | None = key(None, recipe=False, per_machine=True)
-    # Mean of each channel (red, green, blue), of pixel values scaled to 0..1. null: the value stated by the model's
-    # pretrained weights, else ImageNet's.
-    mean: list[float] | None = key(None, SHARE, count=3)
+    # Channels of an image. 3: red, green, blue; gray images get three equal ones. 1: gray, by the weights of Pillow's
+    # convert("L"); timm's models are built with in_chans 1, and the first layer of published weights is adapted as timm
+    # does. torchvision's models need 3, and a factory of yours has to build a model that takes them.
+    channels: int = key(3, Range(1, 3))
+    # Mean of each channel, of pixel values scaled to 0..1. null: the value stated by the model's pretrained weights,
+    # else ImageNet's; for one channel, the average of the three.
+    mean: list[float] | None = key(None, SHARE)
     # Standard deviation of each channel, likewise.
-    std: list[float] | None = key(None, RATIO, count=3)
+    std: list[float] | None = key(None, RATIO)
     # Repeated augmentation: each drawn image appears this often in a row, each time augmented independently, and an
     # epoch covers accordingly fewer images. 1: each image once.
     repeats: int = key(1, Range(1, 100), at_most="train.global_batch_size")

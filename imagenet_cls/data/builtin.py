@@ -104,7 +104,9 @@ class SyntheticLoader:
         augment: AugmentConfig,
         seed: int,
         device: torch.device,
+        channels: int = 3,
     ):
+        self.channels = channels
         self.num_classes = num_classes
         self.sampler = sampler
         self.augment = augment
@@ -122,7 +124,8 @@ class SyntheticLoader:
 
     def _batch(self, key: tuple[int, int, int], batch_size: int, size_px: int) -> TrainBatch:
         splits, erasing = self.augment.splits, self.augment.erasing
-        images, targets = _random_batch(key, batch_size * splits, size_px, self.num_classes, self.device)
+        shape = batch_size * splits, self.channels, size_px, size_px
+        images, targets = _random_batch(key, shape, self.num_classes, self.device)
         targets = targets[:batch_size]
         if erasing.prob == 0:
             return TrainBatch(images, targets)
@@ -139,19 +142,25 @@ class SyntheticLoader:
 
 
 def synthetic_eval_batches(
-    num_classes: int, indices: Sequence[int], batch_size: int, size_px: int, seed: int, device: torch.device
+    num_classes: int,
+    indices: Sequence[int],
+    batch_size: int,
+    size_px: int,
+    seed: int,
+    device: torch.device,
+    channels: int = 3,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """As `eval_batches`: (images, targets, indices), every index once, always the same images."""
-    images, targets = _random_batch((seed, "eval", 0), batch_size, size_px, num_classes, device)
+    shape = batch_size, channels, size_px, size_px
+    images, targets = _random_batch((seed, "eval", 0), shape, num_classes, device)
     for start in range(0, len(indices), batch_size):
         chunk = torch.tensor(list(indices[start : start + batch_size]), dtype=torch.int64)
         yield images[: len(chunk)], targets[: len(chunk)], chunk
 
 
 def _random_batch(
-    key: tuple[int, int | str, int], batch_size: int, size_px: int, num_classes: int, device: torch.device
+    key: tuple[int, int | str, int], shape: tuple[int, int, int, int], num_classes: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     draws = torch.Generator(device).manual_seed(hash_key("synthetic batch", *key))
-    shape = (batch_size, 3, size_px, size_px)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=draws)
-    return images, torch.randint(0, num_classes, (batch_size,), device=device, generator=draws)
+    return images, torch.randint(0, num_classes, shape[:1], device=device, generator=draws)

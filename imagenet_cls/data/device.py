@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 class Preprocess:
-    """Callable: uint8 (B, 3, H, W) on any device -> float32 (B, 3, H, W) on `device`, (x / 255 - mean) / std.
+    """Callable: uint8 (B, C, H, W) on any device -> float32 (B, C, H, W) on `device`, (x / 255 - mean) / std.
 
     mean, std: per channel, of values scaled to 0..1. Computed as (x - 255 mean) * (1 / (255 std)), in place, which
     differs by rounding only. The transfer is of bytes, and asynchronous from pinned memory.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device, channels_last: bool):
-        assert len(mean) == 3 and len(std) == 3, (mean, std)
+        assert len(mean) == len(std) and len(mean) in (1, 3), (mean, std)
         self.device = device
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.shift = torch.tensor(mean, dtype=torch.float64, device="cpu").mul(255).float().view(1, 3, 1, 1).to(device)
+        self.shift = torch.tensor(mean, dtype=torch.float64, device="cpu").mul(255).float().view(1, -1, 1, 1).to(device)
         scale = torch.tensor(std, dtype=torch.float64, device="cpu").mul(255).reciprocal()
-        self.scale = scale.float().view(1, 3, 1, 1).to(device)
+        self.scale = scale.float().view(1, -1, 1, 1).to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
         assert images.dtype == torch.uint8 and images.ndim == 4, (images.dtype, images.shape)
@@ -75,7 +75,7 @@ def start_ahead(items: Iterable[T], start: Callable[[T], S]) -> Iterator[S]:
 def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "rand", "pixel"]) -> Tensor:
     """Fill the boxes of `images`, in place, and return them.
 
-    images: float (N, 3, H, W) on any device, normalized, so that zero is the mean color. boxes: int32 (N, n, 4) of
+    images: float (N, C, H, W) on any device, normalized, so that zero is the mean color. boxes: int32 (N, n, 4) of
     `draw_boxes`, and keys: int64 (N,) of the samples, both on the CPU, so that nothing waits for a GPU. mode, as in
     timm: zeros (`const`), one normal color for each box (`rand`) or for each pixel (`pixel`). The same key gives the
     same colors on the same device type.
@@ -99,7 +99,7 @@ def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "r
 def build_mixing(mix: MixConfig, num_classes: int) -> Mixup | None:
     """timm's mixup and cutmix, which pairs image i with image B - 1 - i; None where neither is on.
 
-    It takes images, float (B, 3, H, W) with an even B (`mix_batch` takes any), which are **changed in place**, and
+    It takes images, float (B, C, H, W) with an even B (`mix_batch` takes any), which are **changed in place**, and
     targets, int64 (B,); it returns images and float32 targets (B, num_classes) whose rows sum to 1, also where the draw
     is not to mix. It draws from numpy's default generator, on the host. With mode `batch` nothing waits for a GPU;
     `pair` and `elem` copy their B ratios to it. Label smoothing is left to the loss (`optim.losses`), with the same
@@ -128,7 +128,7 @@ def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class TrainPreprocess:
-    """Callable: a training batch -> (float32 images (B, 3, H, W), targets) on the device: normalized, erased, mixed.
+    """Callable: a training batch -> (float32 images (B, C, H, W), targets) on the device: normalized, erased, mixed.
 
     targets: int64 (B,), or float (B, classes) with mixing, which ends before `off_epoch`. Mixing draws from the key
     (seed, step, micro-batch, rank), erasing from the keys of the samples.

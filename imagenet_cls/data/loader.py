@@ -42,7 +42,7 @@ _OUT_OF_MEMORY = ("No space left on device", "Cannot allocate memory", "shared m
 class TrainBatch(NamedTuple):
     """B images in V views each (`augment.splits`), view-major: `images.split(B)` are the views, as in timm's AugMix.
 
-    images: uint8 (B * V, 3, S, S), channels-last. targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4)
+    images: uint8 (B * V, C, S, S), channels-last. targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4)
     of top, left, height, width, zeros where none; and keys: int64 (B * V,), which the fill colors are drawn from. Both
     are always on the CPU, and None without erasing.
     """
@@ -128,7 +128,7 @@ class TrainLoader:
 def eval_batches(
     source: ImageSource, transform: EvalTransform, indices: Sequence[int], batch_size: int, options: WorkerOptions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Batches for evaluation: images uint8 (B, 3, S, S), channels-last, targets int64 (B,), indices int64 (B,).
+    """Batches for evaluation: images uint8 (B, C, S, S), channels-last, targets int64 (B,), indices int64 (B,).
 
     Every image of `indices` once, in order; the last batch may be smaller. The workers end with the iterator. Errors
     as in `TrainLoader.epoch`.
@@ -145,7 +145,7 @@ def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, samp
     """Split s of V of sample (epoch, index, view) is drawn from the key (seed, epoch, index, view * V + s)."""
     size, augment, targets = len(samples), transform.augment, []
     num_views = size * transform.splits
-    images = _empty_images(num_views, size_px_at(augment, samples[0][0]))
+    images = _empty_images(num_views, size_px_at(augment, samples[0][0]), transform.channels)
     boxes, keys = torch.zeros(num_views, augment.erasing.max_count, 4, dtype=torch.int32), [0] * num_views
     for row, (epoch, index, view) in enumerate(samples):
         numbers = range(view * transform.splits, (view + 1) * transform.splits)
@@ -164,7 +164,7 @@ def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, samp
 
 
 def _eval_batch(source: ImageSource, transform: EvalTransform, indices: list[int]) -> tuple[torch.Tensor, ...]:
-    images, targets = _empty_images(len(indices), transform.crop_px), []
+    images, targets = _empty_images(len(indices), transform.crop_px, transform.channels), []
     for row, index in enumerate(indices):
         seed_generators(hash_key("eval", index))  # a user's dataset may draw; the transform doesn't
         image, _, target = source.load_region(index, transform.needed_region)
@@ -173,17 +173,17 @@ def _eval_batch(source: ImageSource, transform: EvalTransform, indices: list[int
     return images, torch.tensor(targets), torch.tensor(indices)
 
 
-def _empty_images(num_images: int, size_px: int) -> torch.Tensor:
-    """uint8 (num_images, 3, size_px, size_px), channels-last, not initialized.
+def _empty_images(num_images: int, size_px: int, channels: int) -> torch.Tensor:
+    """uint8 (num_images, channels, size_px, size_px), channels-last, not initialized.
 
     In a worker it is in shared memory, as in torch's `default_collate`.
     """
-    size_bytes = num_images * size_px * size_px * 3
+    size_bytes = num_images * size_px * size_px * channels
     if get_worker_info() is None:
         images = torch.empty(size_bytes, dtype=torch.uint8)
     else:
         images = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size_bytes))
-    return images.view(num_images, size_px, size_px, 3).permute(0, 3, 1, 2)
+    return images.view(num_images, size_px, size_px, channels).permute(0, 3, 1, 2)
 
 
 class _BatchDataset(Dataset[Any]):
@@ -378,13 +378,13 @@ def worker_raised(error: Exception, worker_id: int) -> ResourceError:
 def check_shared_memory(held: Sequence[tuple[int, int]], local_ranks: int) -> None:
     """Raise ResourceError where the workers of all ranks of this machine need more shared memory than is free.
 
-    held: for each loader of a rank, the most images (uint8, RGB) that its workers hold ready, and their side in pixels.
-    The loaders add up: training workers keep their batches during an evaluation. Containers often have 64 MiB, and a
-    worker that finds it full is killed within the run.
+    held: for each loader of a rank, the most images that its workers hold ready, and the bytes of one. The loaders add
+    up: training workers keep their batches during an evaluation. Containers often have 64 MiB, and a worker that finds
+    it full is killed within the run.
     """
     if not SHARED_MEMORY.is_dir():  # not Linux
         return
-    needed = local_ranks * sum(images * 3 * side_px**2 for images, side_px in held)
+    needed = local_ranks * sum(images * image_bytes for images, image_bytes in held)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
         raise ResourceError(

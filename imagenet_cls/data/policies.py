@@ -70,14 +70,14 @@ _TRIALS, _TRIAL_PX = 16, 224
 
 
 def build_policy(augment: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN) -> Policy | None:
-    """The policy of `augment` for images of size_px by size_px: uint8 (3, H, W) -> uint8 (3, H, W); None without one.
+    """The policy of `augment` for images of size_px by size_px: uint8 (C, H, W) -> uint8 (C, H, W); None without one.
 
-    mean: per channel, of values scaled to 0..1; timm fills empty corners with it. As in the reference scripts, the
-    policy interpolates as the crop does (`random`: timm draws bilinear or bicubic for each operation, torchvision takes
-    bilinear), and timm's translations are at most 0.45 of the side (`timm.data.transforms_factory`). torchvision's
-    policies get Pillow images, as for the published results; that is faster, and only Pillow has bicubic. A user's
-    factory is called as `factory(**policy_kwargs)` for each size; the policy that it returns gets a tensor. Expects a
-    config in which `policy_problems` finds none.
+    mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. As in the reference
+    scripts, the policy interpolates as the crop does (`random`: timm draws bilinear or bicubic for each operation,
+    torchvision takes bilinear), and timm's translations are at most 0.45 of the side (`timm.data.transforms_factory`).
+    torchvision's policies get Pillow images, as for the published results; that is faster, and only Pillow has bicubic.
+    A user's factory is called as `factory(**policy_kwargs)` for each size; the policy that it returns gets a tensor.
+    Expects a config in which `policy_problems` finds none.
     """
     name = augment.policy
     if name is None:
@@ -96,8 +96,14 @@ class OnPillow:
         self.policy = policy
 
     def __call__(self, image: Tensor) -> Tensor:
-        changed = self.policy(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
-        return torch.from_numpy(np.array(changed)).permute(2, 0, 1)
+        changed = np.array(self.policy(to_pil_image(image)))
+        return torch.from_numpy(changed.reshape(*image.shape[1:], len(image))).permute(2, 0, 1)
+
+
+def to_pil_image(image: Tensor) -> Image.Image:
+    """uint8 (3, H, W) or (1, H, W) -> a Pillow image of mode RGB or L."""
+    pixels = image.permute(1, 2, 0).contiguous().numpy()
+    return Image.fromarray(pixels if len(image) == 3 else pixels[..., 0])
 
 
 def _timm_policy(name: str, interpolation: str, size_px: int, mean: Sequence[float]) -> Any:
@@ -143,7 +149,7 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
     return FROM_TORCHVISION[augment.policy.removeprefix(TORCHVISION)](**kwargs)
 
 
-def policy_problems(augment: AugmentConfig) -> list[Problem]:
+def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
     """All problems of `augment.policy` and `augment.policy_kwargs` that show without data.
 
     At the end the policy is tried on a few images: an exception is a problem, and so is a result that is not a uint8
@@ -164,7 +170,7 @@ def policy_problems(augment: AugmentConfig) -> list[Problem]:
             problems = [Problem("augment.policy", str(error))]
     else:
         problems = _timm_problems(name)
-    return problems or _trial_problems(augment)
+    return problems or _trial_problems(augment, channels)
 
 
 def _torchvision_problems(name: str, kwargs: Mapping[str, Any]) -> list[Problem]:
@@ -212,12 +218,13 @@ def _unknown(name: str) -> Problem:
     return Problem("augment.policy", f"unknown policy {name!r}{hint} {allowed}")
 
 
-def _trial_problems(augment: AugmentConfig) -> list[Problem]:
+def _trial_problems(augment: AugmentConfig, channels: int) -> list[Problem]:
     side = min(augment.size_px, _TRIAL_PX)
-    image = torch.from_numpy(np.arange(3 * side * side, dtype=np.uint32).astype(np.uint8).reshape(3, side, side))
+    shape = channels, side, side
+    image = torch.from_numpy(np.arange(channels * side * side, dtype=np.uint32).astype(np.uint8).reshape(shape))
     try:
         with preserve_rng_state():
-            policy = build_policy(augment, side)
+            policy = build_policy(augment, side, IMAGENET_DEFAULT_MEAN[:channels])
             for number in range(_TRIALS):
                 seed_generators(hash_key("policy trial", number))
                 result: Any = policy(image.clone()) if callable(policy) else policy

@@ -17,7 +17,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig
-from imagenet_cls.data.policies import OnPillow, build_policy
+from imagenet_cls.data.policies import OnPillow, build_policy, to_pil_image
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.seeding import seed_generators
 
@@ -61,7 +61,7 @@ def _sizes_at(augment: AugmentConfig, epochs: NDArray[np.integer]) -> NDArray[np
 class View(NamedTuple):
     """One view of an image, drawn from `key`.
 
-    image: uint8 (3, S, S), in any memory format. boxes: int32 (n, 4) to erase; None without erasing.
+    image: uint8 (C, S, S), in any memory format. boxes: int32 (n, 4) to erase; None without erasing.
     """
 
     image: torch.Tensor
@@ -70,7 +70,8 @@ class View(NamedTuple):
 
 
 class TrainTransform:
-    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (3, S, S). S: `size_px_at` the epoch.
+    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (C, S, S). S: `size_px_at` the epoch. C: 3, or 1
+    if `mean` has one number: gray.
 
     Order: crop and resize as `augment.crop` says, horizontal flip, vertical flip, policy, color jitter, grayscale, as
     in torchvision and timm. (timm omits color jitter beside most policies.) The draws are those of torchvision's v2, in
@@ -83,7 +84,7 @@ class TrainTransform:
 
     def __init__(self, augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
         """mean: per channel, of values scaled to 0..1; timm's policies fill empty corners with it."""
-        self.augment = augment
+        self.augment, self.channels = augment, len(mean)
         self.splits = augment.splits
         # Built for all sizes at once: a policy that draws in its constructor must not draw from a sample's generators.
         self.policies = {size: build_policy(augment, size, mean) for size in sizes_px(augment)}
@@ -119,7 +120,7 @@ class TrainTransform:
         return views
 
     def crop_and_flip(self, image: torch.Tensor, epoch: int, crop: Box | None = None) -> torch.Tensor:
-        """uint8 (3, H, W) -> uint8 (3, S, S). Draws, in this order, the crop unless it is given, the interpolation, the
+        """uint8 (3, H, W) -> uint8 (C, S, S). Draws, in this order, the crop unless it is given, the interpolation, the
         crop of the padded image, and the flips.
         """
         augment, size_px = self.augment, size_px_at(self.augment, epoch)
@@ -127,7 +128,8 @@ class TrainTransform:
         interpolation: str = augment.interpolation
         if interpolation == "random":
             interpolation = RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
-        image = resize(image[:, top : top + height, left : left + width], [size_px, size_px], interpolation)
+        image = to_channels(image[:, top : top + height, left : left + width], self.channels)
+        image = resize(image, [size_px, size_px], interpolation)
         if augment.crop == "pad_crop":
             image = self.pad_crops[size_px](image)
         if draw_bernoulli(augment.hflip_prob):
@@ -157,7 +159,7 @@ class TrainTransform:
         return Box(*box)
 
     def color_transforms(self, image: torch.Tensor) -> torch.Tensor:
-        """Policy (which may also shear and translate), color jitter, grayscale: uint8 (3, S, S) -> the same."""
+        """Policy (which may also shear and translate), color jitter, grayscale: uint8 (C, S, S) -> the same."""
         policy = self.policies[image.shape[-1]]
         if policy is not None:
             image = policy(image if isinstance(policy, OnPillow) else image.contiguous())
@@ -165,12 +167,19 @@ class TrainTransform:
         if self.jitter is not None and (jitter_prob == 1 or draw_bernoulli(jitter_prob)):
             image = self.jitter(image.contiguous())  # with channels-last memory, some sums round differently
         if draw_bernoulli(self.augment.grayscale_prob):
-            image = F.rgb_to_grayscale(image, num_output_channels=3)
+            image = F.rgb_to_grayscale(image, num_output_channels=self.channels)
         return image
 
 
+def to_channels(image: torch.Tensor, channels: int) -> torch.Tensor:
+    """uint8 (3, H, W) -> uint8 (channels, H, W): unchanged for 3; for 1 gray, as by Pillow's `convert("L")`."""
+    if channels == 3:
+        return image
+    return torch.from_numpy(np.array(to_pil_image(image).convert("L")))[None]
+
+
 def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
-    """uint8 (3, H, W) -> uint8 (3, *size): torchvision's `F.resize` with antialiasing, the same bits, in less time.
+    """uint8 (C, H, W) -> uint8 (C, *size): torchvision's `F.resize` with antialiasing, the same bits, in less time.
 
     torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop to planes first.
     """
@@ -212,14 +221,15 @@ def draw_boxes(erasing: ErasingConfig, size_px: int) -> torch.Tensor:
 
 
 class EvalTransform:
-    """Resize as `eval.mode` says, then crop the center: uint8 (3, H, W) -> uint8 (3, crop_px, crop_px).
+    """Resize as `eval.mode` says, then crop the center: uint8 (3, H, W) -> uint8 (C, crop_px, crop_px).
 
     The short side, with `squash` both sides, and with `pad` the long side becomes resize_px, or
-    floor(crop_px / crop_pct): `transforms_imagenet_eval` of timm. mean: of values scaled to 0..1; the fill of `pad`.
+    floor(crop_px / crop_pct): `transforms_imagenet_eval` of timm. mean: per channel, of values scaled to 0..1; the fill
+    of `pad`. C: 3, or 1 if it has one number: gray.
     """
 
     def __init__(self, config: EvalConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
-        self.mode = config.mode
+        self.mode, self.channels = config.mode, len(mean)
         self.fill = [round(255 * value) for value in mean]
         self.resize_px = config.resize_px or math.floor(config.crop_px / config.crop_pct)
         self.crop_px = config.crop_px
@@ -227,6 +237,7 @@ class EvalTransform:
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         """The result depends only on the pixels in `needed_region`."""
+        image = to_channels(image, self.channels)
         image = resize(image, list(self.resized_size(*image.shape[1:])), self.interpolation)
         if self.mode == "pad":
             rows, columns = (max(self.crop_px - side, 0) for side in image.shape[1:])

@@ -133,7 +133,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     def warm_up_ddp() -> None:
         size_px, splits = config.augment.size_px, config.augment.splits
         size = train_loader.sampler.micro_batch_sizes[0]  # torch.compile compiles again for another size
-        images = preprocess(torch.zeros(size * splits, 3, size_px, size_px, dtype=torch.uint8))
+        images = preprocess(torch.zeros(size * splits, config.data.channels, size_px, size_px, dtype=torch.uint8))
         targets = torch.zeros(size, dtype=torch.int64, device=device)
         with autocast(device, dtype):
             loss = criterion(wrapped(images), targets, images)

@@ -49,8 +49,9 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
             import_from_cwd(name)
         except LookupError as error:
             return [Problem("imports", str(error))]
-    problems = model_problems(config.model, training and config.train.grad_checkpointing)
-    problems += data_problems(config.data) + policy_problems(config.augment)
+    channels = config.data.channels
+    problems = model_problems(config.model, training and config.train.grad_checkpointing, channels)
+    problems += data_problems(config.data) + policy_problems(config.augment, channels)
     problems += loss_problems(config.loss) + distillation_problems(config.distill)
     lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
     problems += schedule_problems(config.schedule, config.train.epochs, lr)

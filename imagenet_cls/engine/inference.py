@@ -100,7 +100,7 @@ def evaluate_weights(
     crop_px = config.eval.crop_px
     for model in trained.models.values():
         try:
-            note = resize_model(model, crop_px)
+            note = resize_model(model, crop_px, len(trained.mean))
         except ValueError as error:
             text = f"{trained.config.model.name} can't take {crop_px} px: {error}{size_remedy(model, crop_px)}"
             raise ConfigError([f"eval.crop_px: {text}"]) from error
@@ -210,7 +210,8 @@ def build_bare_model(config: Config, num_classes: int) -> nn.Module:
     """The config's model without its weights, on the CPU, in evaluation mode."""
     for name in config.imports:
         import_from_cwd(name)
-    return build_model(replace(config.model, pretrained=False, checkpoint=None), num_classes).eval()
+    model = replace(config.model, pretrained=False, checkpoint=None)
+    return build_model(model, num_classes, config.data.channels).eval()
 
 
 def load_foreign_weights(config: Config, file: Path | None, classes: Sequence[str]) -> TrainedModels:
@@ -227,7 +228,7 @@ def load_foreign_weights(config: Config, file: Path | None, classes: Sequence[st
         )
     path = file or (Path(config.model.checkpoint) if config.model.checkpoint else None)
     count = choose_num_classes(config.model.num_classes, len(classes))
-    model = build_model(replace(config.model, pretrained=path is None), count).eval()
+    model = build_model(replace(config.model, pretrained=path is None), count, config.data.channels).eval()
     mean, std = choose_mean_std(config, model)
     if path is None:
         source, had = published_weights(config.model, model)
@@ -251,7 +252,8 @@ def evaluation_differences(config: Config, trained: TrainedModels, checkpoint: P
 
     config: the user's, which is evaluated. trained: of the checkpoint, whose model, mean and std are used.
     """
-    used = {"model.name": trained.config.model.name, "data.mean": trained.mean, "data.std": trained.std}
+    used: dict[str, Any] = {"model.name": trained.config.model.name, "data.channels": len(trained.mean)}
+    used |= {"data.mean": trained.mean, "data.std": trained.std}
     lines = []
     for key in (*_EVALUATION_KEYS, *used):
         here, there = attrgetter(key)(config), used.get(key, attrgetter(key)(trained.config))
@@ -315,7 +317,7 @@ class Predictor:
         self.preprocess = Preprocess(trained.mean, trained.std, on, config.train.channels_last)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
-        """Images of any sizes, resized, cropped and normalized: float32 (B, 3, S, S) on the device of the model."""
+        """Images of any sizes, resized, cropped and normalized: float32 (B, C, S, S) on the device of the model."""
         return self.preprocess(torch.stack([self.transform(read_image(image)) for image in images]))
 
     @torch.no_grad()

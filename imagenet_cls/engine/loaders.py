@@ -43,7 +43,7 @@ def build_train_loader(
         targets=required_targets(source, "data.balance") if data.balance > 0 else None,
     )
     if config.data.name == "synthetic":
-        return SyntheticLoader(len(source.classes), sampler, config.augment, config.seed, group.device)
+        return SyntheticLoader(len(source.classes), sampler, config.augment, config.seed, group.device, data.channels)
     transform = TrainTransform(config.augment, mean)
     options = train_worker_options(config, plan, group)
     return TrainLoader(source, transform, sampler, config.seed, options, plan.epochs)
@@ -56,25 +56,28 @@ def build_val_batches(
     shard = shard_for_eval(len(source), group.rank, group.world_size)
     batch_size = config.eval.batch_size * num_devices
     if config.data.name == "synthetic":
-        num_classes, size_px = len(source.classes), config.eval.crop_px
-        return synthetic_eval_batches(num_classes, shard, batch_size, size_px, config.seed, group.device)
+        num_classes, size_px, channels = len(source.classes), config.eval.crop_px, config.data.channels
+        return synthetic_eval_batches(num_classes, shard, batch_size, size_px, config.seed, group.device, channels)
     options = worker_options(config, group, -(-len(shard) // batch_size))
     return eval_batches(source, EvalTransform(config.eval, mean), shard, batch_size, options)
 
 
 def prefetched_images(config: Config, data: DataSets, plan: Plan, group: Group) -> list[tuple[int, int]]:
-    """The most that this rank's workers hold in shared memory, in training and in evaluation: (images, side in px)."""
+    """The most that this rank's workers hold in shared memory, in training and evaluation: (images, bytes of one)."""
     assert data.train is not None and data.val is not None
     if config.data.name == "synthetic":
         return []
-    num_batches = plan.epochs * plan.steps_per_epoch * plan.accumulation
+    channels, num_batches = config.data.channels, plan.epochs * plan.steps_per_epoch * plan.accumulation
     val_batch, val_shard = config.eval.batch_size * plan.devices, -(-len(data.val) // group.world_size)
     train = train_worker_options(config, plan, group)
     val = worker_options(config, group, -(-val_shard // val_batch))
     train_batches, val_batches = (options.num_workers * options.prefetch_batches for options in (train, val))
     return [
-        (min(train_batches, num_batches) * plan.loader_batch * config.augment.splits, config.augment.size_px),
-        (min(val_batches * val_batch, val_shard), config.eval.crop_px),
+        (
+            min(train_batches, num_batches) * plan.loader_batch * config.augment.splits,
+            channels * config.augment.size_px**2,
+        ),
+        (min(val_batches * val_batch, val_shard), channels * config.eval.crop_px**2),
     ]
 
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from imagenet_cls.checkpoint.format import invalid_content_errors, mean_std
 from imagenet_cls.checkpoint.select import load_best
-from imagenet_cls.config.schema import Config, ModelConfig, TrainConfig
+from imagenet_cls.config.schema import Config, TrainConfig
 from imagenet_cls.data.transforms import sizes_px
 from imagenet_cls.errors import ConfigError, DataError, first_line, format_value
 from imagenet_cls.guards.memory import is_out_of_memory
@@ -70,7 +70,7 @@ def build_initial_model(config: Config, num_classes: int, classes: Sequence[str]
     classes: of the data. A message names differences between this run and the training of the weights.
     """
     seed_generators(hash_key("init", config.seed))
-    model = build_model(config.model, num_classes)
+    model = build_model(config.model, num_classes, config.data.channels)
     check_model_parameters(model, config.model.name)
     if config.model.checkpoint is None:
         messages = [weights_source(config.model, model, num_classes)]
@@ -79,7 +79,7 @@ def build_initial_model(config: Config, num_classes: int, classes: Sequence[str]
                 messages[0] += match_outputs(model, classes)
             except DataError as error:  # a new task with as many classes
                 messages.append(f"the head of the published weights is kept, but {first_line(error)}")
-        mean_std: MeanStd | None = model_mean_std(model) if config.model.pretrained else None
+        mean_std: MeanStd | None = model_mean_std(model, config.data.channels) if config.model.pretrained else None
         known: Sequence[str] | None = None
     else:
         with prefix_errors("model.checkpoint"):
@@ -183,7 +183,7 @@ def run_on_main_first(group: Group, action: Callable[[], T]) -> T:
 
 def choose_mean_std(config: Config, model: nn.Module) -> tuple[list[float], list[float]]:
     """The config's normalization, else the model's."""
-    mean, std = model_mean_std(model)
+    mean, std = model_mean_std(model, config.data.channels)
     return list(config.data.mean or mean), list(config.data.std or std)
 
 
@@ -207,7 +207,7 @@ def check_model_outputs(model: nn.Module, config: Config, num_classes: int, batc
     smaller = [("augment.progressive.sizes_px", size) for size in sizes_px(config.augment) if size != largest_px]
     model.eval()
     for key, size_px in (*smaller, ("augment.size_px", largest_px), ("eval.crop_px", config.eval.crop_px)):
-        outputs = _forward_black_image(model, config.model, key, size_px, "images")
+        outputs = _forward_black_image(model, config, key, size_px, "images")
         shape = tuple(getattr(outputs, "shape", ())) or f"a {type(outputs).__name__}"
         if shape != (1, num_classes):
             text = f"{config.model.name} returns {shape} for one image, not {(1, num_classes)}"
@@ -217,22 +217,23 @@ def check_model_outputs(model: nn.Module, config: Config, num_classes: int, batc
         before = [buffer.clone() for buffer in model.buffers()]
         with preserve_rng_state():
             key, size_px = "train.micro_batch_size", min(sizes_px(config.augment))
-            _forward_black_image(model, config.model, key, size_px, "a single training image")
+            _forward_black_image(model, config, key, size_px, "a single training image")
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
 
 
-def _forward_black_image(model: nn.Module, config: ModelConfig, key: str, size_px: int, images: str) -> object:
+def _forward_black_image(model: nn.Module, config: Config, key: str, size_px: int, images: str) -> object:
     """The output for one black image. Raises ConfigError for `key` where the model fails. images: what it gets."""
-    device = next(model.parameters()).device
+    device, channels, kwargs = next(model.parameters()).device, config.data.channels, config.model.kwargs
     try:
         with torch.no_grad():
-            return model(torch.zeros(1, 3, size_px, size_px, device=device))
+            return model(torch.zeros(1, channels, size_px, size_px, device=device))
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
-        if is_out_of_memory(error) or (isinstance(error, AttributeError) and not config.kwargs):
+        if is_out_of_memory(error) or (isinstance(error, AttributeError) and not kwargs):
             raise
         # Such as a timm ResNet of two stages, which calls a third one.
         key = "model.kwargs" if isinstance(error, AttributeError) else key
-        kwargs = f" with model.kwargs={format_value(config.kwargs)}" if config.kwargs else ""
-        text = f"{config.name}{kwargs} does not take {images} of {size_px} px: {first_line(error)}"
+        name = config.model.name + (f" with model.kwargs={format_value(kwargs)}" if kwargs else "")
+        images += " of 1 channel and" if channels == 1 else " of"
+        text = f"{name} does not take {images} {size_px} px: {first_line(error)}"
         raise ConfigError([f"{key}: {text}{size_remedy(model, size_px)}"]) from error

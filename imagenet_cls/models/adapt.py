@@ -113,7 +113,7 @@ def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[_BatchNorm, bo
     return frozen
 
 
-def resize_model(model: nn.Module, size_px: int) -> str | None:
+def resize_model(model: nn.Module, size_px: int, channels: int = 3) -> str | None:
     """Make a model that was built for one size take square images of `size_px`, in place, on the CPU.
 
     Returns None where it takes them already, else a sentence about what was done. Raises ValueError, with the model's
@@ -121,25 +121,25 @@ def resize_model(model: nn.Module, size_px: int) -> str | None:
     windows with the image).
     """
     try:
-        _try_size(model, size_px)
+        _try_size(model, size_px, channels)
         return None
     except _SIZE_ERRORS as error:
         if not hasattr(model, "set_input_size"):
             raise ValueError(first_line(error)) from error
     try:
         model.set_input_size(img_size=(size_px, size_px))  # type: ignore[operator]
-        _try_size(model, size_px)
+        _try_size(model, size_px, channels)
     except Exception as error:
         raise ValueError(first_line(error)) from error
     return f"made for another size; its position embeddings were resized for {size_px} px"
 
 
 @torch.no_grad()
-def _try_size(model: nn.Module, size_px: int) -> None:
+def _try_size(model: nn.Module, size_px: int, channels: int) -> None:
     """Run the model on one black image in evaluation mode."""
     was_training = model.training
     try:
-        model.eval()(torch.zeros(1, 3, size_px, size_px, device=next(model.parameters()).device))
+        model.eval()(torch.zeros(1, channels, size_px, size_px, device=next(model.parameters()).device))
     finally:
         model.train(was_training)
 

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import timm
@@ -33,20 +34,22 @@ if "HF_HUB_VERBOSITY" not in os.environ:  # a warning for each of its ten retrie
 RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
 
 
-def build_model(model: ModelConfig, num_classes: int) -> nn.Module:
+def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.Module:
     """Build the model on the CPU, in float32 and training mode, with `num_classes` outputs.
 
-    Published weights (`model.pretrained`) are downloaded once; a head of another size is initialized.
+    channels: of the images; timm's models are built for them. Published weights (`model.pretrained`) are downloaded
+    once; a head of another size is initialized, and timm sums the first layer's weights over colors for one channel.
     `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError if published weights can't be
     downloaded, CheckpointError where they don't fit the kwargs, UserError where the user's factory does not return a
     module.
     """
+    build: Callable[[ModelConfig, int], nn.Module]
     if model.name.startswith(TORCHVISION):
         build = _build_torchvision
     elif is_factory_name(model.name):
         build = _build_from_factory
     else:
-        build = _build_timm
+        build = partial(_build_timm, channels=channels)
     if model.pretrained:
         print(f"loading the published weights of {model.name!r}, downloading them if they are not cached", flush=True)
     try:
@@ -62,8 +65,9 @@ def build_model(model: ModelConfig, num_classes: int) -> nn.Module:
         raise
 
 
-def _build_timm(model: ModelConfig, num_classes: int) -> nn.Module:
-    return timm.create_model(model.name, pretrained=model.pretrained, num_classes=num_classes, **model.kwargs)
+def _build_timm(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
+    kwargs = model.kwargs if channels == 3 else {"in_chans": channels, **model.kwargs}
+    return timm.create_model(model.name, pretrained=model.pretrained, num_classes=num_classes, **kwargs)
 
 
 def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
@@ -153,13 +157,15 @@ def _download_advice(model: ModelConfig, error: Exception) -> str:
     )
 
 
-def model_mean_std(model: nn.Module) -> tuple[list[float], list[float]]:
+def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], list[float]]:
     """Mean and standard deviation per channel (red, green, blue), of pixels in 0..1, that the weights expect.
 
-    timm's models have them in their config; for others ImageNet's are used, as for all torchvision classifiers.
+    timm's models have them in their config; for others ImageNet's are used, as for all torchvision classifiers. For one
+    channel, the averages of the three.
     """
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
-    return list(cfg.get("mean", IMAGENET_DEFAULT_MEAN)), list(cfg.get("std", IMAGENET_DEFAULT_STD))
+    mean, std = list(cfg.get("mean", IMAGENET_DEFAULT_MEAN)), list(cfg.get("std", IMAGENET_DEFAULT_STD))
+    return (mean, std) if channels == 3 else ([fmean(mean)], [fmean(std)])
 
 
 def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str) -> None:
@@ -185,8 +191,9 @@ def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collectio
             )
 
 
-def model_problems(model: ModelConfig, grad_checkpointing: bool = False) -> list[Problem]:
-    """All problems of the section that can be found without data. grad_checkpointing: `train`'s. Downloads nothing.
+def model_problems(model: ModelConfig, grad_checkpointing: bool = False, channels: int = 3) -> list[Problem]:
+    """All problems of the section that can be found without data. grad_checkpointing: `train`'s. channels: `data`'s.
+    Downloads nothing.
 
     Builds on the meta device, which takes no memory and about 0.1 s; the few models that can't be built there are built
     on the CPU. timm's and torchvision's factories take `**kwargs`, so only this trial shows which argument the
@@ -197,7 +204,9 @@ def model_problems(model: ModelConfig, grad_checkpointing: bool = False) -> list
         return _factory_problems(model)
     if problem := _name_problem(model.name):
         return [problem]
-    built, problems = _try_build(model)
+    if is_torchvision and channels != 3:
+        return [Problem("data.channels", f"{channels} needs a model of timm or your own; torchvision's take 3")]
+    built, problems = _try_build(model, channels)
     problems += _torchvision_problems(model, built) if is_torchvision else _timm_weights_problems(model, built)
     return problems if built is None else problems + _change_problems(model, built, grad_checkpointing)
 
@@ -288,7 +297,7 @@ def _factory_problems(model: ModelConfig) -> list[Problem]:
     return problems
 
 
-def _try_build(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
+def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, list[Problem]]:
     """The model without the arguments that it rejects (None if it can't be built), and the problems of arguments."""
     reserved = [name for name in model.kwargs if name in RESERVED]
     problems = [Problem(f"model.kwargs.{name}", "is set by the program; remove it") for name in reserved]
@@ -297,7 +306,7 @@ def _try_build(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
     while True:
         trial = ModelConfig(model.name, kwargs=kwargs)
         try:
-            built = _build_on_meta_or_cpu(trial, model.num_classes or 1000)
+            built = _build_on_meta_or_cpu(trial, model.num_classes or 1000, channels)
             return built, problems + [_unknown_argument(name, built) for name in rejected]
         except Exception as error:
             _, _, quoted = str(error).partition("unexpected keyword argument")
@@ -310,13 +319,13 @@ def _try_build(model: ModelConfig) -> tuple[nn.Module | None, list[Problem]]:
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
 
 
-def _build_on_meta_or_cpu(model: ModelConfig, num_classes: int) -> nn.Module:
+def _build_on_meta_or_cpu(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
     """Build on the meta device, and where that fails on the CPU, whose error counts."""
     try:
         with torch.device("meta"):
-            return build_model(model, num_classes)
+            return build_model(model, num_classes, channels)
     except Exception:
-        return build_model(model, num_classes)
+        return build_model(model, num_classes, channels)
 
 
 def _unknown_argument(name: str, built: nn.Module | None) -> Problem:

@@ -151,6 +151,6 @@ def test_check_shared_memory_adds_loaders_and_ranks(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(loader, "SHARED_MEMORY", tmp_path)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     images = free // (3 * 1000 * 1000) // 4
-    loader.check_shared_memory([(images, 1000), (images, 1000)], 1)
+    loader.check_shared_memory([(images, 3 * 1000**2), (images, 3 * 1000**2)], 1)
     with pytest.raises(ResourceError):
-        loader.check_shared_memory([(images, 1000), (images, 1000)], 8)
+        loader.check_shared_memory([(images, 3 * 1000**2), (images, 3 * 1000**2)], 8)

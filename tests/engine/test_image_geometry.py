@@ -1,5 +1,6 @@
 """Runs whose images are not square or not RGB: training, evaluation and prediction prepare them alike."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -7,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, evaluations, train_here
+from helpers import arguments, evaluations, losses, newest, plain, saved_bytes, train_here
 from PIL import Image
 from sklearn.datasets import load_sample_images
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torchvision.transforms.v2 import functional as F
 
 import imagenet_cls
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data.transforms import EvalTransform
 
@@ -35,11 +39,20 @@ def write_folder(root: Path, save: SaveImage = lambda image, path: image.save(pa
     return root
 
 
-def train_on(folder: Path, run: Path, **changes: Any) -> float:
+def gray_plain(num_classes: int) -> nn.Module:
+    """`helpers.plain` for images of one channel."""
+    network = plain(num_classes)
+    network[0] = nn.Conv2d(1, 16, 3, stride=2, padding=1)
+    return network
+
+
+DATA = {"data.name": "folder", "data.train": "train", "data.val": "val", "data.val_fraction": "null"}
+
+
+def train_on(folder: Path, run: Path, resume: bool = False, **changes: Any) -> float:
     """Train for two steps. Returns the loss of the evaluation."""
-    data = {"data.name": "folder", "data.train": "train", "data.val": "val", "data.val_fraction": "null"}
     steps = {"train.epochs": 1, "train.global_batch_size": 8}
-    train_here(arguments(folder, run, **(data | steps | changes)))
+    train_here([*arguments(folder, run, **(DATA | steps | changes)), *(["--resume"] if resume else [])])
     return evaluations(run)[-1]["loss"]
 
 
@@ -58,3 +71,57 @@ def test_evaluation_and_prediction_prepare_images_as_eval_mode_says(tmp_path: Pa
     targets = torch.tensor([int(file.parent.name == "b") for file in files])
     assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
     assert abs(loss - math.log(2)) > 1e-3, "else any images would do"
+
+
+GRAY = {"data.channels": 1, "data.mean": "null", "data.std": "null"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mean_std"), [(f"{__name__}:gray_plain", [[0.449], [0.226]]), ("test_resnet", [[0.5], [0.5]])]
+)
+def test_gray_images_train_resume_evaluate_and_predict_alike(
+    tmp_path: Path, call: Callable, name: str, mean_std: list[list[float]]
+) -> None:
+    folder, runs = write_folder(tmp_path / "photos"), [tmp_path / "whole", tmp_path / "stopped"]
+    settings = GRAY | {"model.name": name, "augment.erasing.prob": 0.5, "mix.mixup_alpha": 0.2, "eval.flip_tta": "true"}
+    loss = train_on(folder, runs[0], **settings)
+    train_on(folder, runs[1], **settings, **{"train.max_steps": 1, "data.num_workers": 1})
+    train_on(folder, runs[1], resume=True, **settings)
+    assert losses(runs[0]) == losses(runs[1]) and saved_bytes(runs[0]) == saved_bytes(runs[1])
+    stored = json.loads((newest(runs[0]) / "state.json").read_text())["preprocessing"]
+    assert [stored["mean"], stored["std"]] == [pytest.approx(numbers) for numbers in mean_std]
+    predictor, files = imagenet_cls.Predictor(runs[0], allow_import=[name]), sorted((folder / "val").glob("*/*.png"))
+    gray = [F.pil_to_tensor(Image.open(file).convert("L")) for file in files]
+    expected = torch.stack(
+        [EvalTransform(EvalConfig(crop_px=16, crop_pct=1.0))(image.expand(3, -1, -1)) for image in gray]
+    )
+    torch.testing.assert_close(
+        predictor.prepare(files), (expected[:, :1] / 255 - stored["mean"][0]) / stored["std"][0], rtol=0, atol=1e-5
+    )
+    targets = torch.tensor([int(file.parent.name == "b") for file in files])
+    assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
+    code, out, _ = call(evaluate_command, runs[0] / "config.yaml", runs[0], "--allow-import", name)
+    assert code == 0 and f"loss {loss:.4f}" in out
+
+
+def test_synthetic_gray_images(tmp_path: Path) -> None:
+    data = {
+        "data.name": "synthetic",
+        "data.kwargs": "{train_images: 64, val_images: 20, num_classes: 4}",
+        "data.val_fraction": "null",
+    }
+    settings = GRAY | {"model.name": "test_resnet", "train.epochs": 1, "train.global_batch_size": 32}
+    train_here(arguments(tmp_path, tmp_path / "run", **(data | settings)))
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"model.name": f"{__name__}:gray_plain"}, "augment.size_px: "), (GRAY, "images of 1 channel and 16 px")],
+)
+def test_model_for_another_number_of_channels_is_a_config_error(
+    tmp_path: Path, call: Callable, changes: dict[str, Any], named: str
+) -> None:
+    settings = DATA | {"train.global_batch_size": 8} | changes
+    code, _, err = call(train_command, *arguments(write_folder(tmp_path / "photos"), tmp_path / "run", **settings))
+    assert code == 2 and named in err

@@ -103,6 +103,13 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
         (GROWTH, GROWTH | {"augment.progressive.sizes_px": [161, 224]}),
         (GROWTH, GROWTH | {"augment.progressive.epochs": [0, 91]}),
         (GROWTH, GROWTH | {"augment.size_px": 256}),
+        (
+            {"data.channels": 1, "data.mean": [0.5], "data.std": [0.5]},
+            {"data.channels": 1, "data.mean": [0.5, 0.5, 0.5]},
+        ),
+        ({"data.channels": 1}, {"data.channels": 2}),
+        ({"data.std": None}, {"data.std": []}),
+        (TEACHER, TEACHER | {"data.channels": 1}),
         (PAD_CROP, PAD_CROP | {"augment.pad_px": 32}),
         (PAD_CROP, PAD_CROP | {"augment.pad_px": -1}),
         ({"augment.size_px": 4}, {"augment.size_px": 4, "augment.crop": "pad_crop"}),

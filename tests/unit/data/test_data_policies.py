@@ -70,6 +70,18 @@ def test_policy_changes_images_by_the_seed_alone(image: Tensor, name: str) -> No
     assert sum(changed) >= 5 and len({tuple(result.flatten().tolist()) for result in results}) >= 3
 
 
+@pytest.mark.parametrize("name", [*TIMM, *TORCHVISION, OWN])
+def test_policy_of_gray_images_returns_gray_images(image: Tensor, name: str) -> None:
+    assert policy_problems(AugmentConfig(policy=name), channels=1) == []
+    policy, results = build_policy(AugmentConfig(policy=name), 32, [0.5]), []
+    assert policy is not None
+    for seed in range(20):
+        seed_generators(seed)
+        results.append(policy(image[:1]))
+        assert results[-1].dtype == torch.uint8 and results[-1].shape == (1, 32, 32)
+    assert sum(not torch.equal(result, image[:1]) for result in results) >= 5
+
+
 def test_build_policy_without_name_is_none() -> None:
     assert build_policy(AugmentConfig(), 224) is None and policy_problems(AugmentConfig()) == []
 

@@ -220,6 +220,28 @@ def test_eval_transform_within_a_gray_level_of_pillow(
         assert_alike(image, reference(photograph), interpolation)
 
 
+def test_one_channel_equals_torchvisions_transforms_of_gray_images(photographs: list[Image.Image]) -> None:
+    steps = [
+        v2.RandomResizedCrop(48, antialias=True),
+        v2.RandomHorizontalFlip(0.5),
+        v2.ColorJitter(0.4, 0.3, 0.2, 0.1),
+        v2.RandomGrayscale(0.5),
+    ]
+    jitter = ColorJitterConfig(1.0, 0.4, 0.3, 0.2, 0.1)
+    ours = TrainTransform(AugmentConfig(size_px=48, color_jitter=jitter, grayscale_prob=0.5), mean=[0.5])
+    evaluation, square = EvalTransform(EvalConfig(crop_px=48, resize_px=60), mean=[0.5]), v2.CenterCrop(48)
+    for seed in range(20):
+        photograph = photographs[seed % 2].resize((150 + seed, 120))
+        gray = v2.functional.pil_to_tensor(photograph.convert("L"))
+        assert torch.equal(evaluation(rgb_tensor(photograph)), square(v2.functional.resize(gray, [60], antialias=True)))
+        torch.manual_seed(seed)
+        expected, next_draw = v2.Compose(steps)(gray), torch.rand(1)
+        torch.manual_seed(seed)
+        result = only_view(ours, rgb_tensor(photograph))
+        assert result.shape == (1, 48, 48) and torch.equal(result, expected)
+        assert torch.equal(torch.rand(1), next_draw)
+
+
 TIMMS_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
 
 
@@ -295,3 +317,5 @@ def test_preprocess_normalizes(channels_last: bool) -> None:
     expected = v2.functional.normalize(images.float() / 255, mean, std)
     assert result.dtype == torch.float32 and torch.allclose(result, expected, atol=1e-6)
     assert result.is_contiguous(memory_format=torch.channels_last) == channels_last
+    gray = Preprocess(mean[1:2], std[1:2], torch.device("cpu"), channels_last)(images[:, 1:2])
+    assert torch.equal(gray, result[:, 1:2])

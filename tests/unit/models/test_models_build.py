@@ -4,6 +4,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import safetensors.torch
 import timm
 import torch
 import torchvision
@@ -114,6 +115,26 @@ def test_pretrained_torchvision_with_other_classes_replaces_the_head(
     assert torch.equal(built.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
     same = build_model(ModelConfig("torchvision:resnet18", pretrained=True), 1000)
     assert torch.equal(same.fc.weight, source.fc.weight)
+
+
+def test_pretrained_model_of_one_channel_equals_timms(tmp_path: Path) -> None:
+    colors = timm.create_model("test_resnet").state_dict()
+    safetensors.torch.save_file(colors, tmp_path / "weights.safetensors")
+    overlay = {"pretrained_cfg_overlay": {"file": str(tmp_path / "weights.safetensors")}}
+    model = ModelConfig("test_resnet", pretrained=True, kwargs=overlay)
+    gray = build_model(model, 1000, channels=1)
+    expected = timm.create_model("test_resnet", pretrained=True, in_chans=1, **overlay).state_dict()
+    for name, tensor in gray.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    torch.testing.assert_close(gray.conv1[0].weight, colors["conv1.0.weight"].sum(1, keepdim=True))
+    assert [len(numbers) for numbers in model_mean_std(gray, channels=1)] == [1, 1]
+    assert build_model(model, 1000).conv1[0].weight.shape[1] == 3
+
+
+def test_one_channel_needs_a_model_that_takes_it() -> None:
+    assert model_problems(ModelConfig("resnet18"), channels=1) == []
+    (problem,) = model_problems(ModelConfig("torchvision:resnet18"), channels=1)
+    assert problem.key == "data.channels"
 
 
 @pytest.mark.parametrize(
