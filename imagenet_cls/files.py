@@ -37,6 +37,10 @@ def write_file(path: Path, content: bytes | str) -> None:
     fsync(path.parent)
 
 
+def is_url(text: str | Path) -> bool:
+    return str(text).startswith(("http://", "https://"))
+
+
 def check_regular(file: Path | int) -> None:
     """Raise OSError unless a path, or an open descriptor, is a regular file. A device or FIFO may have no end."""
     if not stat.S_ISREG(os.stat(file).st_mode):  # noqa: PTH116 (for a descriptor)

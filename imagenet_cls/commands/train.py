@@ -14,6 +14,7 @@ from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import Kwargs
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.files import is_url
 from imagenet_cls.lookup import did_you_mean
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
             "--resume or --resume-from": arguments.resume_from,
         }
     for name, path in needed.items():
-        if path is not None and arguments.node_rank == 0 and not os.access(path, os.R_OK):
+        if path is None or is_url(path) or arguments.node_rank != 0:
+            continue
+        if not os.access(path, os.R_OK):
             raise CheckpointError(f"{name}: {path}: no such file or folder, or no permission\ncorrect the path")
     options = run_options(arguments, loaded)
     # After a restart, `open_run_folder` checks the folder.

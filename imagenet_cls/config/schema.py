@@ -150,6 +150,7 @@ class ModelConfig:
     """The model."""
 
     # A timm model (`resnet50`), `torchvision:resnet50`, or `my_module:my_factory`, found from the working directory.
+    # Or a model that timm saved: `hf-hub:USER/NAME` on the Hugging Face Hub, `local-dir:PATH` in a folder.
     name: str = "resnet50"
     # Start from the library's published weights (downloads them once; a timm name may carry a tag: `resnet50.a1_in1k`).
     pretrained: bool = key(False, recipe=False, per_machine=True)
@@ -158,7 +159,8 @@ class ModelConfig:
     # Weights to start from: a checkpoint folder (its moving average if it has one), a run folder (its best weights), or
     # a .pth, .pth.tar or .safetensors file of timm, torchvision or pytorch/examples (the average if it has one; the log
     # says which). A head of another size is initialized, and position embeddings of another grid are resized. Of a file
-    # of MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded. Any other mismatch is an error.
+    # of MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded. Any other mismatch is an error. The URL
+    # of a file (https://...) is downloaded once.
     checkpoint: str | None = key(None, recipe=False, per_machine=True, excludes=("model.pretrained",))
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. Their BatchNorm layers
     # use the running statistics without updating them; dropout and drop-path stay on.

@@ -226,7 +226,7 @@ def load_foreign_weights(config: Config, file: Path | None, classes: Sequence[st
             f"Name a checkpoint ({command_line('test')} CONFIG CHECKPOINT), or set model.pretrained=true for the "
             "published ones."
         )
-    path = file or (Path(config.model.checkpoint) if config.model.checkpoint else None)
+    path = file or config.model.checkpoint
     count = choose_num_classes(config.model.num_classes, len(classes))
     model = build_model(replace(config.model, pretrained=path is None), count, config.data.channels).eval()
     mean, std = choose_mean_std(config, model)

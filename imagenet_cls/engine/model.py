@@ -15,12 +15,13 @@ from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, TrainConfig
 from imagenet_cls.data.transforms import sizes_px
 from imagenet_cls.errors import ConfigError, DataError, first_line, format_value
+from imagenet_cls.files import is_url
 from imagenet_cls.guards.memory import is_out_of_memory
 from imagenet_cls.models.adapt import checkpoint_activations, freeze, set_training, size_remedy, split_batch_norm
 from imagenet_cls.models.build import build_model, model_mean_std, published_weights, weights_source
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
-from imagenet_cls.models.weights import load_weights, prefix_errors, read_weights
+from imagenet_cls.models.weights import download_weights, load_weights, prefix_errors, read_weights
 from imagenet_cls.parallel.collectives import run_on_main
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
@@ -83,7 +84,7 @@ def build_initial_model(config: Config, num_classes: int, classes: Sequence[str]
         known: Sequence[str] | None = None
     else:
         with prefix_errors("model.checkpoint"):
-            stored = read_stored_weights(Path(config.model.checkpoint))
+            stored = read_stored_weights(config.model.checkpoint)
             sentence = load_weights(model, stored.tensors, num_classes)
         messages = [*stored.damage, f"starts from the weights of {stored.origin}: {sentence}"]
         mean_std, known = stored.mean_std, stored.classes
@@ -110,7 +111,7 @@ def build_distillation_teacher(
     if config.distill.kind == "none":
         return None
 
-    def read(path: Path) -> tuple[dict[str, Tensor], MeanStd | None]:
+    def read(path: str) -> tuple[dict[str, Tensor], MeanStd | None]:
         stored = read_stored_weights(path)
         if difference := class_difference(stored.classes, classes):
             raise ConfigError([f"distill.teacher.checkpoint: {path}: {difference}; use a teacher of the same classes"])
@@ -140,11 +141,13 @@ class StoredWeights:
     damage: Sequence[str] = ()
 
 
-def read_stored_weights(path: Path) -> StoredWeights:
-    """The weights in a file, in a checkpoint, or in the best checkpoint of a run folder. Raises CheckpointError.
+def read_stored_weights(source: str | Path) -> StoredWeights:
+    """The weights in a file or at a URL, in a checkpoint, or in the best checkpoint of a run folder.
 
     Of a run folder those that evaluated best; of trained weights and their EMA in one file or checkpoint the EMA.
+    Raises CheckpointError, and ResourceError where a URL can't be downloaded.
     """
+    path = download_weights(str(source)) if is_url(source) else Path(source)
     if not path.is_dir():
         return StoredWeights(*read_weights(path))
     snapshot, best, damage = load_best(path)

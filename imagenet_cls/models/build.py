@@ -14,9 +14,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import huggingface_hub
 import timm
 import torch
 import torchvision
+from huggingface_hub.errors import HfHubHTTPError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
@@ -26,6 +28,7 @@ from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, k
 from imagenet_cls.models.adapt import checkpoint_activations, freeze, head_names, split_batch_norm
 
 TORCHVISION = "torchvision:"
+HUB, FOLDER = "hf-hub:", "local-dir:"  # timm's sources of a config and weights, besides its own models
 
 if "HF_HUB_VERBOSITY" not in os.environ:  # a warning for each of its ten retries; the error is reported here
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -55,7 +58,10 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
     try:
         return build(model, num_classes)
     except Exception as error:
-        if model.pretrained and _is_download_error(error):
+        if model.name.startswith(FOLDER) and isinstance(error, OSError):
+            raise CheckpointError(f"model.name: {model.name!r}: {first_line(error)}\ncorrect the path") from error
+        is_unreachable = model.name.startswith(HUB) and not isinstance(error, HfHubHTTPError)  # which is an answer
+        if (model.pretrained or is_unreachable) and _is_download_error(error):
             raise ResourceError(_download_advice(model, error)) from error
         if model.pretrained and isinstance(error, RuntimeError):  # load_state_dict, or torch.hub's check of the hash
             raise CheckpointError(
@@ -66,8 +72,17 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
 
 
 def _build_timm(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
+    if model.name.startswith(HUB):
+        _check_hub(*model.name.removeprefix(HUB).split("@"))
     kwargs = model.kwargs if channels == 3 else {"in_chans": channels, **model.kwargs}
     return timm.create_model(model.name, pretrained=model.pretrained, num_classes=num_classes, **kwargs)
+
+
+def _check_hub(repository: str, revision: str | None = None) -> None:
+    """Raise an error at once if a repository's config is neither cached nor reachable; timm retries for 20 s."""
+    if not isinstance(huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision), str):
+        url = huggingface_hub.hf_hub_url(repository, "config.json", revision=revision)
+        huggingface_hub.get_hf_file_metadata(url)
 
 
 def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
@@ -124,6 +139,8 @@ def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
         weights = torchvision.models.get_model_weights(name)[model.kwargs.get("weights", "DEFAULT")]
         return f"torchvision {name}, {weights.name}", len(weights.meta["categories"])
     cfg: dict[str, Any] = built.pretrained_cfg  # type: ignore[assignment]
+    if model.name.startswith((HUB, FOLDER)):
+        return model.name, cfg["num_classes"]
     tagged = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
     return f"timm {tagged}" + (f", read from {cfg['file']}" if cfg.get("file") else ""), cfg["num_classes"]
 
@@ -134,7 +151,7 @@ def new_head_note(head: Sequence[str], had: int, num_classes: int) -> str:
 
 def _is_download_error(error: Exception) -> bool:
     """Whether a download failed: the libraries' network errors, which are not all OSErrors, or a truncated file."""
-    libraries = {"huggingface_hub", "httpx", "httpcore", "requests", "urllib3", "safetensors_rust"}
+    libraries = {"huggingface_hub", "httpx", "httpx2", "httpcore", "requests", "urllib3", "safetensors_rust"}
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in libraries
 
 
@@ -143,6 +160,12 @@ def _download_advice(model: ModelConfig, error: Exception) -> str:
     while isinstance(error.__cause__, Exception):  # the hub's own error only says that there was one
         error = error.__cause__
     name = model.name
+    if name.startswith(HUB):
+        return (
+            f"can't download {name!r}: {first_line(error)}\n"
+            "without a network: copy its config.json and model.safetensors into a folder of this machine,\n"
+            f"then start with model.name={FOLDER}FOLDER"
+        )
     if name.startswith(TORCHVISION):
         weights = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
         where = str(weights[model.kwargs.get("weights", "DEFAULT")].url)
@@ -180,8 +203,8 @@ def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collectio
     for name in names:
         if name not in trusted:
             raise CheckpointError(
-                f"{where}: its config names code to run, {name!r}; nothing was run\n"
-                f"if you know and trust that code: --allow-import {name}"
+                f"{where}: its config names code to run or a model to download, {name!r}; nothing was run\n"
+                f"if you know and trust it: --allow-import {name}"
             )
     for name in RESERVED:
         if name in model.kwargs:
@@ -229,6 +252,8 @@ def _change_problems(model: ModelConfig, built: nn.Module, grad_checkpointing: b
 
 def _name_problem(name: str) -> Problem | None:
     """A model that the libraries do not have, or a tag that is none of timm's for it."""
+    if name.startswith((HUB, FOLDER)):
+        return None  # building it shows
     classifiers = torchvision.models.list_models(module=torchvision.models)
     architecture, _, tag = name.partition(".")
     if name.startswith(TORCHVISION):
@@ -237,7 +262,10 @@ def _name_problem(name: str) -> Problem | None:
         is_known = ":" not in name and "/" not in name and timm.is_model(architecture)
     if not is_known:
         candidates = [*timm.list_models(), *(TORCHVISION + other for other in classifiers)]
-        remedy = did_you_mean(name, candidates) or "; use a timm name, torchvision:NAME or my_module:my_factory"
+        remedy = (
+            did_you_mean(name, candidates)
+            or "; use a timm name, torchvision:NAME, hf-hub:USER/NAME or my_module:my_factory"
+        )
         return Problem("model.name", f"unknown model {name!r}{remedy}")
     tags = [tagged.partition(".")[2] for tagged in timm.list_models(architecture, include_tags=True)]
     if tag and tags and tag not in tags:  # names that timm has renamed list no tags
@@ -308,6 +336,8 @@ def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, lis
         try:
             built = _build_on_meta_or_cpu(trial, model.num_classes or 1000, channels)
             return built, problems + [_unknown_argument(name, built) for name in rejected]
+        except ResourceError:
+            raise
         except Exception as error:
             _, _, quoted = str(error).partition("unexpected keyword argument")
             names = [n for n in re.findall(r"'(\w+)'", quoted.partition("Did you mean")[0]) if n in kwargs]

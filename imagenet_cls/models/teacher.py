@@ -5,7 +5,6 @@ Any model that `model` can name can teach. Its loss is in `optim.losses`.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,8 @@ from imagenet_cls.seeding import hash_key, seed_generators
 
 # Mean and standard deviation of each channel, of pixel values scaled to 0..1.
 MeanStd = tuple[Sequence[float], Sequence[float]]
-# Reads a file or checkpoint folder: its weights, and the normalization that they were trained with where it is known.
-WeightsReader = Callable[[Path], tuple[Mapping[str, Tensor], MeanStd | None]]
+# Reads a file, URL or checkpoint folder: its weights, and the normalization of their training where it is known.
+WeightsReader = Callable[[str], tuple[Mapping[str, Tensor], MeanStd | None]]
 
 
 class Teacher(nn.Module):
@@ -126,7 +125,7 @@ def _load_network(
         if teacher.checkpoint is None:
             return network, model_mean_std(network)
         with prefix_errors("model.checkpoint"):
-            state, mean_std = read(Path(teacher.checkpoint))
+            state, mean_std = read(teacher.checkpoint)
             heads = [state[name].shape[0] for name in head_names(network, num_classes) if name in state]
             _check_classes(teacher, heads[0] if heads else num_classes, num_classes)
             load_weights(network, state, num_classes, head_may_differ=False)

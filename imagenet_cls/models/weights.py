@@ -8,12 +8,15 @@ encoder in a file of self-supervised or image-text pre-training: MAE, DINO (v1 t
 """
 
 import argparse
+import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from zipfile import ZipFile
 
 import safetensors
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer as TorchvisionTransformer
 from torchvision.models.vision_transformer import interpolate_embeddings
 
-from imagenet_cls.errors import CheckpointError, shorten
+from imagenet_cls.errors import CheckpointError, ResourceError, first_line, shorten
 from imagenet_cls.models.adapt import head_names
 from imagenet_cls.models.build import new_head_note
 
@@ -71,6 +74,31 @@ def read_weights(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], 
         return _strip_prefixes(_read_safetensors(path)), str(path)
     state, chosen = _find_state_dict(_read_pickle(path), path, averaged)
     return state, f"{path}{chosen}"
+
+
+def download_weights(url: str) -> Path:
+    """The file at a URL, downloaded once into torch.hub's cache. Digits in its name, as in `resnet18-f37072fd.pth`,
+    are compared with the SHA-256 digest. Raises ResourceError or CheckpointError.
+
+    Files without such digits have a folder for each URL, since many are called `checkpoint.pth`.
+    """
+    name = Path(urlsplit(url).path).name or "weights"
+    digest = re.search(r"-([a-f0-9]{8,})\.", name)
+    folder = Path(torch.hub.get_dir(), "checkpoints", "" if digest else hashlib.sha256(url.encode()).hexdigest()[:16])
+    path = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            print(f"downloading {url} to {path}", flush=True)
+            torch.hub.download_url_to_file(url, str(path), digest and digest[1], progress=sys.stderr.isatty())
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: no valid URL
+        text = f"{url} can't be downloaded to {path}: {first_line(error)}"
+        raise ResourceError(
+            f"{text}\ncorrect the URL, or copy the file here by other means and name its path"
+        ) from error
+    except RuntimeError as error:
+        raise CheckpointError(f"{url} is not the file that its name states: {first_line(error)}") from error
+    return path
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -20,11 +20,11 @@ MEAN_STD = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 OWN = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
 
 
-def read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
-    return read_weights(path)[0], OWN
+def read(path: str) -> tuple[Mapping[str, Tensor], MeanStd | None]:
+    return read_weights(Path(path))[0], OWN
 
 
-def refuse_to_read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
+def refuse_to_read(path: str) -> tuple[Mapping[str, Tensor], MeanStd | None]:
     raise AssertionError("only rank 0 reads")
 
 

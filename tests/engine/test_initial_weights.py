@@ -1,7 +1,13 @@
 """The initial weights of a run: needed once, and never removed by the run."""
 
+import hashlib
 import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 import timm
@@ -124,3 +130,59 @@ def test_mismatch_with_published_weights_is_reported(monkeypatch: pytest.MonkeyP
     assert len(build_initial_model(Config(model=model), 10)[1]) == 1
     _, message = build_initial_model(Config(model=model, data=DataConfig(mean=list(IMAGENET_DEFAULT_MEAN))), 10)[1]
     assert "data.mean=[0.5, 0.5, 0.5] data.std=[0.5, 0.5, 0.5], and this run uses data.mean=[0.485" in message
+
+
+class Handler(SimpleHTTPRequestHandler):
+    requested: ClassVar[list[str]] = []
+
+    def log_message(self, *_: object) -> None:
+        self.requested.append(self.path)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """The URL of the folder `served`."""
+    (tmp_path / "served").mkdir()
+    Handler.requested.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path / "served")) as running:
+        Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+@pytest.mark.parametrize("by_hash", [True, False])
+def test_initial_weights_of_a_url_are_downloaded_once(
+    server: str, by_hash: bool, digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    state = timm.create_model("test_resnet", num_classes=10).state_dict()
+    torch.save(state, tmp_path / "net.pth")
+    digest = hashlib.sha256((tmp_path / "net.pth").read_bytes()).hexdigest()
+    name = f"net-{digest[:8]}.pth" if by_hash else "checkpoint.pth"
+    (tmp_path / "net.pth").rename(tmp_path / "served" / name)
+    config = Config(model=ModelConfig(name="test_resnet", num_classes=10, checkpoint=f"{server}/{name}"))
+    for _ in range(2):
+        started, (message,) = build_initial_model(config, 10)
+        assert f"loaded {len(state)} tensors" in message
+        assert all(torch.equal(started.state_dict()[key], value) for key, value in state.items())
+    words = [*arguments(digits, tmp_path / "run", **{"model.name": "test_resnet"}), f"model.checkpoint={server}/{name}"]
+    assert call(train_command, *words, "--dry-run")[0] == 0
+    assert Handler.requested == [f"/{name}"]
+    other = "other-0123abcd.pth" if by_hash else "other/checkpoint.pth"
+    (tmp_path / "served" / "other").mkdir()
+    (tmp_path / "served" / other).write_bytes(b"no weights")
+    code, _, err = call(train_command, *words[:-1], f"model.checkpoint={server}/{other}", "--dry-run")
+    assert code == 4 and Path(other).name in err and ("invalid hash" in err) == by_hash
+
+
+def test_initial_weights_of_a_url_without_network_are_a_resource_error(
+    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    for key in ("model", "distill.teacher"):
+        words = [f"{key}.checkpoint=http://127.0.0.1:9/net.pth"]  # nothing listens there
+        if key != "model":
+            words += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
+        code, _, err = call(train_command, *arguments(digits, tmp_path / "run"), *words, "--dry-run")
+        assert code == 5 and "http://127.0.0.1:9/net.pth" in err and "copy the file" in err
+    assert not [path for path in (tmp_path / "hub").rglob("*") if path.is_file()]

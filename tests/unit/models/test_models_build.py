@@ -243,7 +243,6 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("model", "keys"),
     [
-        (ModelConfig("hf-hub:timm/resnet18.a1_in1k"), ["name"]),
         (ModelConfig("timm/resnet18"), ["name"]),
         (ModelConfig("torchvision:fasterrcnn_resnet50_fpn"), ["name"]),
         (ModelConfig("hrnet_w18_small", kwargs={"zebra": 1}), ["kwargs.zebra"]),

@@ -32,8 +32,8 @@ IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 def built(teacher: TeacherConfig, num_classes: int = 5, size_px: int = 16, own: MeanStd | None = None, seed: int = 0):
     """own: the normalization that the weights in a file were trained with."""
 
-    def read(path: Path) -> tuple[Mapping[str, Tensor], MeanStd | None]:
-        return read_weights(path)[0], own
+    def read(path: str) -> tuple[Mapping[str, Tensor], MeanStd | None]:
+        return read_weights(Path(path))[0], own
 
     return build_teacher(teacher, num_classes, ALONE, read, IMAGENET, [size_px], seed)
 

@@ -1,0 +1,87 @@
+"""Models that timm saved: in a folder (`local-dir:`) and on the Hugging Face Hub (`hf-hub:`), here in its cache."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+from helpers import train_here
+from timm.models import save_for_hf
+from torch import nn
+
+from imagenet_cls.config.schema import ModelConfig
+from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError
+from imagenet_cls.models.build import build_model, model_problems, weights_source
+
+
+@pytest.fixture(scope="module")
+def saved() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_vit", num_classes=7, depth=2)
+
+
+def save(model: nn.Module, folder: Path) -> Path:
+    save_for_hf(model, folder, safe_serialization=True)
+    return folder
+
+
+def cached(model: nn.Module, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    repository = cache / "models--someone--vit"
+    save(model, repository / "snapshots" / "0123abcd")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abcd")
+
+
+@pytest.mark.parametrize("source", ["local-dir", "hf-hub"])
+def test_model_of_a_source_is_checked_built_and_loaded(
+    source: str, saved: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached(saved, tmp_path / "hub", monkeypatch)
+    name = "hf-hub:someone/vit" if source == "hf-hub" else f"local-dir:{save(saved, tmp_path / 'saved')}"
+    model = ModelConfig(name, pretrained=True)
+    assert model_problems(model) == []
+    (problem,) = model_problems(ModelConfig(name, kwargs={"zebra": 1}))
+    assert problem.key == "model.kwargs.zebra"
+    built = build_model(model, 7)
+    assert all(torch.equal(value, saved.state_dict()[key]) for key, value in built.state_dict().items())
+    assert weights_source(model, built, 7) == f"starts from published weights ({name})"
+    other = build_model(model, 3)
+    assert "it had 7 outputs, the model has 3" in weights_source(model, other, 3)
+    assert torch.equal(other.blocks[1].attn.qkv.weight, saved.blocks[1].attn.qkv.weight)
+    assert not torch.equal(build_model(ModelConfig(name), 7).cls_token, saved.cls_token)  # from scratch
+
+
+def test_hub_without_network_is_a_resource_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fail(*_: object, **__: object) -> None:
+        calls.append(1)
+        raise OSError("no such host")
+
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for pretrained in (True, False):
+        with pytest.raises(ResourceError) as caught:
+            model_problems(ModelConfig("hf-hub:someone/vit", pretrained=pretrained))
+        message = str(caught.value)
+        assert "no such host" in message and "local-dir:FOLDER" in message and len(message.splitlines()) == 3
+    assert len(calls) < 12  # one on the meta device and one on the CPU; with the five retries of each there are 24
+
+
+def test_wrong_folder_is_an_error(saved: nn.Module, digits: Path, tmp_path: Path) -> None:
+    words = [f"data.root={digits}", "optimizer.lr=0.1", "--work-dir", str(tmp_path / "run"), "--dry-run"]
+    for name in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ConfigError, match=r"model.name: .*config.json"):
+            train_here([*words, f"model.name=local-dir:{name}"])
+        with pytest.raises(CheckpointError, match=r"model.name: .*config.json"):  # as prediction builds it
+            build_model(ModelConfig(f"local-dir:{name}"), 7)
+    (tmp_path / "config.json").write_text('{"architecture": "bert"}')
+    (problem,) = model_problems(ModelConfig(f"local-dir:{tmp_path}"))
+    assert "bert" in problem.message
+    save(saved, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="local-dir:"):
+        build_model(ModelConfig(f"local-dir:{tmp_path}", pretrained=True), 7)
