@@ -63,12 +63,13 @@ def noisy(
     pause_sec: float = 0.0,
     pause_after: int = 0,
     pause_until: str = "",
+    pause_rank: int | None = None,
     dropout: float = 0.2,
 ) -> Any:
     """With BatchNorm and dropout: state in buffers, random draws in every step.
 
     pause_sec: sleep in each forward pass, so that tests can kill the run there. pause_after: passes without it.
-    pause_until: a file; once it exists there are no more pauses.
+    pause_until: a file; once it exists there are no more pauses. pause_rank: the only rank that pauses; None: all.
     """
     from torch import nn
 
@@ -78,6 +79,7 @@ def noisy(
         def forward(self, images: Any) -> Any:
             if self.training:
                 pauses = self.passed >= pause_after and not (pause_until and Path(pause_until).exists())
+                pauses = pauses and (pause_rank is None or os.environ["RANK"] == str(pause_rank))
                 time.sleep(pause_sec if pauses else 0.0)
                 self.passed += 1
             return images

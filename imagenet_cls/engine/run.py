@@ -29,6 +29,7 @@ from imagenet_cls.engine.summary import class_counts, final_message, start_warni
 from imagenet_cls.engine.train import forward_backward, train
 from imagenet_cls.errors import Stopped, UserError
 from imagenet_cls.guards.agreement import versions
+from imagenet_cls.guards.hang import HangLog
 from imagenet_cls.guards.memory import explain_resource_errors
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
@@ -36,7 +37,7 @@ from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main, run_on_main
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.signals import StopRequested, StopSignalHandler
-from imagenet_cls.report.console import open_log
+from imagenet_cls.report.console import log_file, open_log
 from imagenet_cls.report.reporter import Reporter
 
 
@@ -86,8 +87,11 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
             report_start(loaded, parts, reporter, options.work_dir, progress)
             for message in messages:
                 reporter.event(progress.step, message)
-            run = Run(parts, progress, reporter, saver, stop_signals)
-            run.train_to_last_step(folder)
+            # Before the collectives of the other ranks time out and the launcher ends this process.
+            hang_log = HangLog(log_file(options.work_dir, group.rank), 0.9 * config.parallel.timeout_sec)
+            run = Run(parts, progress, reporter, saver, stop_signals, hang_log)
+            with hang_log:
+                run.train_to_last_step(folder)
             run_on_main(group, saver.wait)
             if config.log.plots:
                 reporter.plot()
@@ -159,9 +163,11 @@ class Run:
         reporter: Reporter,
         saver: CheckpointSaver,
         stop_signals: StopSignalHandler,
+        hang_log: HangLog | None = None,
     ):
         self.parts, self.progress = parts, progress
         self.reporter, self.saver, self.stop_signals = reporter, saver, stop_signals
+        self.hang_log = hang_log
         self.meter = Meter(parts.group, parts.plan.global_batch)
         self.nonfinite_guard = NonFiniteGuard(
             parts.group,
@@ -212,6 +218,8 @@ class Run:
     ) -> None:
         """Record a step; log, check replicas, stop and save where that is due, in this order. A collective."""
         step = self.progress.step
+        if self.hang_log:
+            self.hang_log.reset()
         self.meter.add(step, epoch, lr, loss_and_top1, grad_norm, skipped)
         if step % self.parts.config.log.every_steps == 0:
             self.log_steps()  # waits for the device; raises after too many non-finite steps in a row
@@ -327,6 +335,8 @@ class Run:
         for number, batch in enumerate(evaluation.batches()):
             if number < batches_on_all_ranks:
                 self.stop_signals.check()
+            if self.hang_log:
+                self.hang_log.reset()
             yield batch
             done = min(done + len(batch[1]) * world_size, evaluation.num_images)
             self.reporter.eval_progress(done, evaluation.num_images)

@@ -215,6 +215,11 @@ class RankLogHandler(logging.FileHandler):
             super().close()
 
 
+def log_file(folder: Path, rank: int) -> Path:
+    """The log of a rank in a run folder."""
+    return folder / "logs" / f"rank{rank}.log"
+
+
 def open_log(folder: Path | None, rank: int) -> logging.Logger:
     """Append all logging and warnings of this process to `folder/logs/rank<rank>.log` instead of the terminal.
 
@@ -223,7 +228,7 @@ def open_log(folder: Path | None, rank: int) -> logging.Logger:
     """
     handler: logging.Handler = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
     if folder is not None:
-        path = folder / "logs" / f"rank{rank}.log"
+        path = log_file(folder, rank)
         with explain_write_errors(path, WRITE_REMEDY):
             path.parent.mkdir(parents=True, exist_ok=True)
             handler = RankLogHandler(path, encoding="utf-8")

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -213,6 +214,18 @@ def test_killed_rank_is_named_and_ends_the_others(digits: Path, tmp_path: Path, 
         assert_all_gone(folder)
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL" in errors and len(errors.splitlines()) <= 3, errors
+
+
+@pytest.mark.nightly
+def test_rank_that_hangs_has_its_stack_in_its_log(digits: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = command_for("spawn", digits, folder, pause_sec=1e6, pause_after=3, pause_rank=1)
+    with watched([*command, "parallel.timeout_sec=10"], folder) as process:
+        _, errors = process.communicate(timeout=200)
+        assert_all_gone(folder)
+    assert process.returncode == 5 and len(errors.splitlines()) <= 3, errors
+    log = (folder / "logs" / "rank1.log").read_text()
+    assert re.search(r'helpers\.py", line \d+ in forward', log), log
 
 
 @pytest.mark.nightly
