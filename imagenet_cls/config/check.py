@@ -54,12 +54,26 @@ def rule_problems(c: Config) -> Iterator[Problem]:
 def _data_rules(c: Config) -> Iterator[tuple[str, str]]:
     data, growth, size_px = c.data, c.augment.progressive, c.augment.size_px
     has_files = data.name != "synthetic" and ":" not in data.name
-    if has_files and data.val is None and data.val_fraction is None:
-        yield "data.val", "is null and there is no data.val_fraction; name a folder, or set data.val_fraction: 0.1"
+    if has_files and data.val is None and data.val_fraction is None and data.fold is None:
+        yield (
+            "data.val",
+            "is null like data.val_fraction and data.fold; name a folder, or set data.val_fraction: 0.1",
+        )
     if data.name == "list" and data.train == "train":  # the default, a folder
         yield "data.train", "'train' is a folder; data.name list needs a file, such as train.txt"
     if data.name == "list" and data.val == "val":
         yield "data.val", "'val' is a folder; data.name list needs a file, such as val.txt"
+    if data.fold is not None and data.fold[0] >= data.fold[1]:
+        yield "data.fold", f"{format_value(data.fold)} is not a fold and the number of folds, such as [0, 5]"
+    if data.group is not None:
+        try:
+            re.compile(data.group)
+        except re.error as error:
+            yield "data.group", f"{format_value(data.group)} is not a regular expression: {error}"
+        if not has_files:
+            yield "data.group", f"is searched in paths, and data.name {data.name!r} has none; set it to null"
+    if data.name == "synthetic" and data.fraction < 1:
+        yield "data.fraction", "is for images; use data.kwargs.train_images with data.name synthetic"
     if not has_files and data.exclude is not None:
         yield "data.exclude", f"excludes image files, and data.name {data.name!r} has none; set it to null"
 

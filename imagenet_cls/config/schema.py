@@ -114,6 +114,9 @@ MODULES = (r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a list of modules, such as [my_package
 # When keys have an effect.
 READS_FILES = Condition("data.name folder, list or digits", lambda c: c.data.name in ("folder", "list", "digits"))
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
+HOLDS_OUT = Condition(
+    "data.val_fraction or data.fold", lambda c: c.data.val_fraction is not None or c.data.fold is not None
+)
 PROGRESSIVE = Condition("augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None)
 CROPS_RANDOMLY = Condition("augment.crop random_resized", lambda c: c.augment.crop == "random_resized")
 PADS = Condition("augment.crop pad_crop", lambda c: c.augment.crop == "pad_crop")
@@ -188,11 +191,19 @@ class DataConfig:
     # Training part, below root: a folder of class folders, or for `list` an annotation file. Datasets with predefined
     # parts (torchvision's, factories) get this name as an argument.
     train: str = "train"
-    # Validation part, likewise. null: split from the training part by val_fraction.
+    # Validation part, likewise. null: split from the training part by val_fraction or fold.
     val: str | None = "val"
     # Share of the training part that is held out for validation when val is null. Images are chosen class by class by a
     # hash of the path below root, so they are the same on every machine.
     val_fraction: float | None = key(None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",))
+    # Hold out fold i of k, [i, k] with i from 0, when val is null: the images of which a hash of the path, modulo k, is
+    # i. Each image is held out in one of the k folds.
+    fold: list[int] | None = key(None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction"))
+    # Images of a group are held out together. A regular expression that is searched in the path of each image below the
+    # training part: its group 1, or the whole match, names the image's group. null: each image is a group of its own.
+    group: str | None = key(None, needs=HOLDS_OUT)
+    # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in 0.2 of them.
+    fraction: float = key(1.0, POSITIVE_SHARE)
     # Worker processes that read and decode, for each rank. 0: in the training process. auto or null: chosen from the
     # CPUs of this rank, at most 16 (docs/data.md). The samples don't depend on it.
     num_workers: int | Literal["auto"] | None = key("auto", Range(0, 256), recipe=False, per_machine=True)

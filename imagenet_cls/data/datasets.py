@@ -14,9 +14,10 @@ import torchvision.datasets
 from imagenet_cls.config.schema import COUNT, DataConfig
 from imagenet_cls.data.archives import find_archives, index_archives
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
-from imagenet_cls.data.index import ImageIndex, class_folders, held_out_mask, index_folder, split
+from imagenet_cls.data.index import ImageIndex, class_folders, index_folder
 from imagenet_cls.data.lists import check_none_excluded, exclude_images, index_list
-from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, known_targets
+from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, targets_of
+from imagenet_cls.data.splits import fraction_rows, split_by_config
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.errors import DataError, Problem, command_line, first_line
 from imagenet_cls.lookup import (
@@ -72,7 +73,7 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -
     for part, source in opened.items():
         if len(source) == 0:
             raise DataError(
-                f"{data.name}: part {part!r} holds no image\nset data.root, data.{part} or data.val_fraction"
+                f"{data.name}: part {part!r} holds no image\nset data.root, data.{part}, data.val_fraction or data.fold"
             )
     return DataSets(opened.get("train"), opened.get("val"), next(iter(opened.values())).classes, note)
 
@@ -122,12 +123,6 @@ def _factory_problems(data: DataConfig) -> list[Problem]:
     return kwargs_problems("data.kwargs", factory, data.kwargs, passed=("root", "part"))
 
 
-def _fraction(data: DataConfig) -> float:
-    if data.val_fraction is None:
-        raise DataError("no validation images: data.val and data.val_fraction are null\nset data.val_fraction=0.1")
-    return data.val_fraction
-
-
 def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, ImageSource], str | None]:
     """The parts of `folder`, `list` and `digits`, and a note about what `data.exclude` leaves out."""
     root = Path(data.root).expanduser()
@@ -138,6 +133,9 @@ def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, Ima
             indexes["train"], note = exclude_images(indexes["train"], root, path)
             if "val" in parts:
                 check_none_excluded(indexes["val"], root, path)
+    if "train" in parts and data.fraction < 1:
+        train = indexes["train"]
+        indexes["train"] = train.select(fraction_rows(train.names, train.targets, data.fraction))
     verify = command_line("verify-data")
     remedies = {
         "train": f"replace the file, or list it ({verify} {root}) and set data.exclude to the list",
@@ -161,8 +159,9 @@ def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[s
     if data.name == "digits":
         write_digits(root, data.train)
     if data.val is None:
-        train, val = split(read(data.train), _fraction(data))
-        return {"train": train, "val": val}
+        whole = read(data.train)
+        rows, held_out = split_by_config(data, whole.names, whole.targets)
+        return {"train": whole.select(rows), "val": whole.select(held_out)}
     indexes: dict[str, ImageIndex] = {}
     classes: Sequence[str] | None = None
     if "train" in parts or (data.name == "list" and (root / data.train).exists()):
@@ -181,13 +180,12 @@ def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, Image
     """The parts of torchvision's sets and of factories."""
     if data.val is None:
         whole = _map_source(data, data.train)
-        targets = known_targets(whole.dataset)
-        if targets is None:  # not stratified: that would mean to read all images
-            targets = np.zeros(len(whole), np.int64)
-        mask = held_out_mask((str(i).encode() for i in range(len(whole))), targets, _fraction(data))
-        return {"train": SubsetSource(whole, np.flatnonzero(~mask)), "val": SubsetSource(whole, np.flatnonzero(mask))}
+        rows, held_out = split_by_config(data, *_numbers_and_targets(whole))
+        return {"train": _share(data, SubsetSource(whole, rows)), "val": SubsetSource(whole, held_out)}
     names = {"train": data.train, "val": data.val}
     opened: dict[str, ImageSource] = {part: _map_source(data, names[part]) for part in parts}
+    if "train" in opened:
+        opened["train"] = _share(data, opened["train"])
     if len({source.classes for source in opened.values()}) > 1:
         train, val = opened["train"].classes, opened["val"].classes
         raise DataError(
@@ -195,6 +193,24 @@ def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, Image
             "use parts of one dataset with the same `classes`"
         )
     return opened
+
+
+def _share(data: DataConfig, source: ImageSource) -> ImageSource:
+    """The part of a map-style source that `data.fraction` leaves."""
+    if data.fraction == 1:
+        return source
+    numbers, targets = _numbers_and_targets(source)
+    return SubsetSource(source, fraction_rows(numbers, targets, data.fraction))
+
+
+def _numbers_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
+    """The numbers of the images in the dataset, which stand for their names, and their targets: int64 (N,).
+
+    All targets are 0, so that splits are not by class, where they are known only by reading all images.
+    """
+    targets = targets_of(source)
+    rows = source.rows if isinstance(source, SubsetSource) else range(len(source))
+    return [str(i).encode() for i in rows], np.zeros(len(source), np.int64) if targets is None else targets
 
 
 def _map_source(data: DataConfig, part: str) -> MapSource:

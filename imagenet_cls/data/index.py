@@ -4,10 +4,10 @@ import contextlib
 import os
 import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,31 +139,6 @@ def match_classes(found: Sequence[str], classes: Sequence[str], root: Path) -> l
             f"add them, or take the validation images from the training images: {NO_VALIDATION}"
         )
     return [position[name] for name in found]
-
-
-def held_out_mask(names: Iterable[bytes], targets: np.ndarray, fraction: float) -> np.ndarray:
-    """Which images are held out for validation: bool (N,). A pure function of names, targets and `fraction`.
-
-    Of each class with n images, those round(n * fraction) (half to even) with the smallest BLAKE2b hash of their name;
-    at least one, and not all, where the class has two or more images. A single image stays in training.
-    """
-    hashes = np.fromiter(
-        (int.from_bytes(blake2b(name, digest_size=8).digest(), "little") for name in names), np.uint64, len(targets)
-    )
-    mask = np.zeros(len(targets), bool)
-    by_class_then_hash = np.lexsort((hashes, targets))
-    bounds = np.flatnonzero(np.diff(targets[by_class_then_hash])) + 1
-    for rows in np.split(by_class_then_hash, bounds):
-        if len(rows) >= 2:
-            count = min(max(round(len(rows) * fraction), 1), len(rows) - 1)
-            mask[rows[:count]] = True
-    return mask
-
-
-def split(index: ImageIndex, fraction: float) -> tuple[ImageIndex, ImageIndex]:
-    """Hold out a share of each class for validation: (train, val). See `held_out_mask`."""
-    mask = held_out_mask(index.names, index.targets, fraction)
-    return index.select(np.flatnonzero(~mask)), index.select(np.flatnonzero(mask))
 
 
 def is_image(name: bytes) -> bool:

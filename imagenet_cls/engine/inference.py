@@ -49,7 +49,7 @@ _BATCH = 32
 
 # Keys that decide which images are evaluated and how they are prepared; not those of speed and batches.
 _EVALUATION_KEYS = (
-    "data.name", "data.root", "data.train", "data.val", "data.val_fraction", "data.kwargs",
+    "data.name", "data.root", "data.train", "data.val", "data.val_fraction", "data.fold", "data.group", "data.kwargs",
     "eval.mode", "eval.crop_px", "eval.crop_pct", "eval.resize_px", "eval.interpolation", "eval.flip_tta",
 )  # fmt: skip
 

@@ -56,6 +56,7 @@ def test_range_includes_its_ends_and_nothing_outside(key: str) -> None:
 
 GROWTH = {"augment.progressive.epochs": [0, 9], "augment.progressive.sizes_px": [160, 224]}
 PAD_CROP = {"augment.crop": "pad_crop", "augment.size_px": 32, "augment.pad_px": 31}
+FOLD = {"data.val": None, "data.fold": [4, 5]}
 TEACHER = {"distill.kind": "soft", "distill.teacher.name": "a", "distill.teacher.pretrained": True}
 SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
 
@@ -82,6 +83,15 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
         ({"model.checkpoint": "a.pth"}, {"model.checkpoint": "a.pth", "model.pretrained": True}),
         ({"model.head_only": True}, {"model.freeze": ["a"], "model.head_only": True}),
         ({"data.val": None, "data.val_fraction": 0.1}, {"data.val": None}),
+        (FOLD, FOLD | {"data.fold": [5, 5]}),
+        (FOLD, FOLD | {"data.fold": [-1, 5]}),
+        (FOLD, FOLD | {"data.fold": [1, 5, 7]}),
+        (FOLD, FOLD | {"data.val": "val"}),
+        (FOLD, FOLD | {"data.val_fraction": 0.1}),
+        (FOLD | {"data.group": "[^_]*"}, FOLD | {"data.group": "[^_*"}),
+        (FOLD | {"data.group": "[^_]*"}, FOLD | {"data.group": "a", "data.name": "torchvision:CIFAR10"}),
+        ({"data.fraction": 1.0}, {"data.fraction": 0.0}),
+        ({"data.fraction": 0.5}, {"data.fraction": 0.5, "data.name": "synthetic"}),
         ({"data.val": None, "data.name": "synthetic"}, {"data.val": None, "data.name": "digits"}),
         ({"data.val": None, "data.name": "torchvision:CIFAR10"}, {"data.val_fraction": 0.1}),
         ({"data": {"name": "list", "train": "a.txt", "val": "b.csv"}}, {"data": {"name": "list", "train": "a.txt"}}),
@@ -144,6 +154,7 @@ def test_rule_is_skipped_if_one_of_its_keys_is_wrong() -> None:
 # A key, a value that is not its default, and what gives it an effect.
 NEEDS: list[tuple[str, Any, dict[str, Any]]] = [
     ("data.repeats_multiple", 64, {"data.repeats": 3}),
+    ("data.group", "a", {"data.val": None, "data.fold": [0, 5]}),
     ("augment.progressive.multiple_px", 16, {"augment.progressive": {"epochs": [0, 9], "sizes_px": [112, 224]}}),
     ("augment.color_jitter.prob", 0.5, {"augment.color_jitter.hue": 0.1}),
     ("augment.erasing.mode", "pixel", {"augment.erasing.prob": 0.1}),
@@ -171,6 +182,7 @@ NEEDS: list[tuple[str, Any, dict[str, Any]]] = [
 ]  # fmt: skip
 # A key, a value, and what takes its effect away.
 REPLACED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("data.min_decoded_px", 224, {"data.name": "synthetic"}),
     ("mix.switch_prob", 0.25, {"mix.mixup_alpha": 0.2}),
     ("mix.cutmix_alpha", 1.0, {"mix.cutmix_minmax": [0.2, 0.8]}),
     ("mix.off_epoch", 91, {"mix.mixup_alpha": 0.2, "train.epochs": 90}),

@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from imagenet_cls.data.index import index_folder, split
+from imagenet_cls.data.index import ImageIndex, index_folder
 from imagenet_cls.data.sources import FolderSource, MapSource, describe_sizes
+from imagenet_cls.data.splits import held_out_mask
 from imagenet_cls.errors import DataError
+
+
+def split(index: ImageIndex) -> tuple[ImageIndex, ImageIndex]:
+    mask = held_out_mask(index.names, index.targets, 0.2)
+    return index.select(np.flatnonzero(~mask)), index.select(np.flatnonzero(mask))
 
 
 def touch(root: Path, *names: str) -> Path:
@@ -117,14 +123,14 @@ def test_class_in_another_unicode_normalization_is_shown_by_code_points(tmp_path
 def test_split_is_stratified_and_a_function_of_names(tmp_path: Path) -> None:
     names = [f"{c}/{i}.jpg" for c, n in (("a", 10), ("b", 25), ("c", 2), ("d", 1)) for i in range(n)]
     index = index_folder(touch(tmp_path / "one", *names))
-    train, val = split(index, 0.2)
+    train, val = split(index)
     assert np.bincount(val.targets, minlength=4).tolist() == [2, 5, 1, 0]
     of_train, of_val = ({part.name(i) for i in range(len(part))} for part in (train, val))
     assert of_train | of_val == set(names) and not of_train & of_val
     assert [val.path(i).is_file() for i in range(len(val))] == [True] * len(val)
     # images added to one class change nothing in the others, nor does another root
     more = touch(tmp_path / "two", *names, *(f"a/more{i}.jpg" for i in range(20)))
-    _, val_of_more = split(index_folder(more), 0.2)
+    _, val_of_more = split(index_folder(more))
     assert {n for n in of_val if n[0] != "a"} == {
         n for n in map(val_of_more.name, range(len(val_of_more))) if n[0] != "a"
     }

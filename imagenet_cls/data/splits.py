@@ -1,0 +1,116 @@
+"""Which images of a part are held out for validation, and which are trained on: by hashes of their names.
+
+A hash depends on the name alone, so the choice is the same on every machine, and added files move few others.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.errors import DataError, format_value
+
+Names = Sequence[bytes] | np.ndarray
+"""Paths below the part's folder as bytes, or what stands for them."""
+
+
+def split_by_config(data: DataConfig, names: Names, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of the training part that are trained on, and those that are held out: int64, ascending.
+
+    Raises DataError if the config holds out none, and for a name that `data.group` does not match.
+    """
+    groups = None if data.group is None else group_names(names, data.group)
+    if data.fold is not None:
+        mask = fold_mask(names if groups is None else groups, data.fold)
+    elif data.val_fraction is not None:
+        mask = held_out_mask(names, targets, data.val_fraction, groups)
+    else:
+        raise DataError("no validation images: data.val and data.val_fraction are null\nset data.val_fraction=0.1")
+    return np.flatnonzero(~mask), np.flatnonzero(mask)
+
+
+def name_hashes(names: Iterable[bytes], count: int) -> np.ndarray:
+    """The BLAKE2b hash of each name in 64 bits: uint64 (count,)."""
+    hashes = (int.from_bytes(blake2b(name, digest_size=8).digest(), "little") for name in names)
+    return np.fromiter(hashes, np.uint64, count)
+
+
+def fold_mask(names: Names, fold: Sequence[int]) -> np.ndarray:
+    """Which images are of fold i of k, where fold is [i, k]: bool (N,). Those whose hash modulo k is i.
+
+    Each image is of one fold, and files that are added move no other image.
+    """
+    number, folds = fold
+    mask: np.ndarray = name_hashes(names, len(names)) % np.uint64(folds) == np.uint64(number)
+    return mask
+
+
+def held_out_mask(
+    names: Names, targets: np.ndarray, fraction: float, groups: Sequence[bytes] | None = None
+) -> np.ndarray:
+    """Which images are held out for validation: bool (N,). A pure function of the arguments.
+
+    Of each class with n images, those round(n * fraction) (half to even) with the smallest hash of their name; at least
+    one, and not all, where the class has two or more images. A single image stays in training.
+
+    groups: the group of each image. Then the same for groups instead of images: a group is of the class that most of
+    its images have, and groups are held out until the number of their images is nearest to that of a fraction.
+    """
+    if groups is None:
+        return _smallest_hashes(name_hashes(names, len(names)), targets, np.ones(len(names), np.int64), fraction)
+    unique, group_of = np.unique(np.array(groups), return_inverse=True)
+    pairs, counts = np.unique(np.stack([group_of, targets]), axis=1, return_counts=True)
+    by_count = np.lexsort((-pairs[1], counts, pairs[0]))
+    classes = np.empty(len(unique), np.int64)
+    classes[pairs[0][by_count]] = pairs[1][by_count]  # of a group the last pair is assigned, which has most images
+    hashes = name_hashes(unique.tolist(), len(unique))
+    held_out: np.ndarray = _smallest_hashes(hashes, classes, np.bincount(group_of), fraction)[group_of]
+    return held_out
+
+
+def _smallest_hashes(hashes: np.ndarray, classes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
+    """Which units (images, or groups of `sizes` images) are held out of each class: bool (units,)."""
+    mask = np.zeros(len(hashes), bool)
+    for rows in _by_class(hashes, classes):
+        if len(rows) >= 2:
+            ends = np.cumsum(sizes[rows])
+            count = np.count_nonzero(ends - sizes[rows] / 2 <= round(ends[-1] * fraction))
+            mask[rows[: min(max(count, 1), len(rows) - 1)]] = True
+    return mask
+
+
+def fraction_rows(names: Names, targets: np.ndarray, fraction: float) -> np.ndarray:
+    """The share of each class to train on, at least one image: int64 rows, ascending.
+
+    The images with the smallest hashes, so that a smaller share is part of a larger one.
+    """
+    by_class = _by_class(name_hashes(names, len(names)), targets)
+    return np.sort(np.concatenate([rows[: max(round(len(rows) * fraction), 1)] for rows in by_class]))
+
+
+def _by_class(hashes: np.ndarray, classes: np.ndarray) -> list[np.ndarray]:
+    """The rows of each class that has any, by ascending hash."""
+    order = np.lexsort((hashes, classes))
+    return np.split(order, np.flatnonzero(np.diff(classes[order])) + 1)
+
+
+def group_names(names: Names, pattern: str) -> list[bytes]:
+    """The group of each image: group 1 of the first match of `pattern` in its name, or the whole match without one.
+
+    Raises DataError for a name without a match.
+    """
+    compiled = re.compile(pattern)
+    groups = []
+    for name in map(os.fsdecode, names):
+        match = compiled.search(name)
+        group = match and match[min(compiled.groups, 1)]
+        if group is None:
+            raise DataError(
+                f"data.group: {format_value(pattern)} does not match the path {format_value(name)}\n"
+                "give a regular expression that matches the path of every training image, below the folder of the part"
+            )
+        groups.append(os.fsencode(group))
+    return groups
