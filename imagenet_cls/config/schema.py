@@ -216,6 +216,9 @@ class DataConfig:
     # many pixels, such as augment.size_px (DCT scaling). Faster for large photographs; the pixels differ. Needs
     # libjpeg-turbo 3. null: at full size.
     min_decoded_px: int | None = key(None, PIXELS, needs=READS_FILES)
+    # The EXIF orientation of image files, which photos of phones and cameras have. ignore: as published recipes do.
+    # apply: images are rotated and mirrored as it says, also in predict.py.
+    exif: Literal["ignore", "apply"] = key("ignore", needs=READS_FILES)
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
     # The list of bad images that tools/verify_data.py wrote: those of the training part are left out, at most one in

@@ -143,7 +143,8 @@ def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, Ima
     }
     min_px = {"train": data.min_decoded_px, "val": None}
     return {
-        part: FolderSource(index, remedies[part], data.decode, min_px[part]) for part, index in indexes.items()
+        part: FolderSource(index, remedies[part], data.decode, min_px[part], data.exif)
+        for part, index in indexes.items()
     }, note
 
 

@@ -22,6 +22,13 @@ MAX_PIXELS = 178_956_970
 # The operator that torchvision.io.decode_jpeg calls; from 0.29 on, that function warns of its move to torchcodec.
 _DECODE_JPEG = torch.ops.image.decode_jpeg
 
+_ORIENTATION = 0x0112  # the EXIF tag
+# How to show an image of each orientation but 1: whether rows and columns are exchanged, then the dimensions to flip.
+_TURNS: dict[int, tuple[bool, list[int]]] = {
+    2: (False, [2]), 3: (False, [1, 2]), 4: (False, [1]), 5: (True, []), 6: (True, [2]), 7: (True, [1, 2]),
+    8: (True, [1]),
+}  # fmt: skip
+
 _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive Huffman: what torchvision decodes
 
 
@@ -29,9 +36,9 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     """Decode an image file into uint8 (3, H, W) on the CPU, the pixels of Pillow's `Image.open(...).convert("RGB")`.
 
     Gray images get three equal channels, also those of 16 bits, which are divided by 256 (Pillow would clip them at
-    255); transparency is dropped; an animation gives its first frame. An EXIF
-    orientation is not applied, as in torchvision's ImageFolder and timm. The memory may be channels-last. Raises
-    DataError with the reason, without the file's name, for broken, truncated and absurdly large images.
+    255); transparency is dropped; an animation gives its first frame. An EXIF orientation is not applied, as in
+    torchvision's ImageFolder and timm. The memory may be channels-last. Raises DataError with the reason, without the
+    file's name, for broken, truncated and absurdly large images.
     """
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
     if channels in (1, 3) and height * width <= MAX_PIXELS:
@@ -42,16 +49,45 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     return _decode_with_pillow(data)
 
 
+def decode_upright(data: bytes) -> torch.Tensor:
+    """As `decode_rgb`, but rotated and mirrored as the EXIF orientation says: Pillow's `ImageOps.exif_transpose`."""
+    image = decode_rgb(data)
+    is_transposed, flipped = _TURNS.get(exif_orientation(data), (False, []))
+    image = image.transpose(1, 2) if is_transposed else image
+    return image.flip(flipped) if flipped else image
+
+
+def exif_orientation(data: bytes) -> int:
+    """The EXIF orientation of an image file, 1 to 8. 1 if it has none, a broken one, or if it is a TIFF file, to which
+    Pillow always applies it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                found = 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
+        except Exception:  # of any type, for damaged EXIF blocks
+            return 1
+    return found if found in _TURNS else 1
+
+
 def decode_region(
-    data: bytes, choose: ChooseBox, turbojpeg: TurboJpeg | None, min_px: int | None = None
+    data: bytes,
+    choose: ChooseBox,
+    turbojpeg: TurboJpeg | None,
+    min_px: int | None = None,
+    exif: str = "ignore",
 ) -> tuple[torch.Tensor, Box]:
     """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also returns the box.
 
     choose: called once. turbojpeg: decodes only the region of most JPEGs; then an error elsewhere in the file may not
     be noticed. None decodes every file whole. Other files, and those with errors or warnings, are decoded whole.
     min_px: JPEGs may be decoded at 1/2, 1/4 or 1/8 of their size if both sides of the box keep so many pixels; the
-    image and the box returned are of that size.
+    image and the box returned are of that size. exif: `data.exif`; with `apply`, files to rotate are decoded whole.
     """
+    if exif == "apply" and exif_orientation(data) != 1:
+        image = decode_upright(data)
+        return image, choose(*image.shape[1:])
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
     if turbojpeg is None or channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
         image = decode_rgb(data)

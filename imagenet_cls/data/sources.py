@@ -1,7 +1,9 @@
 """One image and its target: image files, map-style datasets, and subsets of another source."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol, TypeVar
@@ -10,13 +12,21 @@ import numpy as np
 import torch
 from PIL import Image
 
-from imagenet_cls.data.decode import ChooseBox, decode_region, decode_rgb, rgb_tensor
+from imagenet_cls.data.decode import (
+    ChooseBox,
+    decode_region,
+    decode_rgb,
+    decode_upright,
+    exif_orientation,
+    rgb_tensor,
+)
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular
 
 _MOST_SIZES = 1000
+_MOST_ORIENTATIONS, _ORIENTATIONS_SEC = 200, 3.0
 T = TypeVar("T")
 
 
@@ -54,6 +64,7 @@ class FolderSource(ImageSource):
         remedy: str = "replace the file",
         decode: str = "auto",
         min_decoded_px: int | None = None,
+        exif: str = "ignore",
     ):
         """remedy: what to do about a file that can't be read, for the error. The others: keys of `data`."""
         self.index = index
@@ -61,17 +72,18 @@ class FolderSource(ImageSource):
         self.classes = index.classes
         self.turbojpeg = find_turbojpeg() if decode == "auto" else None
         self.min_decoded_px = min_decoded_px
+        self.exif = exif
         self._root = os.fsencode(index.root)
 
     def __len__(self) -> int:
         return len(self.index)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        return self._decode(i, decode_rgb), int(self.index.targets[i])
+        return self._decode(i, decode_upright if self.exif == "apply" else decode_rgb), int(self.index.targets[i])
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
         decode = partial(decode_region, choose=choose, turbojpeg=self.turbojpeg, min_px=self.min_decoded_px)
-        image, box = self._decode(i, decode)
+        image, box = self._decode(i, partial(decode, exif=self.exif))
         return image, box, int(self.index.targets[i])
 
     def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
@@ -110,6 +122,30 @@ def describe_sizes(source: ImageSource) -> str | None:
     else:
         sizes = [path.stat().st_size if path.is_file() else -1 for path in map(source.index.path, rows)]
     return f"{len(sizes)} files of {sum(sizes)} bytes ({sha256(str(sizes).encode()).hexdigest()[:16]})"
+
+
+def exif_warning(source: ImageSource) -> str | None:
+    """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that `data.exif` ignores.
+
+    Reads the files for at most a few seconds, in an order in which the first ones are spread, too. A file that can't be
+    read is an error only when it is used.
+    """
+    if not isinstance(source, FolderSource) or source.exif == "apply":
+        return None
+    rows = np.linspace(0, len(source) - 1, min(len(source), _MOST_ORIENTATIONS)).astype(int)
+    end, orientations = time.monotonic() + _ORIENTATIONS_SEC, []
+    for row in np.random.default_rng(0).permutation(rows).tolist():
+        with suppress(OSError, DataError):
+            orientations.append(exif_orientation(source.read(row)))
+        if time.monotonic() > end:
+            break
+    rotated = sum(orientation != 1 for orientation in orientations)
+    if rotated == 0 or rotated < 0.05 * len(orientations):
+        return None
+    return (
+        f"warning: {rotated} of {len(orientations)} training images that were examined have an EXIF orientation, "
+        "which is ignored; set data.exif=apply to rotate them"
+    )
 
 
 class MapSource(ImageSource):

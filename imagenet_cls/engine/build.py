@@ -12,7 +12,7 @@ from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import BatchLoader, check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
-from imagenet_cls.data.sources import ImageSource, describe_sizes, required_targets
+from imagenet_cls.data.sources import ImageSource, describe_sizes, exif_warning, required_targets
 from imagenet_cls.engine.evaluate import EvaluationParts
 from imagenet_cls.engine.loaders import build_train_loader, build_val_batches, prefetched_images
 from imagenet_cls.engine.model import (
@@ -109,7 +109,8 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     check_ema_updates(config.ema, plan)
     check_shared_memory(prefetched_images(config, data, plan, group), group.rank_info.local_world_size)
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
-    messages = [note for note in (devices.note, data.note, scaling) if note]
+    rotated = exif_warning(data.train) if group.is_main else None
+    messages = [note for note in (devices.note, data.note, scaling, rotated) if note]
 
     model, model_messages = build_training_model(
         config, num_classes, data.classes, group, load_initial_weights, min(batch_norm_images(config, plan))

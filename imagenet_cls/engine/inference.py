@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors, mean_std
@@ -19,7 +19,7 @@ from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.load import removed_key_warnings
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.decode import decode_rgb, rgb_tensor
+from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.index import is_image, join_names
 from imagenet_cls.data.sources import ImageSource
@@ -50,6 +50,7 @@ _BATCH = 32
 # Keys that decide which images are evaluated and how they are prepared; not those of speed and batches.
 _EVALUATION_KEYS = (
     "data.name", "data.root", "data.train", "data.val", "data.val_fraction", "data.fold", "data.group", "data.kwargs",
+    "data.exif",
     "eval.mode", "eval.crop_px", "eval.crop_pct", "eval.resize_px", "eval.interpolation", "eval.flip_tta",
 )  # fmt: skip
 
@@ -313,12 +314,13 @@ class Predictor:
         config = trained.config
         self.path, self.damage, self.classes = path, trained.damage, trained.classes or ()
         self.model = trained.models[name].to(on)
+        self.exif = config.data.exif
         self.transform, self.flip = EvalTransform(config.eval, trained.mean), config.eval.flip_tta
         self.preprocess = Preprocess(trained.mean, trained.std, on, config.train.channels_last)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes, resized, cropped and normalized: float32 (B, C, S, S) on the device of the model."""
-        return self.preprocess(torch.stack([self.transform(read_image(image)) for image in images]))
+        return self.preprocess(torch.stack([self.transform(read_image(image, self.exif)) for image in images]))
 
     @torch.no_grad()
     def logits(self, images: Sequence[AnyImage]) -> Tensor:
@@ -341,7 +343,7 @@ class Predictor:
             batch: dict[int, Tensor] = {}
             for number, image in enumerate(images[start : start + _BATCH], start):
                 try:
-                    batch[number] = read_image(image)
+                    batch[number] = read_image(image, self.exif)
                 except DataError as error:
                     if bad is None:
                         raise
@@ -367,10 +369,13 @@ def load_model(
     return predictor.model, predictor.prepare
 
 
-def read_image(image: AnyImage) -> Tensor:
-    """An image as uint8 (3, H, W) on the CPU. Raises DataError that names the file, TypeError for other arrays."""
+def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
+    """An image as uint8 (3, H, W) on the CPU. Raises DataError that names the file, TypeError for other arrays.
+
+    exif: `data.exif`, for files and Pillow images.
+    """
     if isinstance(image, Image.Image):
-        return rgb_tensor(image)
+        return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
     if isinstance(image, np.ndarray):
         image = torch.from_numpy(np.ascontiguousarray(image)).movedim(-1, 0)
     if isinstance(image, Tensor):
@@ -381,7 +386,7 @@ def read_image(image: AnyImage) -> Tensor:
     path = Path(image)
     try:
         check_regular(path)
-        return decode_rgb(path.read_bytes())
+        return (decode_upright if exif == "apply" else decode_rgb)(path.read_bytes())
     except (OSError, DataError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{path}: {reason}\nLeave it out, or give another file.") from error

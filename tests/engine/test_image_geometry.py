@@ -125,3 +125,24 @@ def test_model_for_another_number_of_channels_is_a_config_error(
     settings = DATA | {"train.global_batch_size": 8} | changes
     code, _, err = call(train_command, *arguments(write_folder(tmp_path / "photos"), tmp_path / "run", **settings))
     assert code == 2 and named in err
+
+
+def save_on_its_side(image: Image.Image, path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
+
+
+def test_rotated_files_with_exif_apply_equal_upright_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    upright, rotated = write_folder(tmp_path / "upright"), write_folder(tmp_path / "rotated", save_on_its_side)
+    expected = train_on(upright, tmp_path / "run")
+    assert "EXIF" not in capsys.readouterr().out
+    assert train_on(rotated, tmp_path / "ignored") != expected
+    assert "16 of 16 training images that were examined have an EXIF orientation" in capsys.readouterr().out
+    run = tmp_path / "applied"
+    assert train_on(rotated, run, **{"data.exif": "apply", "data.num_workers": 2}) == expected
+    assert "EXIF" not in capsys.readouterr().out and saved_bytes(run) == saved_bytes(tmp_path / "run")
+    predictor = imagenet_cls.Predictor(run, allow_import=["helpers:plain"])
+    files = [folder / "val" / "b" / "1.png" for folder in (rotated, upright)]
+    assert torch.equal(*(predictor.logits([file]) for file in files))
+    assert torch.equal(predictor.logits([Image.open(files[0])]), predictor.logits([files[1]]))

@@ -189,6 +189,8 @@ REPLACED: list[tuple[str, Any, dict[str, Any]]] = [
     ("distill.temperature", 4.0, {"distill.kind": "hard"}),
     ("schedule.warmup_start_factor", 0.1, {"schedule.warmup_epochs": 5, "schedule.warmup_start_lr": 1e-6}),
     ("eval.crop_pct", 0.95, {"eval.resize_px": 256}),
+    ("data.exif", "apply", {"data.name": "synthetic"}),
+    ("data.min_decoded_px", 224, {"data.name": "synthetic"}),
     ("augment.scale", [0.5, 1.0], {"augment.crop": "pad_crop"}),
     ("augment.ratio", [1.0, 1.0], {"augment.crop": "resize"}),
 ]

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from imagenet_cls.data import decode
-from imagenet_cls.data.decode import decode_rgb, rgb_tensor
+from imagenet_cls.data.decode import decode_region, decode_rgb, decode_upright, exif_orientation, rgb_tensor
+from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
 
 
@@ -65,6 +66,34 @@ def test_decode_rgb_divides_gray_images_of_16_bits_by_256(kind: str) -> None:
     expected = torch.from_numpy((values // 256).astype(np.uint8)).expand(3, -1, -1)
     assert torch.equal(decode_rgb(data), expected)
     assert torch.equal(rgb_tensor(Image.open(io.BytesIO(data))), expected)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_decode_upright_equals_pillows_exif_transpose(photographs: list[Image.Image], kind: str) -> None:
+    for orientation in range(10):  # of which 0 and 9 do not exist
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        data = encode(photographs[0].resize((61, 37)), kind, exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        expected = torch.from_numpy(np.array(upright.convert("RGB"))).permute(2, 0, 1)
+        assert torch.equal(decode_upright(data), expected), orientation
+        asked = []
+
+        def choose(height: int, width: int, asked: list[tuple[int, int]] = asked) -> Box:
+            asked.append((height, width))
+            return Box(height // 2, width // 3, height // 4, width // 4)
+
+        image, (top, left, height, width) = decode_region(data, choose, find_turbojpeg(), exif="apply")
+        assert asked == [expected.shape[1:]]
+        rows, columns = slice(top, top + height), slice(left, left + width)
+        assert torch.equal(image[:, rows, columns], expected[:, rows, columns]), orientation
+
+
+def test_broken_or_missing_exif_block_is_no_orientation(photographs: list[Image.Image]) -> None:
+    for kind in ("4:2:0", "broken exif", "thumbnail", "fill bytes", "png", "gif"):
+        data = fixtures(photographs[0])[kind]
+        assert exif_orientation(data) == 1 and torch.equal(decode_upright(data), decode_rgb(data))
+    assert exif_orientation(fixtures(photographs[0])["rotated"]) == 6 and exif_orientation(b"") == 1
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
