@@ -163,6 +163,7 @@ FAMILIES = {
     "vit": "ViT",
     "swin": "Swin",
     "maxvit": "MaxViT",
+    "cifar": "CIFAR: ResNet, WRN",
 }
 
 RECIPES_INTRODUCTION = """\
@@ -176,7 +177,8 @@ Each config below has the settings of a published recipe, and starts with its pa
     python tools/plot_schedule.py configs/resnet/resnet50_tv_v2.yaml
 
 **Claimed** is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (FFCV's:
-with its mirror image). **Ours** is the accuracy of a run with this repository. **Not run** means that there was none.
+with its mirror image); for CIFAR, on its test images. **Ours** is the accuracy of a run with this repository. **Not
+run** means that there was none.
 
 The batch is that of an optimizer step. If the source states how many images each GPU had, `train.micro_batch_size` has
 that number in most configs, so that BatchNorm normalizes groups of the same size. The groups stay the same if one GPU

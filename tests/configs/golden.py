@@ -29,7 +29,14 @@ from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 GOLDEN = Path(__file__).with_name("golden.json")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 IMAGENET = 1_281_167  # training images
-SMALL = {"digits": 1438, "torchvision:MNIST": 60_000}  # of the digits, four fifths of 1,797; ten classes each
+# Training images and classes; of the digits, four fifths of 1,797.
+SMALL = {
+    "digits": (1438, 10),
+    "torchvision:MNIST": (60_000, 10),
+    "torchvision:CIFAR10": (50_000, 10),
+    "torchvision:CIFAR100": (50_000, 100),
+    "torchvision:Imagenette": (9469, 10),
+}
 RATES = 10
 
 _built: dict[str, nn.Module] = {}
@@ -48,7 +55,7 @@ def names() -> list[str]:
 
 
 def num_classes(config: Config) -> int:
-    return config.model.num_classes or (10 if config.data.name in SMALL else 1000)
+    return config.model.num_classes or SMALL.get(config.data.name, (IMAGENET, 1000))[1]
 
 
 def meta_model(config: Config) -> nn.Module:
@@ -65,7 +72,7 @@ def meta_model(config: Config) -> nn.Module:
 
 def schedule_of(config: Config) -> Schedule:
     """The learning rates of the run on all training images of its dataset."""
-    images = SMALL.get(config.data.name, IMAGENET)
+    images = SMALL.get(config.data.name, (IMAGENET, 1000))[0]
     batch = config.train.global_batch_size
     steps_per_epoch = samples_per_epoch(images, config.data.repeats_multiple) // batch
     return build_schedule(config.schedule, scaled_lr(config.optimizer, batch)[0], steps_per_epoch, config.train.epochs)

@@ -183,6 +183,15 @@ DEIT = ADAMW | BICUBIC | MIX | SAMPLER | {
 REGNET: Settings = {"decay": 5e-5, "epochs": 100, "warmup": 5, "warmup_factor": 0.1, "by_epoch": True}
 REGNET_TV = REGNET | {"zero_init_last": False}
 PYCLS = REGNET | {"nesterov": True, "warmup_prefix": False}
+CIFAR: Settings = {
+    "mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616], "augment.crop": "pad_crop", "px": 32,
+    "eval_px": 32, "eval_resize": 32, "lr": 0.1, "decay": 5e-4, "batch": 128, "schedule": "multistep", "by_epoch": True,
+}
+WRN = CIFAR | {
+    "mean": [0.4914, 0.4824, 0.4467], "std": [0.2471, 0.2435, 0.2616], "model": "wrn28_10_cifar",
+    "augment.pad_mode": "reflect", "nesterov": True, "epochs": 200,
+    "schedule.kwargs.milestones_epochs": [60, 120, 160], "gamma": 0.2,
+}
 
 
 def row(number: int | None, stem: str, *families: Settings, **own: Any) -> tuple[int | None, str, Settings]:
@@ -285,4 +294,8 @@ ROWS = [
     row(None, "ghostnet_100_mindcv", model="ghostnet_100", epochs=600, batch=1024, at_once=128, lr=0.4, decay=2e-5,
         spared="norm bias", warmup=20, warmup_factor=0.0, min_lr=1e-7, smoothing=0.1, drop=0.2,
         policy="rand-m9-mstd0.5", erasing=0.25),
+    row(None, "resnet18_cifar10", CIFAR, {"schedule.kwargs.milestones_epochs": [150, 250]}, model="resnet18_cifar",
+        zero_init_last=False, std=[0.2023, 0.1994, 0.2010], epochs=350, gamma=0.1),
+    row(None, "wrn28_10_cifar10", WRN),
+    row(None, "wrn28_10_cifar100", WRN),
 ]

@@ -12,7 +12,7 @@ from torchvision import models
 from imagenet_cls.config.schema import Config
 
 PATHS = {path.stem: path for path in CONFIGS.rglob("*.yaml") if not {"_base_", "quick"} & {*path.parts}}
-RECIPES = sorted(PATHS.keys() - {"demo", "mnist", "own_dataset"})
+RECIPES = sorted(PATHS.keys() - {"demo", "mnist", "own_dataset", "resnet50_imagenette"})
 # Mosaic's baseline, which claims no accuracy; timm's RegNetY-3.2GF, whose settings are not in timm's repository.
 WITHOUT_CONFIG = {20, 37}
 
