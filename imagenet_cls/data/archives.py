@@ -478,19 +478,19 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
         if at + 1024 > len(buffer):
             buffer, base, at = os.pread(file, _READ, position), position, 0
         header = buffer[at : at + 512]
-        if header == _ZEROS and position + 512 <= end:
-            return
-        if len(header) < 512 or position + 512 > end:
-            raise DataError(f"{path}: cut short at byte {position}: no end of the tar\n{_DAMAGED}")
         try:
-            size = int(header[124:136].rstrip(b"\0 ") or b"0", 8)
-            checksum = int(header[148:156].rstrip(b"\0 "), 8)
+            size, checksum = int(header[124:135], 8), int(header[148:154], 8)  # the usual form
         except ValueError:
-            size, checksum = _other_numbers(header)
-        # The low half of Adler-32 is 1 + the sum of all bytes, modulo 65521; the field itself counts as spaces.
-        if zlib.adler32(b"%b        %b" % (header[:148], header[156:])) & 0xFFFF != (checksum + 1) % 65_521:
-            what = f"a damaged header at byte {position}" if position > start else "not a tar archive"
-            raise DataError(f"{path}: {what}\n{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar")
+            size = checksum = -1
+        if position + 512 > end or _sum(header) != checksum % 65_521:
+            if header == _ZEROS and position + 512 <= end:
+                return
+            if len(header) < 512 or position + 512 > end:
+                raise DataError(f"{path}: cut short at byte {position}: no end of the tar\n{_DAMAGED}")
+            size = _size_in_header(header)
+            if size < 0:
+                what = f"a damaged header at byte {position}" if position > start else "not a tar archive"
+                raise DataError(f"{path}: {what}\n{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar")
         kind = header[156]
         if override and b"size" in override and kind not in _EXTENSIONS:
             size = int(override[b"size"])
@@ -507,7 +507,7 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
             continue
         name = override.get(b"path", b"")
         if not name:
-            name = header[: header.find(b"\0", 0, 100) if header[99] == 0 else 100]
+            name = header[: min(header.find(0), 100)]
             if header[345] and header[257:263] == b"ustar\0":
                 name = header[345:500].rstrip(b"\0") + b"/" + name
         if override:
@@ -523,12 +523,23 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
             )
 
 
-def _other_numbers(header: bytes) -> tuple[int, int]:
-    """Size and checksum of a header whose size is not octal; a wrong checksum if neither is a number."""
-    with contextlib.suppress(ValueError):
-        if header[124] == 0x80:
-            return int.from_bytes(header[125:136], "big"), int(header[148:156].rstrip(b"\0 "), 8)
-    return 0, -2
+def _sum(header: bytes) -> int:
+    """The checksum of a header, modulo 65521: the sum of its bytes, of which eight count as spaces.
+
+    The low half of Adler-32 is 1 + the sum of all bytes, modulo 65521.
+    """
+    return ((zlib.adler32(header) & 0xFFFF) + 255 - sum(header[148:156])) % 65_521
+
+
+def _size_in_header(header: bytes) -> int:
+    """The size in a header of any form: octal, or for large ones binary. Negative if the header is damaged."""
+    try:
+        checksum = int(header[148:156].strip(b"\0 "), 8)
+        is_binary = header[124] == 0x80
+        size = int.from_bytes(header[125:136], "big") if is_binary else int(header[124:136].strip(b"\0 ") or b"0", 8)
+    except ValueError:
+        return -1
+    return size if _sum(header) == checksum % 65_521 else -1
 
 
 def _pax_records(content: bytes, path: str) -> dict[bytes, bytes]:
