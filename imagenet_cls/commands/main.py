@@ -15,6 +15,7 @@ COMMANDS = {
     "print-config": ("print_config_command", "print a resolved config"),
     "plot-schedule": ("plot_schedule_command", "plot the learning rate of a config"),
     "prepare-imagenet": ("prepare_command", "unpack the archives of ImageNet"),
+    "pack": ("pack_command", "pack a dataset into WebDataset shards"),
     "verify-data": ("verify_command", "read every image of a dataset, and list the bad ones"),
     "average-checkpoints": ("average_command", "average the weights of checkpoints"),
     "check-dist": ("check_command", "check that the ranks can communicate"),

@@ -1,0 +1,250 @@
+"""Pack a dataset into WebDataset shards, which `data.name=folder` reads: tars with KEY.jpg and, behind it, KEY.cls."""
+
+import contextlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from imagenet_cls.commands import cli
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.archives import index_archives
+from imagenet_cls.data.index import is_image
+from imagenet_cls.errors import DataError, UsageError, first_line, printable
+from imagenet_cls.files import TEMPORARY, explain_write_errors, fsync, take_lock, write_file
+from imagenet_cls.parallel.environment import cpu_threads
+
+PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-")}
+PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
+
+Sample = tuple[str, bytes, int]  # name of an image below its class, the file, target
+RowGroup = tuple[Path, int, int]  # file, number, rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a dataset. source: a text that differs for other data. shards: return the samples of each shard."""
+
+    classes: Sequence[str]
+    source: str
+    count: int
+    shards: list[Callable[[], Iterator[Sample]]]
+
+
+def pack_command(argv: Sequence[str]) -> None:
+    """The tool. Raises DataError for bad data, UsageError for shards of other data, ResourceError for a full disk."""
+    parser = cli.build_parser(
+        "pack",
+        "Pack a dataset into WebDataset shards OUT/train/train-00000.tar, ... and OUT/val/..., for data.root=OUT. "
+        "Files are copied as they are, unless --max-px shrinks them. The same command continues an interrupted one.",
+        "SOURCE OUT [key=value ...] [--max-px N] [--quality Q] [--images-per-shard N] [--threads N]",
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a folder or archive with train and val; a config; or a folder with the "
+        "Parquet files of a dataset of Hugging Face: train-*.parquet, validation-*.parquet, perhaps in data/",
+    )  # fmt: skip
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with a config, such as data.root=/my/images")
+    parser.add_argument("--max-px", type=cli.positive, metavar="N", help="shrink images whose longer side exceeds N")
+    parser.add_argument("--quality", type=cli.positive, default=90, metavar="Q", help="of shrunk images (default: 90)")
+    parser.add_argument("--images-per-shard", type=cli.positive, default=1000, metavar="N", help="default: 1000")
+    parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each core")
+    arguments = parser.parse_intermixed_args(argv)
+    out, options = arguments.out, (arguments.max_px, arguments.quality, arguments.images_per_shard)
+    parts = open_parts(arguments.source, arguments.overrides, arguments.images_per_shard)
+    with explain_write_errors(out, "correct that; the same command then continues"):
+        out.mkdir(parents=True, exist_ok=True)
+        with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
+            for name, part in parts.items():
+                write_part(out, name, part, *options, arguments.threads or cpu_threads(1))
+
+
+def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[str, Part]:
+    """The parts of the dataset that SOURCE names. Raises DataError and UsageError."""
+    root = Path(source).expanduser()
+    if root.suffix in (".yaml", ".yml"):
+        return indexed_parts(load_config(source, overrides).config.data, per_shard)
+    if overrides:
+        raise UsageError(f"{overrides[0]!r}: an override of a config, and {source} is none\nname a .yaml file")
+    parts: dict[str, Part] = {}
+    for name, prefixes in PARQUET_PARTS.items():
+        found = [path for folder in (root, root / "data") for path in sorted(folder.glob("*.parquet"))]
+        files = [path for path in found if path.name.startswith(prefixes)]
+        if files:
+            parts[name] = parquet_part(files, parts["train"].classes if parts else None, per_shard)
+    return parts or indexed_parts(DataConfig(root=str(root)), per_shard)
+
+
+def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
+    """The parts of a dataset that `open_datasets` indexes."""
+    from imagenet_cls.data.datasets import open_datasets  # imports torch, which --help should not
+    from imagenet_cls.data.sources import FolderSource, describe_sizes
+
+    opened, parts = open_datasets(data), {}
+
+    def samples(source: FolderSource, start: int) -> Iterator[Sample]:
+        for i in range(start, min(start + per_shard, len(source))):
+            try:
+                yield source.name(i), source.read(i), int(source.index.targets[i])
+            except (OSError, DataError) as error:
+                raise DataError(f"{source.index.describe(i)}: {getattr(error, 'strerror', None) or error}") from None
+
+    for name, source in (("train", opened.train), ("val", opened.val)):
+        if not isinstance(source, FolderSource):
+            raise UsageError(f"data.name {data.name!r} is not made of image files\ngive a folder, an archive or a list")
+        shards: list[Callable[[], Iterator[Sample]]] = [
+            partial(samples, source, start) for start in range(0, len(source), per_shard)
+        ]
+        parts[name] = Part(source.classes, f"{source.digest()} {describe_sizes(source)}", len(source), shards)
+    return parts
+
+
+def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard: int) -> Part:
+    """The rows of Parquet files with the columns `image` (of `bytes` and `path`) and `label`, by whole row groups.
+
+    classes: the training classes; None: the names that Hugging Face stores, else the numbers that are labels.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError("Parquet files need pyarrow.\nInstall it: pip install pyarrow") from None
+    groups: list[RowGroup] = []
+    highest = -1
+    for path in files:
+        with _parquet_errors(path), parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if not {"image", "label"} <= set(schema.names):
+                raise DataError(
+                    f"{path}: its columns are {printable(', '.join(schema.names))}; `image` and `label` are needed\n"
+                    "rename the columns, or give a dataset for image classification"
+                )
+            stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+            if classes is None:
+                classes = stored.get("info", {}).get("features", {}).get("label", {}).get("names")
+            if classes is None:
+                highest = max(highest, *file.read(columns=["label"])["label"].to_pylist())
+            groups += [(path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)]
+    classes = classes or [str(number) for number in range(highest + 1)]
+    shards: list[list[RowGroup]] = []
+    for group in groups:
+        if not shards or sum(rows for _, _, rows in shards[-1]) >= per_shard:
+            shards.append([])
+        shards[-1].append(group)
+
+    def samples(shard: Sequence[RowGroup]) -> Iterator[Sample]:
+        for path, group, _ in shard:
+            with _parquet_errors(path), parquet.ParquetFile(path) as file:
+                rows = file.read_row_group(group, columns=["image", "label"]).to_pylist()
+            for number, row in enumerate(rows):
+                name, data, label = _parquet_sample(row, classes, f"{path}: row {number} of row group {group}")
+                yield name or f"{path.stem}-{group}-{number}", data, label
+
+    source = str([[path.name, path.stat().st_size] for path in files])
+    count = sum(rows for _, _, rows in groups)
+    return Part(classes, source, count, [partial(samples, shard) for shard in shards])
+
+
+def _parquet_sample(row: dict[str, Any], classes: Sequence[str], place: str) -> Sample:
+    image, label = row["image"], row["label"]
+    data = image.get("bytes") if isinstance(image, dict) else None
+    if not data:
+        raise DataError(f"{place}: no image in it: `image` is not a struct with `bytes`\ndownload the dataset again")
+    if not isinstance(label, int) or not 0 <= label < len(classes):
+        raise DataError(f"{place}: label {label!r} is not one of 0 to {len(classes) - 1}\npack labeled parts only")
+    return image.get("path") or "", data, label
+
+
+@contextlib.contextmanager
+def _parquet_errors(path: Path) -> Iterator[None]:
+    """Turn errors of pyarrow, and of what is stored in the file, into a DataError with its name."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: broken or cut short ({first_line(error)})\ndownload it again") from None
+
+
+def write_part(
+    out: Path, name: str, part: Part, max_px: int | None, quality: int, per_shard: int, num_threads: int
+) -> None:
+    """Write the shards of a part to a hidden folder, each under another name until it is complete; read them back.
+
+    Then the folder gets its name. Raises DataError, OSError, and UsageError for a folder with other data or options.
+    """
+    folder, partial_folder = out / name, out / f".{name}.partial"
+    plan = json.dumps([part.source, list(part.classes), max_px, quality, per_shard])
+    for place in (folder, partial_folder):
+        if place.exists() and (not (place / PLAN_FILE).exists() or (place / PLAN_FILE).read_text() != plan):
+            raise UsageError(f"{place} was made of other data, or with other options.\nGive another OUT, or remove it.")
+    if not folder.exists():
+        partial_folder.mkdir(exist_ok=True)
+        write_file(partial_folder / PLAN_FILE, plan)
+        labels = "".join(f"{label}\n" for label in part.classes)
+        write_file(partial_folder / "classes.txt", labels.encode("utf-8", "surrogateescape"))
+        paths = [partial_folder / f"{name}-{number:05d}.tar" for number in range(len(part.shards))]
+        pack = partial(packed, classes=part.classes, max_px=max_px, quality=quality)
+        with ThreadPoolExecutor(num_threads) as pool:
+            for path, samples in cli.track(list(zip(paths, part.shards, strict=True)), f"packing {name}"):
+                if not path.exists():
+                    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+                    write_shard(temporary, pool.map(pack, samples()))
+                    temporary.replace(path)
+        index = index_archives(out, partial_folder.name, paths)
+        if len(index) != part.count or index.classes != tuple(part.classes):
+            raise DataError(f"{partial_folder}: {len(index)} images instead of {part.count}\nremove it, and pack again")
+        fsync(partial_folder)
+        partial_folder.rename(folder)
+        fsync(out)
+    print(f"{folder}: {part.count:,} images of {len(part.classes):,} classes in {len(part.shards):,} shards")
+
+
+def write_shard(path: Path, files: Iterator[Sample]) -> None:
+    """Write images, each followed by its label, with equal bytes for equal images. Raises DataError for equal keys."""
+    keys: set[str] = set()
+    with path.open("wb") as opened:
+        with tarfile.open(fileobj=opened, mode="w") as tar:
+            for name, data, target in files:
+                key = name.rpartition(".")[0]
+                if key in keys:
+                    raise DataError(f"{printable(name)}: two images would have this key in a shard\nrename one of them")
+                keys.add(key)
+                for member_name, content in ((name, data), (f"{key}.cls", str(target).encode())):
+                    member = tarfile.TarInfo(member_name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: int) -> Sample:
+    """The sample as a shard has it: CLASS/NAME.SUFFIX, with no dot but the last; an image that is too large shrunk.
+
+    Raises DataError where an image that has to be shrunk, or whose format its name does not tell, can't be read.
+    """
+    name, data, target = sample
+    folder, _, base = os.path.normpath(f"/{name}")[1:].rpartition("/")
+    stem, dot, suffix = base.rpartition(".") if is_image(os.fsencode(base)) else (base, "", "")
+    if max_px is not None or not dot:
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                suffix = suffix or str(image.format).lower()
+                if max_px is not None and max(image.size) > max_px:
+                    small = image.convert("RGB")
+                    small.thumbnail((max_px, max_px), Image.Resampling.LANCZOS)
+                    file = io.BytesIO()
+                    small.save(file, "JPEG", quality=quality)
+                    data, suffix = file.getvalue(), suffix if suffix.lower() in ("jpg", "jpeg") else "jpg"
+        except Exception as error:  # damaged files make decoders raise anything
+            raise DataError(f"{printable(name)}: {first_line(error)}\nreplace the file") from None
+    folder = folder or classes[target].replace("/", "_")
+    return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target

@@ -1,0 +1,163 @@
+"""Packing into shards: equal bytes after an interruption, names and classes survive, bad input is an error."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import REPOSITORY, environment, wait_for
+from PIL import Image
+
+from imagenet_cls.commands import pack
+from imagenet_cls.commands.pack import pack_command
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.sources import FolderSource
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def shards_in(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*.tar"))}
+
+
+def test_packed_folder_is_the_same_dataset(image_folder: Path, tmp_path: Path, call: Call) -> None:
+    code, text, _ = call(pack_command, image_folder, tmp_path / "out", "--images-per-shard", 16)
+    assert code == 0 and "40 images of 3 classes in 3 shards" in text
+    packed, folder = (
+        open_datasets(DataConfig(root=str(tmp_path / "out"))),
+        open_datasets(DataConfig(root=str(image_folder))),
+    )
+    for name in ("train", "val"):
+        ours, theirs = getattr(packed, name), getattr(folder, name)
+        assert ours.digest() == theirs.digest() and [ours.read(i) for i in range(9)] == [
+            theirs.read(i) for i in range(9)
+        ]
+    before = shards_in(tmp_path / "out")
+    assert call(pack_command, image_folder, tmp_path / "out", "--images-per-shard", 16)[0] == 0
+    assert shards_in(tmp_path / "out") == before
+    assert call(pack_command, image_folder, tmp_path / "out")[0] == 2  # other options
+
+
+@pytest.mark.nightly
+def test_pack_after_a_kill_continues_to_equal_bytes(image_folder: Path, tmp_path: Path, call: Call) -> None:
+    expected, out = tmp_path / "expected", tmp_path / "out"
+    words = ["--images-per-shard", "1"]
+    assert call(pack_command, image_folder, expected, *words)[0] == 0
+    command = [sys.executable, str(REPOSITORY / "tools" / "pack.py"), str(image_folder), str(out), *words]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, cwd=REPOSITORY)
+    wait_for(lambda: len(list(out.rglob("*.tar"))) >= 3 or process.poll() is not None, "three shards")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = {path: path.stat().st_mtime_ns for path in out.rglob("train-*.tar")}
+    assert call(pack_command, image_folder, out, *words)[0] == 0
+    assert shards_in(out) == shards_in(expected)
+    names = {path.name: time for path, time in finished.items()}
+    assert {path.name: path.stat().st_mtime_ns for path in out.rglob("train-*.tar") if path.name in names} == names
+
+
+def test_interrupted_pack_leaves_no_dataset(
+    image_folder: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(pack, "index_archives", lambda *_: 1 // 0)
+        call(pack_command, image_folder, tmp_path)
+    assert not (tmp_path / "train").exists()
+    assert call(pack_command, image_folder, tmp_path)[0] == 0 and (tmp_path / "train").exists()
+
+
+def test_pack_shrinks_only_large_images(tmp_path: Path, photographs: list[Image.Image], call: Call) -> None:
+    folder = tmp_path / "data" / "train" / "a class"
+    folder.mkdir(parents=True)
+    photographs[0].save(folder / "large.png")
+    photographs[0].convert("CMYK").save(folder / "large.v2.JPEG")
+    photographs[1].resize((100, 66)).save(folder / "small.PNG")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data: {{root: {tmp_path / 'data'}, val: train}}\noptimizer: {{lr: 0.1}}\n")
+    assert call(pack_command, config, tmp_path / "out", "--max-px", 128)[0] == 0
+    source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
+    assert isinstance(source, FolderSource) and source.classes == ("a class",)
+    assert [source.name(i) for i in range(3)] == ["a class/large.jpg", "a class/large_v2.JPEG", "a class/small.PNG"]
+    assert source.read(2) == (folder / "small.PNG").read_bytes()
+    for i in range(2):
+        with Image.open(io.BytesIO(source.read(i))) as image:
+            assert (image.size, image.format, image.mode) == ((128, 85), "JPEG", "RGB")
+
+
+# ------------------------------------------------------------------------------------------------- Parquet
+
+
+@pytest.fixture
+def write_parquet(tmp_path: Path, image_folder: Path) -> Callable[..., Path]:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    files = sorted((image_folder / "train").rglob("*.JPEG"))
+
+    def write(labels: list[Any], names: list[str] | None = None, part: str = "train", **changes: Any) -> Path:
+        images = [{"bytes": files[i].read_bytes(), "path": None} for i in range(len(labels))]
+        table = pyarrow.table({"image": images, "label": labels} | changes)
+        if names is not None:
+            features = {"label": {"names": names, "_type": "ClassLabel"}}
+            table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        folder = tmp_path / "hub" / "data"
+        folder.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, folder / f"{part}-00000-of-00001.parquet", row_group_size=4)
+        return tmp_path / "hub"
+
+    return write
+
+
+def test_parquet_becomes_shards_with_its_names(
+    write_parquet: Callable[..., Path], image_folder: Path, tmp_path: Path, call: Call
+) -> None:
+    names = ["tench, Tinca tinca", "a/b", "c"]
+    write_parquet([0, 2, 1, 2, 0], names)
+    root = write_parquet([1, 1], names, "validation")
+    code, text, _ = call(pack_command, root, tmp_path / "out", "--images-per-shard", 3)
+    assert code == 0 and "5 images of 3 classes in 2 shards" in text
+    opened = open_datasets(DataConfig(root=str(tmp_path / "out")))
+    source, val = opened.train, opened.val
+    assert isinstance(source, FolderSource) and isinstance(val, FolderSource) and val.classes == tuple(names)
+    assert source.classes == tuple(names) and source.index.targets.tolist() == [0, 2, 1, 2, 0]
+    assert source.name(0) == "tench, Tinca tinca/train-00000-of-00001-0-0.jpeg" and source.name(2).startswith("a_b/")
+    files = sorted((image_folder / "train").rglob("*.JPEG"))
+    assert [source.read(i) for i in range(5)] == [path.read_bytes() for path in files[:5]]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "label out of range": ({"labels": [0, 5], "names": ["a", "b"]}, "label 5 is not one of 0 to 1"),
+    "without a label": ({"labels": [0, -1], "names": ["a", "b"]}, "label -1"),
+    "null label": ({"labels": [0, None], "names": ["a", "b"]}, "label None"),
+    "no bytes": ({"labels": [0], "names": ["a"], "image": [{"bytes": b"", "path": "x"}]}, "no image"),
+    "image is text": ({"labels": [0], "names": ["a"], "image": ["x.jpg"]}, "no image"),
+    "no image": ({"labels": [0], "names": ["a"], "image": [{"bytes": b"12345", "path": None}]}, "cannot identify"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_of_parquet_are_errors(
+    name: str, write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
+    fields, text = BAD[name]
+    code, _, error = call(pack_command, write_parquet(**fields), tmp_path / "out")
+    assert code == 3 and text in error
+    assert not (tmp_path / "out" / "train").exists()
+
+
+def test_broken_parquet_files_are_errors(write_parquet: Callable[..., Path], tmp_path: Path, call: Call) -> None:
+    root = write_parquet([0, 1])
+    (file,) = root.rglob("*.parquet")
+    os.truncate(file, file.stat().st_size - 100)
+    code, _, error = call(pack_command, root, tmp_path / "out")
+    assert code == 3 and str(file) in error
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"img": [b""], "fine_label": [0]}), file)
+    code, _, error = call(pack_command, root, tmp_path / "out")
+    assert code == 3 and "img, fine_label" in error and str(file) in error
