@@ -183,13 +183,16 @@ class ModelConfig:
 class DataConfig:
     """The dataset."""
 
-    # `folder` (root/train/CLASS/*.JPEG), `list` (files of `path label` lines or CSV), `digits` (scikit-learn's, written
-    # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`, or `my_module:my_factory`.
+    # `folder` (root/train/CLASS/*.JPEG, also in tar or zip archives, or WebDataset shards: docs/data.md), `list` (files
+    # of `path label` lines or CSV), `digits` (scikit-learn's, written under root once), `synthetic` (random, made on
+    # the device), `torchvision:CIFAR10`, or `my_module:my_factory`.
     name: str = "folder"
-    # The dataset's folder. Relative paths are relative to the working directory.
+    # The dataset's folder, or an archive that holds the folders `train` and `val`. Relative paths are relative to the
+    # working directory.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
-    # Training part, below root: a folder of class folders, or for `list` an annotation file. Datasets with predefined
-    # parts (torchvision's, factories) get this name as an argument.
+    # Training part, below root: a folder of class folders or of archives, an archive, archives by a pattern
+    # (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file. Datasets with predefined parts
+    # (torchvision's, factories) get this name as an argument.
     train: str = "train"
     # Validation part, likewise. null: split from the training part by val_fraction or fold.
     val: str | None = "val"
