@@ -36,7 +36,7 @@ from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.engine.state import open_saver
-from imagenet_cls.engine.step import find_nonfinite
+from imagenet_cls.engine.step import any_nonfinite
 from imagenet_cls.engine.train import train
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
@@ -94,7 +94,7 @@ class BareLoop:
             values.append(loss.detach())
             gradients = [gradient for p in self.model.parameters() if (gradient := p.grad) is not None]
             if same_arithmetic:
-                values += [(logits.argmax(1) == batch.targets).float().mean(), find_nonfinite(gradients)]
+                values += [(logits.argmax(1) == batch.targets).float().mean(), any_nonfinite(gradients)]
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             elif same_arithmetic:

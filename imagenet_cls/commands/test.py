@@ -97,7 +97,7 @@ def check_output_path(path: Path | None) -> None:
 
 def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
     """One rank's part of an evaluation."""
-    from imagenet_cls.data.loader import worker_death
+    from imagenet_cls.data.loader import killed_worker_error
     from imagenet_cls.engine.check import check_agreement
     from imagenet_cls.engine.inference import evaluate_weights
     from imagenet_cls.guards.memory import explain_resource_errors
@@ -108,7 +108,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
     run_on_main(group, lambda: check_output_path(arguments.out))
-    with explain_resource_errors(worker_death):
+    with explain_resource_errors(killed_worker_error):
         keep_predictions = arguments.out is not None
         messages, metrics_by_name, predictions = evaluate_weights(
             loaded.config, checkpoint, group, keep_predictions, arguments.allow_import

@@ -38,7 +38,7 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     Gray images get three equal channels, also those of 16 bits, which are divided by 256 (Pillow would clip them at
     255); transparency is dropped; an animation gives its first frame. An EXIF orientation is not applied, as in
     torchvision's ImageFolder and timm. The memory may be channels-last. Raises DataError with the reason, without the
-    file's name, for broken, truncated and absurdly large images.
+    file's name, for broken, truncated and too large images (`MAX_PIXELS`).
     """
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
     if channels in (1, 3) and height * width <= MAX_PIXELS:
@@ -82,8 +82,9 @@ def decode_region(
 
     choose: called once. turbojpeg: decodes only the region of most JPEGs; then an error elsewhere in the file may not
     be noticed. None decodes every file whole. Other files, and those with errors or warnings, are decoded whole.
-    min_px: JPEGs may be decoded at 1/2, 1/4 or 1/8 of their size if both sides of the box keep so many pixels; the
-    image and the box returned are of that size. exif: `data.exif`; with `apply`, files to rotate are decoded whole.
+    min_px: decode JPEGs at the smallest of 1/2, 1/4 and 1/8 of their size at which both sides of the box have at least
+    so many pixels; the image and the box that are returned have that size. exif: `data.exif`; with `apply`, files to
+    rotate are decoded whole.
     """
     if exif == "apply" and exif_orientation(data) != 1:
         image = decode_upright(data)
@@ -93,7 +94,7 @@ def decode_region(
         image = decode_rgb(data)
         return image, choose(*image.shape[1:])
     box = choose(height, width)
-    divisor = 1 if min_px is None else max(d for d in (1, 2, 4, 8) if d == 1 or min(box[2:]) >= d * min_px)
+    divisor = next((d for d in (8, 4, 2) if min_px and min(box.height, box.width) >= d * min_px), 1)
     scaled = box.divided(divisor)
     region = turbojpeg.decode(data, height, width, scaled, divisor)
     if region is not None:
@@ -131,7 +132,7 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
 
 
 def _jpeg_header(data: bytes) -> tuple[int, int, int] | None:
-    """Height, width and channels of a JPEG that torchvision can decode; None for other files. About 2 us.
+    """Height, width and channels of a JPEG that torchvision can decode; None for other files.
 
     ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. A thumbnail is within an APP
     segment, which is skipped. Fill bytes, which are rare, are left to Pillow.

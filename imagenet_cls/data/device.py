@@ -1,9 +1,9 @@
-"""Batches of uint8 images to what the model takes: transfer, cast, normalize; in training also erase and mix."""
+"""Transfers uint8 batches to the device and normalizes them there; in training also erases and mixes."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, TypeVar
+from itertools import chain, pairwise
+from typing import Literal, TypeVar, cast
 
 import torch
 from timm.data.mixup import Mixup
@@ -38,7 +38,7 @@ class Preprocess:
         return images.to(torch.float32, memory_format=self.memory_format).sub_(self.shift).mul_(self.scale)
 
 
-def copy_ahead(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
+def prefetch_to_device(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
     """Yield the batches. On a GPU, images and targets are copied to it while the previous batch is used.
 
     The copies run on a separate CUDA stream, asynchronously from pinned memory. On other devices the batches are
@@ -64,12 +64,8 @@ def copy_ahead(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[
 
 def start_ahead(items: Iterable[T], start: Callable[[T], S]) -> Iterator[S]:
     """Yield `start(item)` for each item. It is called one item ahead: before the previous result is yielded."""
-    started: deque[S] = deque()
-    for item in items:
-        started.append(start(item))
-        if len(started) == 2:
-            yield started.popleft()
-    yield from started
+    for result, _ in pairwise(chain(map(start, items), [None])):
+        yield cast(S, result)
 
 
 def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "rand", "pixel"]) -> Tensor:
@@ -81,18 +77,18 @@ def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "r
     same colors on the same device type.
     """
     assert boxes.device.type == keys.device.type == "cpu" and len(images) == len(boxes) == len(keys)
-    draws = torch.Generator(images.device)
+    generator = torch.Generator(images.device)
     for image, image_boxes, key in zip(images, boxes.tolist(), keys.tolist(), strict=True):
         boxes_to_fill = [box for box in image_boxes if box[2] and box[3]]
         if boxes_to_fill and mode != "const":
-            draws.manual_seed(hash_key("erase", key))  # hashed again: the worker drew from the key itself
+            generator.manual_seed(hash_key("erase", key))  # hashed again: the worker drew from the key itself
         for top, left, height, width in boxes_to_fill:
             region = image[:, top : top + height, left : left + width]
             if mode == "const":
                 region.zero_()
             else:
                 shape = (len(image), 1, 1) if mode == "rand" else region.shape
-                region.copy_(torch.empty(shape, dtype=images.dtype, device=images.device).normal_(generator=draws))
+                region.copy_(torch.empty(shape, dtype=images.dtype, device=images.device).normal_(generator=generator))
     return images
 
 

@@ -33,7 +33,7 @@ START_METHOD = "fork" if sys.platform == "linux" else None
 
 SHARED_MEMORY = Path("/dev/shm")
 
-_LONGEST_TEMP_DIR = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
+_MAX_TEMP_DIR_BYTES = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
 _JOIN_SEC = 2.0
 _USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
 _OUT_OF_MEMORY = ("No space left on device", "Cannot allocate memory", "shared memory", "DefaultCPUAllocator")
@@ -93,7 +93,7 @@ class TrainLoader:
         options: WorkerOptions,
         num_epochs: int = 0,
     ):
-        """num_epochs: of the run. Nothing is read ahead after the last one; with 0, after none."""
+        """num_epochs: number of epochs of the run, after which nothing is read ahead. 0: never read ahead."""
         self.sampler = sampler
         self.timeout_sec = options.timeout_sec
         self.num_epochs = num_epochs
@@ -109,11 +109,11 @@ class TrainLoader:
         read, and ResourceError for a worker that was killed, raised anything else, or took longer than the timeout.
         """
         steps, per_step = self.sampler.steps_per_epoch, len(self.sampler.micro_batch_sizes)
-        first, last = (per_step * (epoch * steps + step) for step in (start_step, steps))
-        if self._next != first or epoch >= self.num_epochs:
+        first, end = per_step * (epoch * steps + start_step), per_step * (epoch + 1) * steps
+        if self._next != first or epoch >= self.num_epochs:  # otherwise the workers have read ahead
             self.sampler.set_epoch(epoch, start_step)
             self._iterator = _batches(self.loader, self.timeout_sec)
-        for number in range(first, last):
+        for number in range(first, end):
             self._next = -1  # in case of an error
             batch = next(self._iterator)
             self._next = number + 1
@@ -206,19 +206,19 @@ class _BatchDataset(Dataset[Any]):
             except Exception as error:
                 if worker is None:
                     raise
-                return worker_raised(error, worker.id)
+                return worker_exception_error(error, worker.id)
 
 
 def _data_loader(
     make_batch: Callable[[list[Any]], tuple[Any, ...]], batches: Sampler[list[Any]], options: WorkerOptions
 ) -> DataLoader[Any]:
-    of_workers: dict[str, Any] = {}
+    worker_kwargs: dict[str, Any] = {}
     if options.num_workers > 0:
-        of_workers = {
+        worker_kwargs = {
             "multiprocessing_context": START_METHOD,
             "persistent_workers": True,
             "prefetch_factor": options.prefetch_batches,
-            "worker_init_fn": start_worker,
+            "worker_init_fn": init_worker,
         }
     return DataLoader(
         _BatchDataset(make_batch),
@@ -227,7 +227,7 @@ def _data_loader(
         collate_fn=_identity,
         pin_memory=options.pin_memory,
         generator=torch.Generator(),  # otherwise each epoch draws a number from torch's default generator
-        **of_workers,
+        **worker_kwargs,
     )
 
 
@@ -239,8 +239,8 @@ def _batches(loader: DataLoader[Any], timeout_sec: float) -> Iterator[Any]:
     """The loader's batches. Raises the errors that `_BatchDataset` returns, and ResourceError for workers that fail."""
     iterator: Iterator[Any] | None = None
     if loader.num_workers > 0 and not _workers(loader):
-        # Workers, which are killed, use the folder of this process, which removes it.
-        if len(os.fsencode(get_temp_dir())) > _LONGEST_TEMP_DIR:
+        # Workers put their sockets into the temporary folder of this process, which removes it: they are killed.
+        if len(os.fsencode(get_temp_dir())) > _MAX_TEMP_DIR_BYTES:
             raise ResourceError(f"{get_temp_dir()}: too long for sockets of data workers\nset TMPDIR to a shorter path")
         iterator = iter(loader)  # starts them; the time limit is for batches
         _kill_workers_at_exit()
@@ -283,7 +283,7 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
                 f"{hung} returned no batch for {timeout_sec:g} s (data.timeout_sec)\n"
                 "most often a disk or network hangs: check it, and continue with --resume"
             ) from None
-        raise worker_death(error) or error from None
+        raise killed_worker_error(error) or error from None
     finally:
         timer.cancel()
 
@@ -320,7 +320,7 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
         worker.join(_JOIN_SEC)
 
 
-def start_worker(worker_id: int) -> None:
+def init_worker(worker_id: int) -> None:
     """A DataLoader's `worker_init_fn`: end with the parent process, and leave `STOP_SIGNALS` to it.
 
     The parent may need batches until it has saved a checkpoint, and launchers signal whole process groups. A worker
@@ -350,7 +350,7 @@ def _kill_all() -> None:
             child.kill()
 
 
-def worker_death(error: Exception) -> ResourceError | None:
+def killed_worker_error(error: Exception) -> ResourceError | None:
     """The error for a worker that was killed, where `error` is a sign of that; None for any other error.
 
     torch raises a RuntimeError from a signal handler: mostly while the main process waits for a batch, else within a
@@ -364,7 +364,7 @@ def worker_death(error: Exception) -> ResourceError | None:
     )
 
 
-def worker_raised(error: Exception, worker_id: int) -> ResourceError:
+def worker_exception_error(error: Exception, worker_id: int) -> ResourceError:
     """The error for a worker whose dataset raised `error`. The traceback is a note, which survives pickling."""
     memory = isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
     reported = ResourceError(

@@ -72,9 +72,10 @@ class TurboJpeg:
         return type(self), (self.path,)
 
     def decode(self, data: bytes, height: int, width: int, box: Box, divisor: int = 1) -> torch.Tensor | None:
-        """Decode a JPEG of that size into uint8 (3, height, width), channels-last; only pixels in `box` are defined.
+        """Decode a JPEG into uint8 (3, height / divisor, width / divisor), rounded up, channels-last.
 
-        divisor: 1; or 2, 4 or 8 for an image of that part of the size, rounded up, in which `box` lies (DCT scaling).
+        height, width: of its header. divisor: 1, 2, 4 or 8 (DCT scaling). box: in the resulting image; only the pixels
+        in it are defined.
 
         Returns None for files with errors or warnings, and for formats whose pixels were not tested to be the same: the
         caller then decodes the whole image. Each call creates a handle, because a handle keeps tables and errors of
@@ -96,7 +97,8 @@ class TurboJpeg:
                 return None
             height, width = -(-height // divisor), -(-width // divisor)
             # The left edge must be that of an MCU. Upsampling of chroma reads the neighboring columns.
-            mcu_width, margin = mcu_width // divisor, mcu_width // divisor if mcu_width > 8 else 0
+            margin = mcu_width // divisor if mcu_width > 8 else 0
+            mcu_width //= divisor
             left = max(box.left - margin, 0) // mcu_width * mcu_width
             right = min(box.left + box.width + margin, width)
             if self._set_region(handle, _Region(left, box.top, right - left, box.height)):

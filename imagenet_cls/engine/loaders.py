@@ -20,7 +20,7 @@ from imagenet_cls.parallel.process_group import Group
 _MAX_WORKERS = 16
 _MIN_CPUS_TO_RESERVE = 4  # with at least this many CPUs, a rank reserves one for the process that trains
 # The run warns if it waits for more than this share of the time in this many consecutive logging intervals.
-_MOST_WAIT_PCT = 20.0
+_MAX_WAIT_PCT = 20.0
 _WARNING_INTERVALS = 5
 
 
@@ -114,7 +114,7 @@ def describe_workers(config: Config, plan: Plan, group: Group) -> str:
 
 
 class DataWaitCheck:
-    """Returns a warning, once, if the loop of this rank keeps waiting for data."""
+    """Warns once if the loop of this rank keeps waiting for data."""
 
     def __init__(self, config: Config, plan: Plan, group: Group):
         self.num_workers = train_worker_options(config, plan, group).num_workers
@@ -135,7 +135,7 @@ class DataWaitCheck:
         self.epoch = last["epoch"]
         if is_first:
             return None
-        self.waits_pct = [*self.waits_pct, last["data_wait_pct"]] if last["data_wait_pct"] > _MOST_WAIT_PCT else []
+        self.waits_pct = [*self.waits_pct, last["data_wait_pct"]] if last["data_wait_pct"] > _MAX_WAIT_PCT else []
         if len(self.waits_pct) < _WARNING_INTERVALS:
             return None
         self.is_done = True

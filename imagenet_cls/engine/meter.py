@@ -62,9 +62,8 @@ class Meter:
         losses_and_top1, norms, skips = zip(*self.values, strict=True)
         own = torch.stack(losses_and_top1)
         self.own_losses = own[:, 0]
-        no_norm = own.new_zeros(())
-        others = [torch.stack([no_norm if norm is None else norm for norm in norms]), torch.stack(skips)]
-        columns = torch.cat([own, torch.stack([column.to(own.dtype) for column in others], dim=1)], dim=1)
+        known_norms = torch.stack([own.new_zeros(()) if norm is None else norm for norm in norms])
+        columns = torch.column_stack([own, known_norms, torch.stack(skips)])
         values = all_reduce_mean(columns, self.group).tolist()
         records = [
             {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "top1_pct": 100 * top1, "lr": lr}

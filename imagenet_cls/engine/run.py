@@ -16,8 +16,8 @@ from imagenet_cls.checkpoint.optimizer_state import base_optimizer
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config
-from imagenet_cls.data.device import copy_ahead
-from imagenet_cls.data.loader import TrainBatch, worker_death
+from imagenet_cls.data.device import prefetch_to_device
+from imagenet_cls.data.loader import TrainBatch, killed_worker_error
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
 from imagenet_cls.engine.loaders import DataWaitCheck
@@ -43,7 +43,7 @@ from imagenet_cls.report.reporter import Reporter
 
 def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
     """A training run, or a dry run, on this rank. Raises Stopped (after a save) or another UserError."""
-    with explain_resource_errors(worker_death, describe_batch_sizes(loaded.config, group.world_size)):
+    with explain_resource_errors(killed_worker_error, describe_batch_sizes(loaded.config, group.world_size)):
         if options.dry_run:
             dry_run(loaded, options, group)
         else:
@@ -206,7 +206,7 @@ class Run:
         set_training(parts.model, parts.config.model)
         self.meter.restart_clock()
         is_first = self.progress.step == 0
-        batches = copy_ahead(parts.train_loader.epoch(epoch, first_step), parts.group.device)
+        batches = prefetch_to_device(parts.train_loader.epoch(epoch, first_step), parts.group.device)
         for batch in self.meter.time_waiting(batches):
             if is_first:
                 self.reporter.first_batch(batch.images[: len(batch.targets)], batch.targets, parts.data.classes)

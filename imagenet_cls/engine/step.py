@@ -1,8 +1,8 @@
 """One optimizer update: unscale, clip, step, and skip gradients that are not finite. Also autocast and SAM.
 
 All host synchronizations of a training step:
-* the first update of a process, and every update of an optimizer that is not fused, reads whether the gradient is
-  finite;
+* the first update of a process reads whether the gradient is finite, and so does every update of an optimizer that is
+  not fused, is wrapped (Lookahead) or is on MPS;
 * `mix.mode` pair and elem copy the mixing ratios to the device, once for each micro-batch;
 * `engine.meter` reads losses and accuracies every `log.every_steps` steps;
 * with several ranks, `parallel.signals` waits for the flags that the ranks sent about half a second earlier, and every
@@ -122,10 +122,10 @@ class Updater:
         if self.scaler.is_enabled():  # `unscale_` has checked every element
             (found_inf,) = self.scaler._found_inf_per_device(self.optimizer).values()
             return found_inf
-        return find_nonfinite(gradients)
+        return any_nonfinite(gradients)
 
 
-def find_nonfinite(tensors: list[Tensor]) -> Tensor:
+def any_nonfinite(tensors: list[Tensor]) -> Tensor:
     """1 if an element of a tensor is NaN or infinite, else 0: a float32 scalar on the device of the tensors.
 
     Uses the kernel of torch's GradScaler with a scale of 1, which leaves the values unchanged. It is exact, while a sum

@@ -15,16 +15,16 @@ _GIB = 2.0**30
 
 @contextlib.contextmanager
 def explain_resource_errors(
-    worker_death: Callable[[RuntimeError], ResourceError | None], sizes: str = ""
+    killed_worker_error: Callable[[RuntimeError], ResourceError | None], sizes: str = ""
 ) -> Iterator[None]:
-    """Replace a RuntimeError by a ResourceError where memory ran out, or where `worker_death` returns one for it.
+    """Replace a RuntimeError by a ResourceError where memory ran out, or where `killed_worker_error` returns one.
 
     sizes: of the batches, such as "32 images at once of 224 px", for the message.
     """
     try:
         yield
     except RuntimeError as error:
-        explained = out_of_memory_error(error, sizes) if is_out_of_memory(error) else worker_death(error)
+        explained = out_of_memory_error(error, sizes) if is_out_of_memory(error) else killed_worker_error(error)
         if explained is None:
             raise
         raise explained from error

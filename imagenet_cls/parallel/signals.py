@@ -38,10 +38,10 @@ class StopRequested(Exception):
 class StopSignalHandler:
     """Handles `STOP_SIGNALS` from `install` to `close`, both called in the main thread.
 
-    If ranks got different signals, SIGTERM has priority, then SIGUSR2. A signal that was ignored before (SIGINT in a
-    script's background job, SIGHUP under nohup) stays ignored. A second Ctrl-C ends the process as soon as Python
-    handles it. Any other signal after the first changes nothing: a stopped process still has to report that it was
-    stopped.
+    If ranks got different signals, the highest number has priority: on Linux SIGTERM, then SIGUSR2. A signal that was
+    ignored before (SIGINT in a script's background job, SIGHUP under nohup) stays ignored. A second Ctrl-C ends the
+    process as soon as Python handles it. Any other signal after the first changes nothing: a stopped process still has
+    to report that it was stopped.
     """
 
     def __init__(self, group: Group):
@@ -77,7 +77,7 @@ class StopSignalHandler:
     def check_after_step(self, force: bool = False) -> None:
         """Call `check` after every `every_steps`-th step, or if `force`; a single rank checks after each step."""
         self._steps += 1
-        if force or self.group.cpu_group is None or self._steps >= self.every_steps:
+        if force or self._steps >= self.every_steps:
             self.check()
 
     def check(self) -> None:

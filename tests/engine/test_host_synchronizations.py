@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from imagenet_cls.checkpoint.format import Progress
 from imagenet_cls.config.load import load_config
-from imagenet_cls.data.device import copy_ahead
+from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.meter import Meter
@@ -46,7 +46,7 @@ class Steps:
         self.reads = CountReads()
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        return copy_ahead(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
+        return prefetch_to_device(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
 
     def after_step(self, epoch: int, lr: float, *results: Any) -> None:
         self.meter.add(self.progress.step, epoch, lr, *results)

@@ -15,7 +15,7 @@ import torch
 from helpers import environment
 
 from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.data.loader import TrainLoader, WorkerOptions, worker_death
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, killed_worker_error
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import TrainTransform
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.timeout(200)  # a worker that is not ended hangs
 SCRIPT = """
 import multiprocessing, os, signal, sys, tempfile, time
 from pathlib import Path
-from imagenet_cls.data.loader import start_worker, worker_death
+from imagenet_cls.data.loader import init_worker, killed_worker_error
 from imagenet_cls.errors import ResourceError
 from test_data_workers import Images, first_batch
 
 def late_worker():
     while os.getppid() == parent:
         time.sleep(0.01)
-    start_worker(0)
+    init_worker(0)
     print("an orphan is alive", flush=True)
 
 if os.fork() == 0:  # a process that ends before its worker has started
@@ -49,7 +49,7 @@ try:
 except ResourceError as error:
     print("killed:", error, flush=True)
 except RuntimeError as error:  # torch's signal handler was faster than the loader
-    print("killed:", worker_death(error), flush=True)
+    print("killed:", killed_worker_error(error), flush=True)
 killed.close()
 
 loader, _ = first_batch(Images())
@@ -131,7 +131,7 @@ def test_temporary_folder_too_long_for_sockets_raises(tmp_path: Path, monkeypatc
 
 
 def test_worker_death_of_another_error_is_none() -> None:
-    assert worker_death(RuntimeError("something else")) is None
+    assert killed_worker_error(RuntimeError("something else")) is None
 
 
 def test_epoch_with_workers_hung_in_the_first_batch_raises(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_data_wait_warning_names_what_helps(monkeypatch: pytest.MonkeyPatch) -> 
 def test_data_wait_warning_is_an_event_of_the_run(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loaders, "_MOST_WAIT_PCT", -1.0)  # every interval counts
+    monkeypatch.setattr(loaders, "_MAX_WAIT_PCT", -1.0)  # every interval counts
     train_here(arguments(digits, tmp_path / "run", train__max_steps=8))
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     (event,) = [record for record in records if "waited for data" in record.get("message", "")]

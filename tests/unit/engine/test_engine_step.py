@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig, TrainConfig
-from imagenet_cls.engine.step import Updater, autocast, choose_precision, clipping, find_nonfinite
+from imagenet_cls.engine.step import Updater, any_nonfinite, autocast, choose_precision, clipping
 from imagenet_cls.errors import UsageError
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
@@ -146,12 +146,12 @@ def test_find_nonfinite_finds_each_element_and_changes_none(dtypes: list[torch.d
         if bad is not None:
             tensors[position][-1, -2] = bad
         before = [tensor.clone() for tensor in tensors]
-        found = find_nonfinite(tensors)
+        found = any_nonfinite(tensors)
         assert found.shape == () and found.dtype == torch.float32 and bool(found) == (bad is not None)
         for tensor, value in zip(tensors, before, strict=True):
             torch.testing.assert_close(tensor, value, rtol=0, atol=0, equal_nan=True)
             assert torch.equal(tensor.signbit(), value.signbit())
-    assert not find_nonfinite([torch.full((1000,), torch.finfo(torch.float32).max)])
+    assert not any_nonfinite([torch.full((1000,), torch.finfo(torch.float32).max)])
 
 
 def clip_by_norm(model: nn.Module) -> None:
