@@ -249,8 +249,8 @@ def _find_encoder(
         if not state_dict_mismatch(required, loaded):
             new = [name for name in expected if name in initial and not _is_counter(name)]
             counts = [f"loaded {len(loaded)} tensors", *notes, f"dropped {len(state) - len(loaded)}"]
-            sentence = f"found an encoder ({prefix}*): {', '.join(counts)}, initialized {len(new)} ({', '.join(new)})"
-            return loaded, sentence
+            counts += [f"newly initialized {len(new)} ({', '.join(new)})"]
+            return loaded, f"found an encoder ({prefix}*): {', '.join(counts)}"
     return None
 
 

@@ -31,6 +31,7 @@ TOOLS = {
 }
 # Small ones in place of what the page names.
 SMALL = {
+    "vit_base_patch16_224.mae": "test_vit",
     "vit_small_patch16_224": "test_vit",
     "resnet18": "test_resnet",
     "resnet50": "test_resnet",
@@ -85,6 +86,7 @@ def test_every_command_of_finetuning_md_runs(
         torch.manual_seed(0)
         save_file(timm.create_model(f"test_{kind}", num_classes=1000).state_dict(), tmp_path / f"{kind}.safetensors")
     (tmp_path / "start.safetensors").symlink_to("resnet.safetensors")
+    torch.save({"model": timm.create_model("test_vit", num_classes=0).state_dict()}, "mae_pretrain_vit_base.pth")
 
     said = {}
     for tool, line in COMMANDS:

@@ -171,7 +171,7 @@ def test_encoder_of_pretraining_gives_the_same_features(layout: Callable[[State]
         torch.testing.assert_close(target.forward_features(image), source.forward_features(image))
     assert all(torch.equal(value, before[key]) for key, value in target.get_classifier().state_dict().items())
     loaded = len([key for key in source.state_dict() if "num_batches" not in key])
-    assert f"loaded {loaded} tensors" in sentence and f"dropped {dropped}, initialized 2 (" in sentence
+    assert f"loaded {loaded} tensors" in sentence and f"dropped {dropped}, newly initialized 2 (" in sentence
 
 
 def test_encoder_for_average_pooling_gets_a_new_norm() -> None:
@@ -179,7 +179,7 @@ def test_encoder_for_average_pooling_gets_a_new_norm() -> None:
     source = timm.create_model("vit_tiny_patch16_224", num_classes=0, **TINY)
     target = timm.create_model("vit_tiny_patch16_224", num_classes=7, global_pool="avg", **TINY)
     sentence = load_weights(target, source.state_dict(), 7)
-    assert sentence.endswith("dropped 2, initialized 4 (fc_norm.weight, fc_norm.bias, head.weight, head.bias)")
+    assert sentence.endswith("dropped 2, newly initialized 4 (fc_norm.weight, fc_norm.bias, head.weight, head.bias)")
     assert torch.equal(target.blocks[3].mlp.fc2.weight, source.blocks[3].mlp.fc2.weight)
 
 
