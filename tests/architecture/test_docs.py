@@ -22,6 +22,7 @@ PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__i
 FOREIGN_OPTIONS = {"--nproc-per-node", "--nnodes", "--bind-to", "--local-rank", "--shm-size", "--signal", "--time"}
 FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation"}  # of tests/configs/golden.py, of pip
 FOREIGN_OPTIONS |= {f"--{name}" for name in ("job-name", "ntasks-per-node", "gpus-per-node", "cpus-per-task")}  # SLURM
+FOREIGN_OPTIONS |= {"--repo-type", "--local-dir"}  # of the Hugging Face Hub's client
 FOREIGN_OPTIONS |= {"--kill-on-bad-exit", "--requeue", "--open-mode", "--cpus", "--cpuset-cpus"}  # SLURM, docker
 TOOLS = [path.stem for path in (ROOT / "tools").glob("*.py")]
 READERS_FILES = {"configs/mine.yaml"}
