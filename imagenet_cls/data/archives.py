@@ -26,7 +26,7 @@ import numpy as np
 
 from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, is_image, join_names, match_classes
 from imagenet_cls.data.index_cache import Scan, file_status, read_scan, write_scan
-from imagenet_cls.data.lists import label_positions, read_classes
+from imagenet_cls.data.lists import NUMBER, label_positions, read_classes
 from imagenet_cls.errors import DataError, first_line, format_value, printable, shorten
 from imagenet_cls.files import check_regular
 
@@ -38,7 +38,7 @@ SOLUTION = "LOC_val_solution.csv"  # Kaggle's
 
 DEVKIT_NAMES = (SOLUTION, f"{DEVKIT}.tar.gz", DEVKIT)
 
-_READ = 8192  # bytes read at a header of a tar: the small members behind it are in them, too
+_READ = 2048  # bytes read at a header of a tar: the small members behind it are in them, too
 _CENTRAL_READ = 1 << 22
 _CENTRAL = struct.Struct("<8x2H8x2L3H8xL").unpack_from  # of an entry of a zip's directory
 _NO_32_BITS = 0xFFFF_FFFF
@@ -89,13 +89,14 @@ class Spans:
             status = os.fstat(file)
             if (status.st_size, status.st_mtime_ns) != self.statuses[number]:
                 raise DataError("the archive has changed since it was indexed: start again, with --resume")
-            if not packed:
-                return os.pread(file, size, offset)
-            local = os.pread(file, 30, offset)
-            if local[:4] != b"PK\3\4":
-                raise DataError("no zip header at its place: the archive is damaged")
-            method, name_length, extra_length = struct.unpack("<8xH16x2H", local)
-            data = os.pread(file, packed, offset + 30 + name_length + extra_length)
+            method = 0
+            if packed:
+                local = os.pread(file, 30, offset)
+                if local[:4] != b"PK\3\4":
+                    raise DataError("no zip header at its place: the archive is damaged")
+                method, name_length, extra_length = struct.unpack("<8xH16x2H", local)
+                offset += 30 + name_length + extra_length
+            data = os.pread(file, packed or size, offset)
         finally:
             os.close(file)
         if method == 8:
@@ -158,10 +159,7 @@ def index_archives(root: Path, part: str, archives: Sequence[Path], classes: Seq
     those in the shards; for the classes see `label_positions`. Raises DataError.
     """
     place = root / part
-    devkit = None
-    if archives[0].name == VAL_TAR:
-        devkit = next((path for name in DEVKIT_NAMES if (path := archives[0].with_name(name)).exists()), None)
-        devkit = devkit or archives[0].with_name(f"{DEVKIT}.tar.gz")
+    devkit = _labels_beside(archives[0]) if archives[0].name == VAL_TAR else None
     listed = [Path(os.path.abspath(path)) for path in (*archives, *filter(None, [devkit]))]  # noqa: PTH100
     scan = read_scan(place, listed)
     if scan is None:
@@ -190,7 +188,13 @@ def _with_labels_resolved(
     own = read_classes(class_file) if class_file.is_file() else None
     if own is not None and classes is not None and own != list(classes):
         raise DataError(f"{class_file}: not the training classes\nuse the same classes.txt for both parts")
-    position, names = label_positions(set(labels), own or classes, index.root)
+    names = own or classes
+    if names is None:
+        position, names = label_positions(set(labels), None, index.root)
+    elif all(map(NUMBER.fullmatch, labels)):  # indices, also where classes are named by other numbers
+        position = {label: int(label) for label in labels if 0 <= int(label) < len(names)}
+    else:
+        position = {name: i for i, name in enumerate(names)}
     for unknown in [i for i, label in enumerate(labels) if label not in position]:
         row = int(np.argmax(index.targets == unknown))
         raise DataError(
@@ -254,8 +258,8 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     number = np.repeat(np.array([piece.number for piece in pieces], np.uint32), [len(rows.names) for rows in scanned])
     arrays = {"number": number}
     for key in ("offset", "size", "packed"):
-        arrays[key] = np.concatenate([rows.arrays.pop(key) for rows in scanned])
-    names = np.concatenate([rows.names for rows in scanned])
+        arrays[key] = _joined([rows.arrays.pop(key) for rows in scanned])
+    names = _joined([rows.names for rows in scanned])
     del scanned
     if shards[0]:
         return Scan([os.fsdecode(label) for label in table], [], names, statuses, started, arrays | {"targets": group})
@@ -311,7 +315,7 @@ def _scan_piece(piece: _Piece) -> _Rows:
             suffix = name[name.rfind(b".") :]
             if suffix not in IMAGE_SUFFIXES and suffix.lower() not in IMAGE_SUFFIXES:
                 if suffix in (b".cls", b".json") and not is_zip:
-                    others[name] = start, length, content
+                    others[name.removeprefix(b"./")] = start, length, content
                 continue
             if b"/." in name or name[0] in b"./":
                 name = _checked_name(name, piece.path)
@@ -328,13 +332,18 @@ def _scan_piece(piece: _Piece) -> _Rows:
         labels = _labels(file, piece.path, names, others) if others and not parts else []
     parts.append(np.array(names or [b""])[: len(names)])
     arrays = {"offset": np.array(offset), "size": np.array(size), "packed": np.array(packed)}
-    rows = _Rows(np.concatenate(parts), np.array(folder), list(folders), False, arrays)
+    rows = _Rows(_joined(parts), np.array(folder), list(folders), False, arrays)
     if not any(labels):
         return rows
     chosen = np.array([label is not None for label in labels])
     table: dict[bytes, int] = {}
     group = np.array([table.setdefault(label, len(table)) for label in labels if label is not None], np.int32)
     return _Rows(rows.names[chosen], group, list(table), True, {key: array[chosen] for key, array in arrays.items()})
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    """The concatenation; of one array, itself, since a copy of the names of ImageNet takes 38 MB."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _checked_name(name: bytes, path: str) -> bytes:
@@ -495,7 +504,7 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
         if override and b"size" in override and kind not in _EXTENSIONS:
             size = int(override[b"size"])
         offset, small = position + 512, b""
-        if size <= 512:
+        if size <= 512:  # a label, or the records of an extended header
             small = buffer[at + 512 : at + 512 + size]
         position = offset + (size + 511 & -512)
         if kind in _EXTENSIONS:
@@ -560,9 +569,9 @@ def _pax_records(content: bytes, path: str) -> dict[bytes, bytes]:
 def zip_members(file: int, path: str) -> Iterator[Member]:
     """The members of a zip, from its central directory. Raises DataError, also for an image that is encrypted."""
     total = os.fstat(file).st_size
-    count, position, shift = _central_directory(file, path, total)
+    position, end, shift = _central_directory(file, path, total)
     buffer, at = b"", 0
-    for _ in range(count):
+    while position + at < end:
         if at + 46 > len(buffer) or at + 46 + sum(struct.unpack_from("<3H", buffer, at + 28)) > len(buffer):
             position += at
             buffer, at = os.pread(file, _CENTRAL_READ, position), 0
@@ -584,24 +593,23 @@ def zip_members(file: int, path: str) -> Iterator[Member]:
 
 
 def _central_directory(file: int, path: str, total: int) -> tuple[int, int, int]:
-    """Number of members, offset of the directory, and the bytes before the zip, as where it unpacks itself."""
+    """Start and end of the directory, and the bytes before the zip, as where it unpacks itself."""
     start = max(total - 65_557, 0)
     tail = os.pread(file, 65_557, start)
     at = tail.rfind(b"PK\5\6")
     if at < 0 or len(tail) < at + 22:
         raise DataError(f"{path}: no zip archive, or cut short\n{_DAMAGED}")
-    count, size, offset = struct.unpack_from("<10xH2L", tail, at)
+    size, offset = struct.unpack_from("<12x2L", tail, at)
     end = start + at
     if tail[max(at - 20, 0) : at][:4] == b"PK\6\7":
-        (where,) = struct.unpack_from("<8xQ", tail, at - 20)
-        record = os.pread(file, 56, where)
+        end -= 76  # as in zipfile, the record lies right before its locator: where it says is wrong behind a program
+        record = os.pread(file, 56, max(end, 0))
         if record[:4] != b"PK\6\6":
             raise DataError(f"{path}: a damaged zip directory\n{_DAMAGED}")
-        count, size, offset = struct.unpack_from("<32x3Q", record)
-        end = where
+        size, offset = struct.unpack_from("<40x2Q", record)
     if offset + size > end:
         raise DataError(f"{path}: a damaged zip directory\n{_DAMAGED}")
-    return count, end - size, end - size - offset
+    return end - size, end, end - size - offset
 
 
 def _zip64(extra: bytes, *numbers: int) -> list[int]:
@@ -652,6 +660,14 @@ def _devkit_labels(devkit: Path) -> dict[str, str]:
     wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
     numbers = content(GROUND_TRUTH).split()
     return {f"ILSVRC2012_val_{i:08d}": wnids[int(number)] for i, number in enumerate(numbers, 1)}
+
+
+def _labels_beside(archive: Path) -> Path:
+    """The file with the labels of ImageNet's validation images. Raises DataError."""
+    for name in DEVKIT_NAMES:
+        if archive.with_name(name).exists():
+            return archive.with_name(name)
+    raise DataError(f"{archive}: its labels are not beside it\nput {DEVKIT}.tar.gz or {SOLUTION} there")
 
 
 def wnid_of(wnids: dict[str, str], name: str) -> str:

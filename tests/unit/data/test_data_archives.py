@@ -216,6 +216,38 @@ def test_shards_keep_their_order_and_take_labels(labels: str, image_folder: Path
     assert contents(named.train) == expected
 
 
+def test_numbers_in_shards_are_indices_of_the_classes(image_folder: Path, tmp_path: Path) -> None:
+    """Class 10 has index 2."""
+    files = files_of(image_folder / "train")[:8]
+    index = {f"./{name}": i // 2 for i, (name, _) in enumerate(files)}
+    write_shards(tmp_path / "train", below("./", files), lambda name: str(index[name]))
+    (tmp_path / "train" / "classes.txt").write_text("0\n1\n10\n2\n")
+    opened = open_datasets(DataConfig(root=str(tmp_path), val="train"))
+    assert opened.train is not None and opened.train.classes == ("0", "1", "10", "2")
+    expected = {name[2:]: target for name, target in index.items()}
+    for source in (opened.train, opened.val):
+        assert {name: target for name, target, _ in contents(source)} == expected
+
+
+def test_large_zip_is_read_by_its_64_bit_directory(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 4)
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 20_000)
+    monkeypatch.setattr(archives, "_CENTRAL_READ", 200)  # so that entries lie across reads
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in files_of(image_folder / "train"):
+            with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as member:
+                member.write(content)
+    data = file.getvalue()
+    (tmp_path / "train.zip").write_bytes(b"a program that unpacks itself" + data)
+    assert b"PK\6\6" in data and len(data) > 20_000
+    opened = open_datasets(DataConfig(root=str(tmp_path), train="train.zip", val=None, val_fraction=0.5))
+    expected = open_datasets(DataConfig(root=str(image_folder), val=None, val_fraction=0.5))
+    assert contents(opened.train) == contents(expected.train) and described(opened) == described(expected)
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 
 
@@ -287,6 +319,13 @@ def test_bad_archive_is_an_error_with_its_name(name: str, tmp_path: Path) -> Non
         open_datasets(DataConfig(root=str(tmp_path), val=None, val_fraction=0.5)).train.load(0)  # type: ignore[union-attr]
     lines = str(error.value).splitlines()
     assert len(lines) <= 3 and str(tmp_path / "train") in lines[0]
+
+
+def test_validation_archive_without_its_labels_is_an_error(image_folder: Path, tmp_path: Path) -> None:
+    write_imagenet(tmp_path, image_folder)
+    (tmp_path / f"{DEVKIT}.tar.gz").unlink()
+    with pytest.raises(DataError, match=f"{VAL_TAR}: its labels"):
+        open_datasets(DataConfig(root=str(tmp_path)))
 
 
 @pytest.mark.parametrize("part", ["none-{0000..0002}.tar", "*.tar", "missing.tar", "missing"])

@@ -27,6 +27,17 @@ def shards_in(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*.tar"))}
 
 
+def test_classes_that_are_numbers_survive(image_folder: Path, tmp_path: Path, call: Call) -> None:
+    for number, path in enumerate(sorted(image_folder.rglob("*.JPEG"))[:12]):
+        for part in ("train", "val"):
+            target = tmp_path / "data" / part / str(number) / "image.jpg"
+            target.parent.mkdir(parents=True)
+            target.write_bytes(path.read_bytes())
+    assert call(pack_command, tmp_path / "data", tmp_path / "out")[0] == 0
+    packed, folder = (open_datasets(DataConfig(root=str(tmp_path / name))).train for name in ("out", "data"))
+    assert packed is not None and folder is not None and packed.digest() == folder.digest()
+
+
 def test_packed_folder_is_the_same_dataset(image_folder: Path, tmp_path: Path, call: Call) -> None:
     code, text, _ = call(pack_command, image_folder, tmp_path / "out", "--images-per-shard", 16)
     assert code == 0 and "40 images of 3 classes in 3 shards" in text
