@@ -119,7 +119,10 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     for name, metrics in metrics_by_name.items():
         print(
             f"{name}: top-1 {metrics['top1_pct']:.3f} %  top-5 {metrics['top5_pct']:.3f} %  "
-            f"loss {metrics['loss']:.4f}  over {metrics['images']} images in {metrics['seconds']:.1f} s"
+            f"loss {metrics['loss']:.4f}  "
+            + (f"ReaL {metrics['real_pct']:.3f} % of {metrics['real_images']}  " if "real_pct" in metrics else "")
+            + (f"classes: {metrics['classes']}  " if "classes" in metrics else "")
+            + f"over {metrics['images']} images in {metrics['seconds']:.1f} s"
         )
     if arguments.out is not None:
         write_file(arguments.out, predictions)

@@ -77,7 +77,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError for missing data, and on the first machine for weights and run folder. Imports no torch."""
     from imagenet_cls.data.lists import check_paths
 
-    check_paths(loaded.config.data)
+    check_paths(loaded.config.data, subset=loaded.config.eval.classes == "present")
     needed = {"distill.teacher.checkpoint": loaded.config.distill.teacher.checkpoint}
     restarts = {os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
     if not arguments.resume and restarts == {"0"}:

@@ -13,7 +13,8 @@ import numpy as np
 from imagenet_cls.commands import cli
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.index import ImageIndex, join_names, scan_images
+from imagenet_cls.data.classes import join_names
+from imagenet_cls.data.index import ImageIndex, scan_images
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.errors import DataError, ResourceError, UsageError, first_line
 from imagenet_cls.files import explain_write_errors, write_file
@@ -105,7 +106,7 @@ def images_of(data: DataConfig, root: Path) -> dict[str, Image]:
             f"data.name {data.name!r} is not made of image files\ngive a folder, or a config with one of "
             f"{', '.join(FILE_SETS)}"
         )
-    opened = open_datasets(replace(data, exclude=None))
+    opened = open_datasets(replace(data, exclude=None), subset=True)
     images: dict[str, Image] = {}
     for source in (opened.train, opened.val):
         assert isinstance(source, FolderSource)

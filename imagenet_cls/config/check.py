@@ -65,6 +65,10 @@ def _data_rules(c: Config) -> Iterator[tuple[str, str]]:
         yield "data.val", "'val' is a folder; data.name list needs a file, such as val.txt"
     if data.fold is not None and data.fold[0] >= data.fold[1]:
         yield "data.fold", f"{format_value(data.fold)} is not a fold and the number of folds, such as [0, 5]"
+    if isinstance(data.classes, list) and len(set(data.classes)) != max(len(data.classes), 1):
+        yield "data.classes", f"{format_value(data.classes)} lists no class, or one twice; list each class once"
+    if data.classes is not None and data.name == "synthetic":
+        yield "data.classes", "is for images; use data.kwargs.num_classes with data.name synthetic"
     if data.group is not None:
         try:
             re.compile(data.group)

@@ -205,6 +205,9 @@ class DataConfig:
     # Images of a group are held out together. A regular expression that is searched in the path of each image below the
     # training part: its group 1, or the whole match, names the image's group. null: each image is a group of its own.
     group: str | None = key(None, needs=HOLDS_OUT)
+    # The classes to use, in this order: a list of names, or a text file with one class a line. Images of other classes
+    # are left out, in training and validation. null: all.
+    classes: Any = key(None, type=list[str] | str | None)
     # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in 0.2 of them.
     fraction: float = key(1.0, POSITIVE_SHARE)
     # Worker processes that read and decode, for each rank. 0: in the training process. auto or null: chosen from the
@@ -559,6 +562,12 @@ class EvalConfig:
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
     # Average the outputs for each image and its mirror image, also in predict.py.
     flip_tta: bool = False
+    # all: the validation part has the classes of the training part. present: it may have only some of them, as
+    # ImageNet-A and -R; the outputs of the other classes are ignored (docs/data.md).
+    classes: Literal["all", "present"] = "all"
+    # real.json of google-research/reassessed-imagenet: several labels for each of ImageNet's validation images. Then
+    # the share of predictions among them is reported, too (`real_pct`). null: none.
+    real_labels: str | None = key(None, recipe=False, per_machine=True)
     # Images in one forward pass of a device.
     batch_size: int = key(256, BATCH, recipe=False)
     # Evaluate every this many epochs, and after the last one.

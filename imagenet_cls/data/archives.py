@@ -24,7 +24,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, is_image, join_names, match_classes
+from imagenet_cls.data.classes import join_names, match_classes
+from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, is_image
 from imagenet_cls.data.index_cache import Scan, file_status, read_scan, write_scan
 from imagenet_cls.data.lists import NUMBER, label_positions, read_classes
 from imagenet_cls.errors import DataError, first_line, format_value, printable, shorten
@@ -152,8 +153,11 @@ def _expand(root: Path, pattern: str) -> list[Path]:
     return paths
 
 
-def index_archives(root: Path, part: str, archives: Sequence[Path], classes: Sequence[str] | None = None) -> ImageIndex:
+def index_archives(
+    root: Path, part: str, archives: Sequence[Path], classes: Sequence[str] | None = None, must_match: bool = True
+) -> ImageIndex:
     """Index the images in what `find_archives` found. classes: the training classes, for a validation part.
+    must_match: class folders have to be these; otherwise the index has the classes that are there.
 
     Class folders: classes, names and their order are those of the same folders on disk. Shards: names and order are
     those in the shards; for the classes see `label_positions`. Raises DataError.
@@ -173,12 +177,13 @@ def index_archives(root: Path, part: str, archives: Sequence[Path], classes: Seq
         tuple((status.st_size, status.st_mtime_ns) for status in statuses if status is not None),
         **arrays,
     )
-    index = ImageIndex(place, scan.names, targets, tuple(found if classes is None else classes), spans)
+    known = classes if must_match else None
+    index = ImageIndex(place, scan.names, targets, tuple(found if known is None else known), spans)
     if not scan.counts:
         return _with_labels_resolved(index, found, archives[0].with_name("classes.txt"), classes)
-    if classes is None:
+    if known is None:
         return index
-    return replace(index, targets=np.array(match_classes(found, classes, place), np.int64)[targets])
+    return replace(index, targets=np.array(match_classes(found, known, place), np.int64)[targets])
 
 
 def _with_labels_resolved(

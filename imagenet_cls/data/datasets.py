@@ -14,9 +14,18 @@ import torchvision.datasets
 from imagenet_cls.config.schema import COUNT, DataConfig
 from imagenet_cls.data.archives import find_archives, index_archives
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
+from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.index import ImageIndex, class_folders, index_folder
 from imagenet_cls.data.lists import check_none_excluded, exclude_images, index_list
-from imagenet_cls.data.sources import FolderSource, ImageSource, MapSource, SubsetSource, known_classes, targets_of
+from imagenet_cls.data.sources import (
+    FolderSource,
+    ImageSource,
+    MapSource,
+    SubsetSource,
+    known_classes,
+    targets_of,
+    with_classes,
+)
 from imagenet_cls.data.splits import fraction_rows, split_by_config
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.errors import DataError, Problem, command_line, first_line
@@ -55,20 +64,30 @@ class DataSets:
     note: str | None = None
 
 
-def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val")) -> DataSets:
+def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val"), subset: bool = False) -> DataSets:
     """Open the parts asked for. Writes the digits, or downloads a torchvision set, where they are missing.
+
+    subset: the validation part need not have all classes of the training part.
 
     Expects a section in which `data_problems` finds none. Raises DataError for data that is missing, empty or wrong.
     """
     assert parts and set(parts) <= {"train", "val"}, parts
-    note = None
+    note, chosen = None, chosen_classes(data)
+    must_match = chosen is None and not subset
+    classes: Sequence[str] | None = chosen
     opened: dict[str, ImageSource]
     if data.name == "synthetic":
         opened = _open_synthetic(**data.kwargs)
     elif data.name in BUILT_IN:
-        opened, note = _open_files(data, parts)
+        opened, note, in_training = _open_files(data, parts, must_match)
+        classes = chosen or in_training
     else:
-        opened = _open_map_style(data, parts)
+        opened = _open_map_style(data, parts, must_match)
+        classes = chosen or (opened["train"].classes if "train" in opened else None)
+    if classes is not None:
+        for part, source in opened.items():
+            place = f"{data.name}: {getattr(data, part) or data.train}"
+            opened[part] = with_classes(source, classes, place, subset and part == "val", chosen is not None)
     opened = {part: opened[part] for part in ("train", "val") if part in parts}
     for part, source in opened.items():
         if len(source) == 0:
@@ -123,10 +142,15 @@ def _factory_problems(data: DataConfig) -> list[Problem]:
     return kwargs_problems("data.kwargs", factory, data.kwargs, passed=("root", "part"))
 
 
-def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, ImageSource], str | None]:
-    """The parts of `folder`, `list` and `digits`, and a note about what `data.exclude` leaves out."""
+def _open_files(
+    data: DataConfig, parts: Collection[str], must_match: bool
+) -> tuple[dict[str, ImageSource], str | None, Sequence[str] | None]:
+    """The parts of `folder`, `list` and `digits`; a note about what `data.exclude` leaves out; the training classes.
+
+    must_match: see `_index_files`.
+    """
     root = Path(data.root).expanduser()
-    indexes, note = _index_files(data, root, parts), None
+    (indexes, classes), note = _index_files(data, root, parts, must_match), None
     if data.exclude is not None:
         path = Path(data.exclude).expanduser()
         if "train" in parts:
@@ -142,27 +166,39 @@ def _open_files(data: DataConfig, parts: Collection[str]) -> tuple[dict[str, Ima
         "val": "replace the file: validation leaves no image out",
     }
     min_px = {"train": data.min_decoded_px, "val": None}
-    return {
-        part: FolderSource(index, remedies[part], data.decode, min_px[part], data.exif)
-        for part, index in indexes.items()
-    }, note
+    return (
+        {
+            part: FolderSource(index, remedies[part], data.decode, min_px[part], data.exif)
+            for part, index in indexes.items()
+        },
+        note,
+        classes,
+    )
 
 
-def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[str, ImageIndex]:
-    """The index of each part asked for. For val alone, only the classes of the training part are read."""
+def _index_files(
+    data: DataConfig, root: Path, parts: Collection[str], must_match: bool
+) -> tuple[dict[str, ImageIndex], Sequence[str] | None]:
+    """The index of each part asked for, and the training classes if there is a training part.
+
+    For val alone, only the classes of the training part are read. must_match: the class folders of val have to be the
+    training classes; otherwise its index has the classes that are there.
+    """
 
     def read(part: str, classes: Sequence[str] | None = None) -> ImageIndex:
         if data.name == "list":
             return index_list(root / part, root, classes)
         archives = find_archives(root, part)
-        return index_archives(root, part, archives, classes) if archives else index_folder(root / part, classes)
+        if archives:
+            return index_archives(root, part, archives, classes, must_match)
+        return index_folder(root / part, classes if must_match else None)
 
     if data.name == "digits":
         write_digits(root, data.train)
     if data.val is None:
         whole = read(data.train)
         rows, held_out = split_by_config(data, whole.names, whole.targets)
-        return {"train": whole.select(rows), "val": whole.select(held_out)}
+        return {"train": whole.select(rows), "val": whole.select(held_out)}, whole.classes
     indexes: dict[str, ImageIndex] = {}
     classes: Sequence[str] | None = None
     if "train" in parts or (data.name == "list" and (root / data.train).exists()):
@@ -174,10 +210,10 @@ def _index_files(data: DataConfig, root: Path, parts: Collection[str]) -> dict[s
         classes = class_folders(root / data.train)
     if "val" in parts:
         indexes["val"] = read(data.val, classes)
-    return indexes
+    return indexes, classes
 
 
-def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, ImageSource]:
+def _open_map_style(data: DataConfig, parts: Collection[str], must_match: bool) -> dict[str, ImageSource]:
     """The parts of torchvision's sets and of factories."""
     if data.val is None:
         whole = _map_source(data, data.train)
@@ -187,7 +223,7 @@ def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, Image
     opened: dict[str, ImageSource] = {part: _map_source(data, names[part]) for part in parts}
     if "train" in opened:
         opened["train"] = _share(data, opened["train"])
-    if len({source.classes for source in opened.values()}) > 1:
+    if must_match and len({source.classes for source in opened.values()}) > 1:
         train, val = opened["train"].classes, opened["val"].classes
         raise DataError(
             f"{data.name}: parts {data.train!r} and {data.val!r} have different classes ({len(train)} and {len(val)})\n"

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from imagenet_cls.data.classes import NO_VALIDATION, join_names, match_classes
 from imagenet_cls.data.index_cache import Scan, folder_status, read_scan, write_scan
-from imagenet_cls.errors import DataError, command_line, printable, shorten
+from imagenet_cls.errors import DataError, command_line
 
 if TYPE_CHECKING:
     from imagenet_cls.data.archives import Spans
@@ -27,7 +27,6 @@ COMMON_SUFFIXES = (b".JPEG", b".jpg", b".jpeg", b".png")  # ImageNet's first
 HIDDEN = ord(".")
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
 PREPARE_COMMAND = f"{command_line('prepare-imagenet')} ARCHIVES OUT"
-NO_VALIDATION = "data.val=null data.val_fraction=0.1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,38 +116,9 @@ def scan_classes(root: Path) -> Scan:
     return Scan(classes, counts, np.concatenate(names), folders, started)
 
 
-def match_classes(found: Sequence[str], classes: Sequence[str], root: Path) -> list[int]:
-    """Position of each class folder in the training `classes`, by name. DataError unless both are the same set."""
-    position = {name: i for i, name in enumerate(classes)}
-    unknown = [name for name in found if name not in position]
-    if unknown:
-        for known in classes:
-            if unicodedata.normalize("NFC", known) == unicodedata.normalize("NFC", unknown[0]):
-                raise DataError(
-                    f"{root}: the class folder {unknown[0]!a} is {known!a} in training, the same name in another "
-                    "Unicode normalization\nrename one of them (convmv --nfc renames whole trees)"
-                )
-        raise DataError(
-            f"{root}: {len(unknown)} of {len(found)} class folders are not among the {len(classes)} training classes: "
-            f"{join_names(unknown)}\nuse the same folder names for training and validation, or correct data.val"
-        )
-    missing = sorted(set(classes).difference(found))
-    if missing:
-        raise DataError(
-            f"{root}: {len(missing)} of {len(classes)} training classes have no folder here: {join_names(missing)}\n"
-            f"add them, or take the validation images from the training images: {NO_VALIDATION}"
-        )
-    return [position[name] for name in found]
-
-
 def is_image(name: bytes) -> bool:
     """Whether a file of this name counts as an image."""
     return name[name.rfind(b".") :].lower() in IMAGE_SUFFIXES and not name.startswith(b".")
-
-
-def join_names(names: Sequence[str], count: int = 3) -> str:
-    """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
-    return ", ".join(shorten(printable(name), 100) for name in names[:count]) + (", ..." if len(names) > count else "")
 
 
 def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result | None] | None = None) -> list[bytes]:

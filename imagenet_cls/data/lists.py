@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.index import ImageIndex, check_not_parts, class_folders, is_image, join_names, match_classes
+from imagenet_cls.data.classes import chosen_classes, join_names, match_classes
+from imagenet_cls.data.index import ImageIndex, check_not_parts, class_folders, is_image
 from imagenet_cls.errors import DataError, command_line, format_value
 from imagenet_cls.files import check_regular
 
@@ -30,10 +31,11 @@ IMAGES_PER_EXCLUDED = 10_000
 Row = tuple[int, str, str]  # line number (from 1), path, label
 
 
-def check_paths(data: DataConfig) -> None:
+def check_paths(data: DataConfig, subset: bool = False) -> None:
     """Raise DataError for missing folders and lists, classes a level deeper, and other classes in validation.
 
-    Opens no image, takes milliseconds, and imports no torch. Datasets of other kinds are not checked.
+    subset: the validation folder need not have all classes. Opens no image, takes milliseconds, and imports no torch.
+    Datasets of other kinds are not checked.
     """
     from imagenet_cls.data.archives import find_archives  # imports this module
 
@@ -43,8 +45,14 @@ def check_paths(data: DataConfig) -> None:
         classes = {part: class_folders(root / part) for part in folders}
         if data.train in classes:
             check_not_parts(root / data.train, classes[data.train])
-        if len(classes) == 2:
-            match_classes(classes[folders[1]], classes[data.train], root / folders[1])
+        chosen = chosen_classes(data)
+        for part in folders if chosen is not None else folders[1:]:
+            if chosen is not None or data.train in classes:
+                match_classes(
+                    *(classes[part], chosen or classes[data.train], root / part),
+                    subset=subset and part != data.train,
+                    ignore_others=chosen is not None,
+                )
     elif data.name == "list":
         for name in filter(None, (data.train, data.val)):
             _read_text(root / name, 1)

@@ -4,14 +4,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 
+from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.decode import (
     ChooseBox,
     decode_region,
@@ -199,34 +203,68 @@ class MapSource(ImageSource):
 
 
 class SubsetSource(ImageSource):
-    """Some images of another source, in the order of `rows`, int64 (N,)."""
+    """Some images of another source, in the order of `rows`, int64 (N,).
 
-    def __init__(self, source: ImageSource, rows: np.ndarray):
+    numbers: the new target of each target, int64 (classes of the source,), and `classes` their names.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        rows: np.ndarray,
+        classes: Sequence[str] | None = None,
+        numbers: np.ndarray | None = None,
+    ):
         self.source = source
         self.rows = rows
-        self.classes = source.classes
+        self.classes = source.classes if classes is None else tuple(classes)
+        self.numbers = np.arange(len(source.classes)) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        return self.source.load(int(self.rows[i]))
+        image, target = self.source.load(int(self.rows[i]))
+        return image, int(self.numbers[target])
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        return self.source.load_region(int(self.rows[i]), choose)
+        image, box, target = self.source.load_region(int(self.rows[i]), choose)
+        return image, box, int(self.numbers[target])
 
     def name(self, i: int) -> str:
         return self.source.name(int(self.rows[i]))
 
     def digest(self) -> str:
-        return sha256(self.source.digest().encode() + self.rows.astype("<i8").tobytes()).hexdigest()
+        digest = sha256(self.source.digest().encode() + self.rows.astype("<i8").tobytes())
+        if self.classes != self.source.classes:
+            digest.update("\0".join(self.classes).encode() + self.numbers.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def with_classes(
+    source: ImageSource, classes: Sequence[str], place: Path | str, subset: bool = False, ignore_others: bool = False
+) -> ImageSource:
+    """The source with targets in the order of `classes`, matched as in `match_classes`, without ignored classes."""
+    if source.classes == tuple(classes):
+        return source
+    numbers = np.array(match_classes(source.classes, classes, place, subset, ignore_others), np.int64)
+    rows = np.arange(len(source))
+    if (numbers < 0).any():
+        rows = rows[numbers[required_targets(source, "data.classes")] >= 0]
+    if not isinstance(source, FolderSource):
+        return SubsetSource(source, rows, classes, numbers)
+    index = source.index.select(rows)
+    selected = copy(source)
+    selected.classes = tuple(classes)
+    selected.index = replace(index, targets=numbers[index.targets], classes=selected.classes)
+    return selected
 
 
 def targets_of(source: ImageSource) -> np.ndarray | None:
     """All targets of a source, int64 (N,), without reading images; None where they are not known."""
     if isinstance(source, SubsetSource):
         whole = targets_of(source.source)
-        return None if whole is None else whole[source.rows]
+        return None if whole is None else source.numbers[whole[source.rows]]
     if isinstance(source, FolderSource):
         return source.index.targets
     return known_targets(source.dataset) if isinstance(source, MapSource) else None

@@ -14,6 +14,7 @@ from imagenet_cls.data.loader import BatchLoader, check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, describe_sizes, exif_warning, required_targets
 from imagenet_cls.engine.evaluate import EvaluationParts
+from imagenet_cls.engine.labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_train_loader, build_val_batches, prefetched_images
 from imagenet_cls.engine.model import (
     build_distillation_teacher,
@@ -98,7 +99,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         import_from_cwd(name)
     set_deterministic(train.deterministic, device)
     dtype = choose_precision(train.precision, device)
-    data = run_on_main_first(group, lambda: open_datasets(config.data))
+    data = run_on_main_first(group, lambda: open_datasets(config.data, subset=config.eval.classes == "present"))
     assert data.train is not None and data.val is not None
     parts = {"training images": data.train, "validation images": data.val}
     check_same_data({name: f"{part.digest()} {describe_sizes(part)}" for name, part in parts.items()}, group)
@@ -178,6 +179,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
             autocast_dtype=dtype,
             mean=mean,
             std=std,
+            labels=evaluation_labels(config.eval, data.val, data.classes),
         ),
     )
 

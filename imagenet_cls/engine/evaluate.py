@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from imagenet_cls.data.device import Preprocess
+from imagenet_cls.engine.labels import EvaluationLabels
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.process_group import Group
@@ -38,6 +39,7 @@ class EvaluationParts:
     autocast_dtype: torch.dtype | None
     mean: list[float]
     std: list[float]
+    labels: EvaluationLabels
 
 
 @torch.no_grad()
@@ -49,12 +51,14 @@ def model_outputs(
     dtype: torch.dtype | None,
     flip: bool = False,
     pad_to: int | None = None,
+    labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
 ) -> Iterator[Outputs]:
     """Run all models in evaluation mode over each batch, so that every image is read and decoded once.
 
     dtype: of autocast. flip: `eval.flip_tta`. pad_to: smaller batches are padded with black images to this size, and
-    the logits of these are dropped, so that a compiled model gets a single shape. Logits and targets are on `device`,
-    indices on the CPU. The models stay in evaluation mode.
+    the logits of these are dropped, so that a compiled model gets a single shape. labels: the outputs of classes that
+    are not present are -inf. Logits and targets are on `device`, indices on the CPU. The models stay in evaluation
+    mode.
     """
     for model in models.values():
         model.eval()
@@ -65,6 +69,7 @@ def model_outputs(
         pixels = preprocess(images)
         with autocast(device, dtype):
             logits = {name: compute_logits(model, pixels, flip)[:count].to(device) for name, model in models.items()}
+        logits = {name: labels.mask(of_model) for name, of_model in logits.items()}
         yield logits, targets.to(device, non_blocking=True), indices
 
 
@@ -78,33 +83,47 @@ def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
     return (logits.clone() + model(pixels.flip(3)).float()) / 2 if flip else logits
 
 
-def evaluate(outputs: Iterable[Outputs], names: Sequence[str], group: Group) -> dict[str, dict[str, Any]]:
+def evaluate(
+    outputs: Iterable[Outputs],
+    names: Sequence[str],
+    group: Group,
+    labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
+) -> dict[str, dict[str, Any]]:
     """Metrics of each model over the shards of all ranks. A collective: a rank with an empty shard calls it, too.
 
     names: of the models. Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are
     fewer than five); loss (mean cross-entropy without smoothing); images (how many were counted); seconds (for all
-    models together).
+    models together). With ReaL labels also real_images, the number of images that have such labels, and real_pct, the
+    share of these whose prediction is one of them.
     """
     started = time.perf_counter()
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24. One row for each model, so that
     # one tensor is reduced.
     dtype = torch.float32 if group.device.type == "mps" else torch.float64
-    sums = torch.zeros(len(names), 4, dtype=dtype, device=group.device)
-    for logits_by_name, targets, _ in outputs:
+    sums = torch.zeros(len(names), 6, dtype=dtype, device=group.device)
+    for logits_by_name, targets, indices in outputs:
         for row, name in zip(sums, names, strict=True):
             logits = logits_by_name[name]
-            top = logits.topk(min(5, logits.shape[1]), dim=1).indices.eq(targets[:, None])
+            best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+            top = best.eq(targets[:, None])
             loss = functional.cross_entropy(logits, targets, reduction="sum")
             counts = [top[:, 0].sum(), top.sum(), loss, torch.ones_like(targets).sum()]
-            row += torch.stack([count.to(dtype) for count in counts])
+            if labels.real is not None:
+                real = labels.real[indices].to(logits.device)
+                counts += [real.eq(best[:, :1]).any(1).sum(), real.ge(0).any(1).sum()]
+            row[: len(counts)] += torch.stack([count.to(dtype) for count in counts])
     seconds = time.perf_counter() - started
-    return {
-        name: {
+    results = {}
+    for name, (top1, top5, loss_sum, images, real_hits, real_images) in zip(
+        names, all_reduce_sum(sums, group).tolist(), strict=True
+    ):
+        results[name] = {
             "top1_pct": 100 * top1 / images,
             "top5_pct": 100 * top5 / images,
             "loss": loss_sum / images,
             "images": int(images),
             "seconds": seconds,
         }
-        for name, (top1, top5, loss_sum, images) in zip(names, all_reduce_sum(sums, group).tolist(), strict=True)
-    }
+        if labels.real is not None:
+            results[name] |= {"real_pct": 100 * real_hits / real_images, "real_images": int(real_images)}
+    return results

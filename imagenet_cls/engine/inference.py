@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors, mean_std
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.load import removed_key_warnings
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.data.classes import is_numbered, join_names
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Preprocess
-from imagenet_cls.data.index import is_image, join_names
-from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.index import is_image
+from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.build import choose_num_classes, rank_devices
 from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, model_outputs
+from imagenet_cls.engine.labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_val_batches
 from imagenet_cls.engine.model import choose_mean_std, class_difference, memory_format, read_stored_weights
 from imagenet_cls.engine.step import choose_precision
@@ -34,7 +36,7 @@ from imagenet_cls.files import check_regular
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.build import build_model, check_trusted, published_weights
-from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
+from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_classes, match_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors, state_dict_mismatch, without_split_bn
 from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main, run_on_main
 from imagenet_cls.parallel.devices import choose_device
@@ -50,7 +52,7 @@ _BATCH = 32
 # Keys that decide which images are evaluated and how they are prepared; not those of speed and batches.
 _EVALUATION_KEYS = (
     "data.name", "data.root", "data.train", "data.val", "data.val_fraction", "data.fold", "data.group", "data.kwargs",
-    "data.exif",
+    "data.exif", "data.classes", "eval.classes",
     "eval.mode", "eval.crop_px", "eval.crop_pct", "eval.resize_px", "eval.interpolation", "eval.flip_tta",
 )  # fmt: skip
 
@@ -86,17 +88,24 @@ def evaluate_weights(
     Returns messages about the weights, the metrics of `evaluate`, and with keep_predictions on rank 0 one row for each
     image: image, target, top-5 classes and probabilities, of the EMA weights if there are any.
     """
-    data = open_datasets(config.data, ("val",))
+    subset = config.eval.classes == "present"
+    data = open_datasets(config.data, ("val",), subset)
     assert data.val is not None
-    trained, messages = load_on_all_ranks(config, checkpoint, data.classes, group, allow_import)
-    if trained.classes is not None and trained.classes != data.classes:
+    classes = classes_of_outputs(config, data.classes)
+    trained, messages = load_on_all_ranks(config, checkpoint, classes, group, allow_import)
+    classes = trained.classes or classes
+    is_by_position = is_numbered(data.classes, classes) and not has_training_part(config.data)
+    if classes != data.classes and not (subset or is_by_position):
+        assert trained.classes is not None
         difference = class_difference(trained.classes, data.classes)
         raise DataError(
             f"the validation images have {len(data.classes)} classes ({join_names(data.classes)}), the checkpoint was "
             f"trained on {len(trained.classes)} ({join_names(trained.classes)})"
             f"{difference and f': {difference}'}.\n"
-            "Use the config and the data that it was trained with."
+            "Use the config and the data that it was trained with; for some of its classes, eval.classes=present."
         )
+    val = with_classes(data.val, classes, f"data.val {config.data.val}", subset)
+    labels = evaluation_labels(config.eval, val, classes)
     devices = rank_devices(config, group)
     crop_px = config.eval.crop_px
     for model in trained.models.values():
@@ -110,18 +119,41 @@ def evaluate_weights(
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     outputs = model_outputs(
         {name: wrap_data_parallel(model, devices) for name, model in trained.models.items()},
-        build_val_batches(config, data.val, group, len(devices.all), trained.mean),
+        build_val_batches(config, val, group, len(devices.all), trained.mean),
         Preprocess(trained.mean, trained.std, group.device, config.train.channels_last),
         group.device,
         choose_precision(config.train.precision, group.device),
         flip=config.eval.flip_tta,
+        labels=labels,
     )
     names = list(trained.models)
     rows: list[dict[str, Any]] = []
     if keep_predictions:
-        outputs = record_predictions(outputs, names[-1], data.val, data.classes, rows)
-    metrics = evaluate(outputs, names, group)
+        outputs = record_predictions(outputs, names[-1], val, classes, rows)
+    metrics = evaluate(outputs, names, group, labels)
+    if shown := labels.describe(trained.num_classes):
+        metrics = {name: result | {"classes": shown} for name, result in metrics.items()}
     return messages, metrics, sorted(gather_to_main(rows, group), key=lambda row: row["index"])
+
+
+def classes_of_outputs(config: Config, found: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes of weights that don't name them, in the order of their outputs. found: those of the data.
+
+    They are ImageNet's where the data's are some of them (`eval.classes=present`) or the numbers of all, and no
+    training part names them. Their number is `model.num_classes`, or 1,000. Otherwise they are `found`.
+    """
+    given, has_training = config.model.num_classes, has_training_part(config.data)
+    if config.data.classes is not None or (has_training and given is None):
+        return found
+    names = imagenet_classes(given or IMAGENET_CLASSES)
+    is_subset = config.eval.classes == "present" and set(found) <= set(names)
+    is_by_position = is_numbered(found, names) and not has_training
+    return names if names and (is_subset or is_by_position) else found
+
+
+def has_training_part(data: DataConfig) -> bool:
+    """Whether there is a training part, whose classes are those of the data, beside the validation part."""
+    return data.name != "folder" or data.val is None or (Path(data.root).expanduser() / data.train).exists()
 
 
 def record_predictions(

@@ -304,10 +304,14 @@ class Run:
             parts.evaluation.autocast_dtype,
             parts.config.eval.flip_tta,
             pad_to=parts.config.eval.batch_size if parts.config.train.compile else None,
+            labels=parts.evaluation.labels,
         )
         position = {"step": progress.step, "epoch": (progress.step - 1) // parts.plan.steps_per_epoch}
         improved = False
-        for name, result in evaluate(outputs, list(models), parts.group).items():
+        labels = parts.evaluation.labels
+        for name, result in evaluate(outputs, list(models), parts.group, labels).items():
+            if shown := labels.describe(parts.num_classes):
+                result["classes"] = shown
             self.reporter.eval_result({"kind": "eval", **position, "weights": name, **result})
             progress.latest[name] = {field: value for field, value in result.items() if field != "seconds"}
             # NaN logits have a top-1 too (topk sorts NaN first), so the loss must be finite.

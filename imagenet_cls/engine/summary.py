@@ -38,6 +38,7 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     rows = {
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
         "data": f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images",
+        "validation classes": parts.evaluation.labels.describe(parts.num_classes),
         "class sizes": _class_sizes(parts),
         "data workers": describe_workers(config, plan, group),
         "decoder": describe_decoder(parts.data.train),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from timm.data import ImageNetInfo
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 from torchvision.models import ResNet18_Weights
 
@@ -42,6 +42,12 @@ def imagenet_order(classes: Sequence[str]) -> list[int]:
         f"the published weights have the classes of ImageNet-1k, and the dataset's {unknown!r} is not one of them\n"
         "name the classes by WordNet ids (n01440764), by torchvision's categories, or all by the numbers 0 to 999"
     )
+
+
+def imagenet_classes(count: int) -> tuple[str, ...]:
+    """The WordNet ids of the version of ImageNet with `count` classes, in the order of outputs; empty if unknown."""
+    subset = infer_imagenet_subset({"num_classes": count})
+    return tuple(ImageNetInfo(subset).label_names()) if subset else ()
 
 
 def match_outputs(model: nn.Module, classes: Sequence[str]) -> str:

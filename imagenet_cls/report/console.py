@@ -148,6 +148,8 @@ class Console:
             f"{record['weights']} weights: top-1 {record['top1_pct']:.2f} %",
             f"top-5 {record['top5_pct']:.2f} %",
             f"loss {record['loss']:.4f}",
+            *([f"ReaL {record['real_pct']:.2f} %"] if "real_pct" in record else []),
+            *([f"classes: {record['classes']}"] if "classes" in record else []),
             f"{record['images']} images in {record['seconds']:.1f} s",
         ]
         self.message("  ".join(parts))

@@ -5,6 +5,8 @@
     {"kind": "train", "step", "epoch", "loss", "top1_pct", "lr", "grad_norm"}  for every step; the last of each logging
                                                        interval also has "images_per_sec", "data_wait_pct", "memory_mib"
     {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "images", "seconds"}
+                                          with eval.real_labels also "real_pct", "real_images"; with
+                                          eval.classes=present also "classes", such as "200 of 1000"
     {"kind": "event", "step", "message"}
 
 The train record of a step whose update was skipped, because the gradient was not finite, has "skipped": true. With

@@ -89,6 +89,7 @@ OFF: Settings = {
     "augment.crop": "random_resized", "augment.pad_px": 4, "augment.pad_mode": "constant",  # the padding has no effect
     "data.channels": 3, "data.exif": "ignore", "data.fraction": 1.0,
     "data.balance": 0.0, "loss.effective_beta": 0.999,  # the latter is unused
+    "eval.classes": "all",
     "eval.mode": "crop", "mix.mode": "batch", "optimizer.lr_scaling": "linear", "ema.warmup": False, "flip_tta": False,
     "distill": "none", "distill_alpha": 0.5, "distill.temperature": 1.0, "teacher_pretrained": False,
 }

@@ -106,6 +106,8 @@ def wrong_type(draw: st.DrawFn) -> Mutation:
         wrong = [*never, "1", "0", "maybe", "'true'"]
     elif bare in (int, float):
         wrong = [*never, "many", "true", "[1]", "1 2", "''", "0x", "1e", "--1"] + (["1.5"] if bare is int else [])
+    elif key == "data.classes":  # a list or a text
+        wrong = ["{a: 1}", "[[x]]", "[a, a]"]
     else:
         wrong = ["{a: 1}", "3", "text", "false"]
         wrong += [] if bare == list[str] else ["[x]", "[[1]]", "[null]"]

@@ -1,0 +1,81 @@
+"""The classes of a dataset and their order: `data.classes`, and class folders that are matched to other classes."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.errors import DataError, printable, shorten
+from imagenet_cls.files import check_regular
+
+NO_VALIDATION = "data.val=null data.val_fraction=0.1"
+
+
+def chosen_classes(data: DataConfig) -> tuple[str, ...] | None:
+    """The classes that `data.classes` lists or that its file has, one in each line; None: all. Raises DataError."""
+    if data.classes is None:
+        return None
+    if isinstance(data.classes, list):
+        return tuple(data.classes)
+    file = Path(data.classes).expanduser()
+    try:
+        check_regular(file)
+        lines = file.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+    except OSError as error:
+        raise DataError(f"{file} (data.classes): {error.strerror}\ngive a text file with one class a line") from None
+    names = tuple(line.strip() for line in lines if line.strip())
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{file} (data.classes): {join_names(repeated)} is listed more than once\nlist it once")
+    if not names:
+        raise DataError(f"{file} (data.classes): lists no class\ngive one class a line")
+    return names
+
+
+def is_numbered(found: Sequence[str], classes: Sequence[str]) -> bool:
+    """Whether the folders of a part are called by the positions of `classes`, all of them, which are not numbers."""
+    return set(found) == set(map(str, range(len(classes)))) and not any(name.isdecimal() for name in classes)
+
+
+def match_classes(
+    found: Sequence[str], classes: Sequence[str], place: Path | str, subset: bool = False, ignore_others: bool = False
+) -> list[int]:
+    """Position of each class of a part in `classes`, by name; -1 for one that is ignored.
+
+    Folders that are called 0 to K - 1 are the K classes by their position if these are not numbers, as in ImageNet-V2.
+    place: of the part, for messages. subset: `found` need not have all classes. ignore_others: it may have others, too.
+    Raises DataError.
+    """
+    position = {name: i for i, name in enumerate(classes)}
+    if is_numbered(found, classes):
+        return list(map(int, found))
+    unknown = [name for name in found if name not in position]
+    if unknown and not ignore_others:
+        for known in classes:
+            if unicodedata.normalize("NFC", known) == unicodedata.normalize("NFC", unknown[0]):
+                raise DataError(
+                    f"{place}: the class folder {unknown[0]!a} is {known!a} in training, the same name in another "
+                    "Unicode normalization\nrename one of them (convmv --nfc renames whole trees)"
+                )
+        raise DataError(
+            f"{place}: {len(unknown)} of {len(found)} class folders are not among the {len(classes)} training classes: "
+            f"{join_names(unknown)}\nuse the same folder names for training and validation, or correct data.val"
+        )
+    missing = sorted(set(classes).difference(found))
+    if missing and ignore_others and (not subset or len(missing) == len(classes)):
+        raise DataError(
+            f"{place}: {len(missing)} of {len(classes)} classes of data.classes are not here: {join_names(missing)}\n"
+            f"it has {join_names(found)}: correct data.classes"
+        )
+    if missing and not subset:
+        raise DataError(
+            f"{place}: {len(missing)} of {len(classes)} training classes have no folder here: {join_names(missing)}\n"
+            f"add them; or evaluate those that are here: eval.classes=present; or take the validation images from the "
+            f"training images: {NO_VALIDATION}"
+        )
+    return [position.get(name, -1) for name in found]
+
+
+def join_names(names: Sequence[str], count: int = 3) -> str:
+    """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
+    return ", ".join(shorten(printable(name), 100) for name in names[:count]) + (", ..." if len(names) > count else "")

@@ -1,0 +1,95 @@
+"""Which classes and labels an evaluation counts: outputs of absent classes, and ReaL labels of ImageNet."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imagenet_cls.config.schema import EvalConfig
+from imagenet_cls.data.sources import ImageSource, required_targets
+from imagenet_cls.errors import DataError
+from imagenet_cls.files import check_regular
+from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_order
+
+VALIDATION_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
+
+
+@dataclass(frozen=True)
+class EvaluationLabels:
+    """present: int64 (P,), the classes that the validation images have, if all others are ignored; None: all count.
+
+    real: int64 (images, most labels), the ReaL labels of each image, and -1 where it has fewer; None without them.
+    """
+
+    present: Tensor | None = None
+    real: Tensor | None = None
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Logits (B, outputs) with -inf for the classes that are not present."""
+        if self.present is None:
+            return logits
+        absent = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+        absent[self.present.to(logits.device)] = False
+        return logits.masked_fill(absent, -torch.inf)
+
+    def describe(self, num_outputs: int) -> str:
+        """How many classes are present, such as `200 of 1000`; "" where all count."""
+        return "" if self.present is None else f"{len(self.present)} of {num_outputs}"
+
+
+def evaluation_labels(config: EvalConfig, source: ImageSource, classes: Sequence[str]) -> EvaluationLabels:
+    """The labels of an evaluation. source: the validation images. Raises DataError."""
+    present = real = None
+    if config.classes == "present":
+        present = torch.from_numpy(np.unique(required_targets(source, "eval.classes")))
+    if config.real_labels is not None:
+        real = read_real_labels(Path(config.real_labels).expanduser(), source, classes)
+    return EvaluationLabels(present, real)
+
+
+def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) -> Tensor:
+    """The ReaL labels of each image as classes of the dataset: see `EvaluationLabels.real`.
+
+    Beyer et al., "Are we done with ImageNet?", 2020. file: real.json of google-research/reassessed-imagenet, a list of
+    lists of outputs: at i the labels of ILSVRC2012_val_(i + 1).JPEG, of which some have none. Raises DataError.
+    """
+    place = f"{file} (eval.real_labels)"
+    try:
+        check_regular(file)
+        lists = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{place}: {error.strerror}\ngive real.json of google-research/reassessed-imagenet") from None
+    except ValueError:
+        lists = None
+    if not isinstance(lists, list) or not all(isinstance(labels, list) for labels in lists):
+        raise DataError(f"{place}: not a list of lists in JSON\ngive real.json of google-research/reassessed-imagenet")
+    try:
+        order = imagenet_order(classes)
+    except DataError as error:
+        text = f"{place}: the labels are classes of ImageNet-1k, and not all of the dataset's are"
+        raise DataError(f"{text}\n{str(error).splitlines()[-1]}") from None
+    class_of = {output: number for number, output in enumerate(order)}
+    rows = []
+    for i in range(len(source)):
+        match = VALIDATION_NAME.search(source.name(i))
+        number = int(match[1]) if match else 0
+        if not 1 <= number <= len(lists):
+            raise DataError(
+                f"{source.name(i)}: eval.real_labels needs names with ILSVRC2012_val_00000001 to {len(lists):08d}\n"
+                "evaluate ImageNet's validation images, or set eval.real_labels to null"
+            )
+        if any(type(label) is not int or label not in class_of for label in lists[number - 1]):
+            raise DataError(
+                f"{place}: its entry {number} is {lists[number - 1]}, not a list of numbers from 0 to "
+                f"{IMAGENET_CLASSES - 1}\ngive real.json of google-research/reassessed-imagenet"
+            )
+        rows.append([class_of[label] for label in lists[number - 1]])
+    if not any(rows):
+        raise DataError(f"{place}: none of the {len(rows)} images has a label\ncheck the file and data.val")
+    most = max(map(len, rows))
+    return torch.tensor([row + [-1] * (most - len(row)) for row in rows])
