@@ -112,7 +112,7 @@ def read_states(
     libraries. kind: `raw` or `ema`. Raises CheckpointError if one is damaged, or another model or task than the first.
     """
     from imagenet_cls.checkpoint.select import load_best
-    from imagenet_cls.models.weights import read_weights
+    from imagenet_cls.models.weight_files import read_weights
 
     first: Snapshot | None = None
     for path in paths:

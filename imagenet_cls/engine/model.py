@@ -21,7 +21,8 @@ from imagenet_cls.models.adapt import checkpoint_activations, freeze, set_traini
 from imagenet_cls.models.build import build_model, model_mean_std, published_weights, weights_source
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
-from imagenet_cls.models.weights import download_weights, load_weights, prefix_errors, read_weights
+from imagenet_cls.models.weight_files import download_weights, read_weights
+from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import run_on_main
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm

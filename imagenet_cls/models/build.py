@@ -339,6 +339,8 @@ def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, lis
             return built, problems + [_unknown_argument(name, built) for name in rejected]
         except ResourceError:
             raise
+        except CheckpointError as error:
+            return None, [*problems, Problem("model.name", first_line(error).removeprefix("model.name: "))]
         except Exception as error:
             _, _, quoted = str(error).partition("unexpected keyword argument")
             names = [n for n in re.findall(r"'(\w+)'", quoted.partition("Did you mean")[0]) if n in kwargs]

@@ -14,7 +14,7 @@ from imagenet_cls.config.schema import TeacherConfig
 from imagenet_cls.errors import UserError
 from imagenet_cls.guards.agreement import check_same_config
 from imagenet_cls.models.teacher import MeanStd, build_teacher
-from imagenet_cls.models.weights import read_weights
+from imagenet_cls.models.weight_files import read_weights
 
 MEAN_STD = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 OWN = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])

@@ -29,7 +29,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.weights import read_weights
+from imagenet_cls.models.weight_files import read_weights
 
 CANARY = "canary"
 # A module of the attacker's: importing it creates the canary.

@@ -19,7 +19,7 @@ from imagenet_cls.models.teacher import (
     build_teacher,
     distillation_problems,
 )
-from imagenet_cls.models.weights import read_weights
+from imagenet_cls.models.weight_files import read_weights
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.weights import load_weights, read_weights
+from imagenet_cls.models.weight_files import read_weights
+from imagenet_cls.models.weights import load_weights
 
 
 @pytest.fixture(scope="module")
