@@ -108,12 +108,14 @@ def comments() -> dict[tuple[str, str], str]:
 
 
 def _type_text(key: str) -> str:
-    bare, optional = keys.split_optional(keys.value_types()[key])
-    text = "dict" if bare == schema.Kwargs else inspect.formatannotation(bare)
+    hint = keys.value_types()[key]
+    bare, optional = keys.split_optional(hint)
+    plain = [member for member in keys.members(hint) if member is not type(None) and not keys.choices(member)]
+    text = "dict" if bare == schema.Kwargs else " or ".join(map(inspect.formatannotation, plain))
     text = keys.describe_type(bare) if keys.choices(bare) else text
     allowed = keys.info(key).allowed
     text = text if allowed is None else f"{text}, {allowed}"
-    words = () if keys.choices(bare) else keys.choices(keys.value_types()[key])
+    words = () if keys.choices(bare) else keys.choices(hint)
     return ", or ".join([text, *words, *(["null"] if optional else [])])
 
 

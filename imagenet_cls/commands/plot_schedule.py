@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_components
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.config.schema import Config, DataConfig, height_width
 from imagenet_cls.errors import UsageError
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def schedule_curves(config: Config, num_images: int) -> tuple["Plan", str | None
     if (constant := initial_momentum(config.optimizer)) is not None:
         scheduled = map(schedule.momentum, steps)
         curves["momentum"] = [constant if momentum is None else momentum for momentum in scheduled]
-    curves["resolution (px)"] = [size_px_at(config.augment, step // plan.steps_per_epoch) for step in steps]
+    curves["resolution (px)"] = [
+        height_width(size_px_at(config.augment, step // plan.steps_per_epoch))[0] for step in steps
+    ]
     return plan, note, curves
 
 

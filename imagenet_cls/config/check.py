@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from imagenet_cls.config import keys
-from imagenet_cls.config.schema import SHARE_BELOW_1, Config
+from imagenet_cls.config.schema import SHARE_BELOW_1, Config, height_width
 from imagenet_cls.errors import Problem, format_value
 from imagenet_cls.lookup import number_problem
 
@@ -25,7 +25,7 @@ def check_value(key: str, value: Any) -> None:
         raise ValueError(f"{shown} is not a finite number") from None
     if info.allowed is not None and (not items or any(item not in info.allowed for item in items)):
         raise ValueError(f"{shown} is out of range: {info.allowed}")
-    if info.count not in (None, len(items)):
+    if isinstance(value, list) and info.count not in (None, len(items)):
         raise ValueError(f"{shown} is not a list of {info.count} numbers")
     if info.ascending and sorted(items) != items:
         raise ValueError(f"{shown} is not in ascending order")
@@ -41,7 +41,7 @@ def rule_problems(c: Config) -> Iterator[Problem]:
             if attrgetter(other)(c) not in (None, False, []):
                 yield Problem(key, f"is given and {other} too; keep one")
         most = attrgetter(info.at_most)(c) if info.at_most else None
-        if value is not None and most is not None and value > most:
+        if value is not None and most is not None and (max(value) if isinstance(value, list) else value) > most:
             yield Problem(key, f"{format_value(value)} is more than {info.at_most} {format_value(most)}")
         for name in info.shares:
             is_factory = ":" in attrgetter(key.replace(".kwargs", ".name"))(c)  # it may give the name another meaning
@@ -88,7 +88,9 @@ def _data_rules(c: Config) -> Iterator[tuple[str, str]]:
             yield key, f"{format_value(values)} is not one number for each of data.channels {data.channels}, or null"
     if data.channels != 3 and c.distill.kind != "none":
         yield "data.channels", f"{data.channels} can't be used with distill.kind; a teacher gets 3"
-    if growth.epochs is not None and growth.sizes_px is not None and len(growth.epochs) == len(growth.sizes_px):
+    if growth.epochs is not None and isinstance(size_px, list):
+        yield "augment.progressive.epochs", f"is for squares, and augment.size_px is {format_value(size_px)}"
+    elif growth.epochs is not None and growth.sizes_px is not None and len(growth.epochs) == len(growth.sizes_px):
         if growth.epochs[-1] > c.train.epochs:
             yield "augment.progressive.epochs", f"{growth.epochs[-1]:g} is more than train.epochs {c.train.epochs}"
         if any(size % growth.multiple_px for size in growth.sizes_px):
@@ -97,7 +99,7 @@ def _data_rules(c: Config) -> Iterator[tuple[str, str]]:
             yield "augment.progressive.sizes_px", f"the largest is not augment.size_px {size_px}"
     elif growth.epochs != growth.sizes_px:
         yield "augment.progressive.sizes_px", "needs one size for each of augment.progressive.epochs"
-    smallest_px = min([size_px, *(growth.sizes_px or [])])
+    smallest_px = min([*height_width(size_px), *(growth.sizes_px or [])])
     if c.augment.crop == "pad_crop" and c.augment.pad_px >= smallest_px:
         yield "augment.pad_px", f"{c.augment.pad_px} is not less than the {smallest_px} pixels of augment.size_px"
     if c.mix.cutmix_minmax is not None:

@@ -102,20 +102,20 @@ def keys_with(flag: Literal["recipe", "per_machine"], value: bool) -> frozenset[
     )
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members(hint: Any) -> tuple[Any, ...]:
     """The types of a union; for any other type, the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 def split_optional(hint: Any) -> tuple[Any, bool]:
     """The first type of a union, and whether None is another one."""
-    first, *others = _members(hint)
+    first, *others = members(hint)
     return first, type(None) in others
 
 
 def choices(hint: Any) -> tuple[str, ...]:
     """The values that a `Literal` type, or a union with one, allows; empty for other types."""
-    literals = [member for member in _members(hint) if typing.get_origin(member) is Literal]
+    literals = [member for member in members(hint) if typing.get_origin(member) is Literal]
     return tuple(value for literal in literals for value in typing.get_args(literal))
 
 
@@ -130,7 +130,7 @@ def describe_type(hint: Any) -> str:
     bare, optional = split_optional(hint)
     if choices(bare):
         return f"one of {', '.join(choices(bare))}" + (" or null" if optional else "")
-    names = [_TYPE_NAMES[member] for member in _members(hint) if member in _TYPE_NAMES]
+    names = [_TYPE_NAMES[member] for member in members(hint) if member in _TYPE_NAMES]
     return " or ".join([*names, *choices(hint), *(["null"] if optional else [])])
 
 

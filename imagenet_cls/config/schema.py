@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kwargs = dict[str, Any]
+Size = int | list[int]  # of an image in pixels: the side of a square, or [height, width]
 REQUIRED = "???"  # the value of a key that a later layer has to set
 
 
@@ -56,6 +57,17 @@ PERCENT = Range(0, 100)
 RATIO = Range(0.001, 1000)
 JITTER = Range(0, 1000)
 ALPHA = Range(0.001, 1000, or_zero=True)  # of a beta distribution: numpy draws NaN from tiny ones
+
+
+def height_width(size_px: Size) -> tuple[int, int]:
+    height, width = [size_px, size_px] if isinstance(size_px, int) else size_px
+    return height, width
+
+
+def format_size(size_px: Size) -> str:
+    """`224 px` or `192 x 256 px` (height, width)."""
+    height, width = height_width(size_px)
+    return f"{height} px" if height == width else f"{height} x {width} px"
 
 
 @dataclass(frozen=True)
@@ -287,7 +299,7 @@ class ErasingConfig:
 
 @dataclass(frozen=True)
 class ProgressiveConfig:
-    """Progressive resizing: the side of training images as a piecewise linear function of the epoch."""
+    """Progressive resizing: the side of square training images as a piecewise linear function of the epoch."""
 
     # Epochs of the points, ascending. The side is constant before the first and after the last. null: always size_px.
     epochs: list[float] | None = key(None, NOT_NEGATIVE, ascending=True)
@@ -301,8 +313,8 @@ class ProgressiveConfig:
 class AugmentConfig:
     """Augmentation of training images. The model library's suggestions are never used."""
 
-    # Side of the square training image, in pixels.
-    size_px: int = key(224, PIXELS)
+    # Size of a training image in pixels: the side of a square, or `[height, width]`.
+    size_px: Size = key(224, PIXELS, count=2)
     # Sides that grow during the run.
     progressive: ProgressiveConfig = section(ProgressiveConfig)
     # What is cut out of an image. `random_resized`: a random crop, resized to size_px (Inception's, the usual one for
@@ -546,17 +558,17 @@ class EmaConfig:
 class EvalConfig:
     """Evaluation. The model library's suggestions for preprocessing are never used."""
 
-    # How an image becomes a square. `crop`: the short side is resized, then the center is cut out; the rest is lost.
+    # How an image gets this size. `crop`: the short side is resized, then the center is cut out; the rest is lost.
     # `squash`: both sides are resized, which changes the aspect ratio. `pad`: the long side is resized, and the borders
     # get the mean color. With squash and pad the center is then cut out, too; eval.crop_pct 1 keeps the whole image.
     # timm's crop_mode calls them center, squash and border.
     mode: Literal["crop", "squash", "pad"] = "crop"
-    # Side of the center crop, in pixels.
-    crop_px: int = key(224, PIXELS, at_most="eval.resize_px")
-    # Side of the crop as a share of the resized side; determines the resize if resize_px is null.
+    # Size of the center crop in pixels: the side of a square, or `[height, width]`.
+    crop_px: Size = key(224, PIXELS, count=2, at_most="eval.resize_px")
+    # Sides of the crop as a share of the resized sides; determines the resize if resize_px is null.
     crop_pct: float = key(0.875, Range(0.01, 1), needs=RESIZES_BY_SHARE)
     # Side after the resize, in pixels: the short one, with `squash` both, with `pad` the long one. null:
-    # floor(crop_px / crop_pct).
+    # floor(crop_px / crop_pct); of `[height, width]` each: the image then covers both, or with `pad` fits into both.
     resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from imagenet_cls.config.schema import AugmentConfig
+from imagenet_cls.config.schema import AugmentConfig, Size, height_width
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import ImageSource
@@ -122,9 +122,9 @@ class SyntheticLoader:
             for micro_batch, size in enumerate(sizes):
                 yield pools[size][hash_key("synthetic", self.seed, epoch, step, micro_batch, rank) % POOL_BATCHES]
 
-    def _batch(self, key: tuple[int, int, int], batch_size: int, size_px: int) -> TrainBatch:
+    def _batch(self, key: tuple[int, int, int], batch_size: int, size_px: Size) -> TrainBatch:
         splits, erasing = self.augment.splits, self.augment.erasing
-        shape = batch_size * splits, self.channels, size_px, size_px
+        shape = batch_size * splits, self.channels, *height_width(size_px)
         images, targets = _random_batch(key, shape, self.num_classes, self.device)
         targets = targets[:batch_size]
         if erasing.prob == 0:
@@ -145,13 +145,13 @@ def synthetic_eval_batches(
     num_classes: int,
     indices: Sequence[int],
     batch_size: int,
-    size_px: int,
+    size_px: Size,
     seed: int,
     device: torch.device,
     channels: int = 3,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """As `eval_batches`: (images, targets, indices), every index once, always the same images."""
-    shape = batch_size, channels, size_px, size_px
+    shape = batch_size, channels, *height_width(size_px)
     images, targets = _random_batch((seed, "eval", 0), shape, num_classes, device)
     for start in range(0, len(indices), batch_size):
         chunk = torch.tensor(list(indices[start : start + batch_size]), dtype=torch.int64)

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
 from torch.utils.data._utils import signal_handling
 
+from imagenet_cls.config.schema import Size, height_width
 from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at
@@ -42,7 +43,7 @@ _OUT_OF_MEMORY = ("No space left on device", "Cannot allocate memory", "shared m
 class TrainBatch(NamedTuple):
     """B images in V views each (`augment.splits`), view-major: `images.split(B)` are the views, as in timm's AugMix.
 
-    images: uint8 (B * V, C, S, S), channels-last. targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4)
+    images: uint8 (B * V, C, H, W), channels-last. targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4)
     of top, left, height, width, zeros where none; and keys: int64 (B * V,), which the fill colors are drawn from. Both
     are always on the CPU, and None without erasing.
     """
@@ -128,7 +129,7 @@ class TrainLoader:
 def eval_batches(
     source: ImageSource, transform: EvalTransform, indices: Sequence[int], batch_size: int, options: WorkerOptions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Batches for evaluation: images uint8 (B, C, S, S), channels-last, targets int64 (B,), indices int64 (B,).
+    """Batches for evaluation: images uint8 (B, C, H, W), channels-last, targets int64 (B,), indices int64 (B,).
 
     Every image of `indices` once, in order; the last batch may be smaller. The workers end with the iterator. Errors
     as in `TrainLoader.epoch`.
@@ -164,7 +165,7 @@ def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, samp
 
 
 def _eval_batch(source: ImageSource, transform: EvalTransform, indices: list[int]) -> tuple[torch.Tensor, ...]:
-    images, targets = _empty_images(len(indices), transform.crop_px, transform.channels), []
+    images, targets = _empty_images(len(indices), list(transform.crop), transform.channels), []
     for row, index in enumerate(indices):
         seed_generators(hash_key("eval", index))  # a user's dataset may draw; the transform doesn't
         image, _, target = source.load_region(index, transform.needed_region)
@@ -173,17 +174,18 @@ def _eval_batch(source: ImageSource, transform: EvalTransform, indices: list[int
     return images, torch.tensor(targets), torch.tensor(indices)
 
 
-def _empty_images(num_images: int, size_px: int, channels: int) -> torch.Tensor:
-    """uint8 (num_images, channels, size_px, size_px), channels-last, not initialized.
+def _empty_images(num_images: int, size_px: Size, channels: int) -> torch.Tensor:
+    """uint8 (num_images, channels, height, width), channels-last, not initialized.
 
     In a worker it is in shared memory, as in torch's `default_collate`.
     """
-    size_bytes = num_images * size_px * size_px * channels
+    height, width = height_width(size_px)
+    size_bytes = num_images * height * width * channels
     if get_worker_info() is None:
         images = torch.empty(size_bytes, dtype=torch.uint8)
     else:
         images = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size_bytes))
-    return images.view(num_images, size_px, size_px, channels).permute(0, 3, 1, 2)
+    return images.view(num_images, height, width, channels).permute(0, 3, 1, 2)
 
 
 class _BatchDataset(Dataset[Any]):

@@ -15,7 +15,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from imagenet_cls.config.schema import RATIO, AugmentConfig, Range
+from imagenet_cls.config.schema import RATIO, AugmentConfig, Range, height_width
 from imagenet_cls.errors import Problem, shorten
 from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, number_problem
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
@@ -70,7 +70,7 @@ _TRIALS, _TRIAL_PX = 16, 224
 
 
 def build_policy(augment: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN) -> Policy | None:
-    """The policy of `augment` for images of size_px by size_px: uint8 (C, H, W) -> uint8 (C, H, W); None without one.
+    """The policy of `augment` for images whose short side is size_px: uint8 (C, H, W) -> the same; None without one.
 
     mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. As in the reference
     scripts, the policy interpolates as the crop does (`random`: timm draws bilinear or bicubic for each operation,
@@ -219,12 +219,12 @@ def _unknown(name: str) -> Problem:
 
 
 def _trial_problems(augment: AugmentConfig, channels: int) -> list[Problem]:
-    side = min(augment.size_px, _TRIAL_PX)
-    shape = channels, side, side
-    image = torch.from_numpy(np.arange(channels * side * side, dtype=np.uint32).astype(np.uint8).reshape(shape))
+    height, width = (min(side, _TRIAL_PX) for side in height_width(augment.size_px))
+    shape = channels, height, width
+    image = torch.from_numpy(np.arange(channels * height * width, dtype=np.uint32).astype(np.uint8).reshape(shape))
     try:
         with preserve_rng_state():
-            policy = build_policy(augment, side, IMAGENET_DEFAULT_MEAN[:channels])
+            policy = build_policy(augment, min(height, width), IMAGENET_DEFAULT_MEAN[:channels])
             for number in range(_TRIALS):
                 seed_generators(hash_key("policy trial", number))
                 result: Any = policy(image.clone()) if callable(policy) else policy

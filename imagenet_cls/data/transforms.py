@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
-from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig
+from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig, ProgressiveConfig, Size, height_width
 from imagenet_cls.data.policies import OnPillow, build_policy, to_pil_image
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.seeding import seed_generators
@@ -35,25 +35,26 @@ HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 BOX_ATTEMPTS = 10
 
 
-def size_px_at(augment: AugmentConfig, epoch: int) -> int:
-    """Size (side in pixels) of the training images of epoch `epoch` (from 0).
+def size_px_at(augment: AugmentConfig, epoch: int) -> Size:
+    """Size of the training images of epoch `epoch` (from 0): `augment.size_px`, or with progressive resizing a side.
 
     Linear between the points of `augment.progressive`, constant before the first and after the last, rounded to a
     multiple of `multiple_px`, halves to the even multiple: `round(interp(epoch) / 32) * 32` of FFCV's `rn50_train.py`.
     """
-    return int(_sizes_at(augment, np.array([epoch]))[0])
-
-
-def sizes_px(augment: AugmentConfig) -> list[int]:
-    """All sizes of a run's training images, ascending."""
-    last = math.ceil((augment.progressive.epochs or [0])[-1])
-    return [int(size) for size in np.unique(_sizes_at(augment, np.arange(last + 1)))]
-
-
-def _sizes_at(augment: AugmentConfig, epochs: NDArray[np.integer]) -> NDArray[np.integer]:
     points = augment.progressive
-    if points.epochs is None or points.sizes_px is None:
-        return np.full(len(epochs), augment.size_px)
+    return augment.size_px if points.epochs is None else int(_sides_at(points, np.array([epoch]))[0])
+
+
+def sizes_px(augment: AugmentConfig) -> list[Size]:
+    """All sizes of a run's training images, ascending."""
+    points = augment.progressive
+    if points.epochs is None:
+        return [augment.size_px]
+    return np.unique(_sides_at(points, np.arange(math.ceil(points.epochs[-1]) + 1))).tolist()
+
+
+def _sides_at(points: ProgressiveConfig, epochs: NDArray[np.integer]) -> NDArray[np.integer]:
+    assert points.epochs is not None and points.sizes_px is not None
     sizes = np.interp(epochs, points.epochs, points.sizes_px)
     return np.rint(sizes / points.multiple_px).astype(np.int64) * points.multiple_px
 
@@ -61,7 +62,7 @@ def _sizes_at(augment: AugmentConfig, epochs: NDArray[np.integer]) -> NDArray[np
 class View(NamedTuple):
     """One view of an image, drawn from `key`.
 
-    image: uint8 (C, S, S), in any memory format. boxes: int32 (n, 4) to erase; None without erasing.
+    image: uint8 (C, H, W), in any memory format. boxes: int32 (n, 4) to erase; None without erasing.
     """
 
     image: torch.Tensor
@@ -70,8 +71,8 @@ class View(NamedTuple):
 
 
 class TrainTransform:
-    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (C, S, S). S: `size_px_at` the epoch. C: 3, or 1
-    if `mean` has one number: gray.
+    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (C, *size). size: `size_px_at` the epoch. C: 3,
+    or 1 if `mean` has one number: gray.
 
     Order: crop and resize as `augment.crop` says, horizontal flip, vertical flip, policy, color jitter, grayscale, as
     in torchvision and timm. (timm omits color jitter beside most policies.) The draws are those of torchvision's v2, in
@@ -87,9 +88,10 @@ class TrainTransform:
         self.augment, self.channels = augment, len(mean)
         self.splits = augment.splits
         # Built for all sizes at once: a policy that draws in its constructor must not draw from a sample's generators.
-        self.policies = {size: build_policy(augment, size, mean) for size in sizes_px(augment)}
+        sizes = [height_width(size_px) for size_px in sizes_px(augment)]
+        self.policies = {size: build_policy(augment, min(size), mean) for size in sizes}
         pad = {"padding": augment.pad_px, "padding_mode": augment.pad_mode}
-        self.pad_crops = {px: v2.RandomCrop(px, **pad) for px in self.policies if augment.crop == "pad_crop"}
+        self.pad_crops = {size: v2.RandomCrop(size, **pad) for size in sizes if augment.crop == "pad_crop"}
         self.log_ratio: list[float] = torch.tensor(augment.ratio).log().tolist()  # float32, as in torchvision
         jitter = augment.color_jitter
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
@@ -115,23 +117,23 @@ class TrainTransform:
             elif is_unchanged:
                 boxes = torch.zeros(erasing.max_count, 4, dtype=torch.int32)
             else:
-                boxes = draw_boxes(erasing, view.shape[-1])
+                boxes = draw_boxes(erasing, list(view.shape[1:]))
             views.append(View(view, key, boxes))
         return views
 
     def crop_and_flip(self, image: torch.Tensor, epoch: int, crop: Box | None = None) -> torch.Tensor:
-        """uint8 (3, H, W) -> uint8 (C, S, S). Draws, in this order, the crop unless it is given, the interpolation, the
-        crop of the padded image, and the flips.
+        """uint8 (3, H, W) -> uint8 (C, *size). Draws, in this order, the crop unless it is given, the interpolation,
+        the crop of the padded image, and the flips.
         """
-        augment, size_px = self.augment, size_px_at(self.augment, epoch)
+        augment, size = self.augment, height_width(size_px_at(self.augment, epoch))
         top, left, height, width = crop or self.draw_crop(*image.shape[1:])
         interpolation: str = augment.interpolation
         if interpolation == "random":
             interpolation = RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
         image = to_channels(image[:, top : top + height, left : left + width], self.channels)
-        image = resize(image, [size_px, size_px], interpolation)
+        image = resize(image, list(size), interpolation)
         if augment.crop == "pad_crop":
-            image = self.pad_crops[size_px](image)
+            image = self.pad_crops[size](image)
         if draw_bernoulli(augment.hflip_prob):
             image = F.horizontal_flip(image)
         if draw_bernoulli(augment.vflip_prob):
@@ -159,8 +161,8 @@ class TrainTransform:
         return Box(*box)
 
     def color_transforms(self, image: torch.Tensor) -> torch.Tensor:
-        """Policy (which may also shear and translate), color jitter, grayscale: uint8 (C, S, S) -> the same."""
-        policy = self.policies[image.shape[-1]]
+        """Policy (which may also shear and translate), color jitter, grayscale: uint8 (C, *size) -> the same."""
+        policy = self.policies[image.shape[1], image.shape[2]]
         if policy is not None:
             image = policy(image if isinstance(policy, OnPillow) else image.contiguous())
         jitter_prob = self.augment.color_jitter.prob
@@ -195,8 +197,8 @@ def draw_bernoulli(prob: float) -> bool:
     return prob > 0 and torch.rand(1).item() < prob
 
 
-def draw_boxes(erasing: ErasingConfig, size_px: int) -> torch.Tensor:
-    """Boxes for one square image: int32 (max_count, 4) of top, left, height, width in pixels; zeros where none.
+def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
+    """Boxes for one image: int32 (max_count, 4) of top, left, height, width in pixels; zeros where none.
 
     The draws are those of timm's RandomErasing, in its order, from `random`'s default generator: whether at all; how
     many, where max_count allows more than one; for each box its area (share / how many), the logarithm of height /
@@ -207,32 +209,35 @@ def draw_boxes(erasing: ErasingConfig, size_px: int) -> torch.Tensor:
     if random.random() > erasing.prob:
         return boxes
     count = random.randint(1, erasing.max_count) if erasing.max_count > 1 else 1
+    rows, columns = height_width(size_px)
     log_ratio = [math.log(bound) for bound in erasing.ratio]
     for number in range(count):
         for _ in range(BOX_ATTEMPTS):
-            area = random.uniform(*erasing.scale) * size_px * size_px / count
+            area = random.uniform(*erasing.scale) * rows * columns / count
             ratio = math.exp(random.uniform(*log_ratio))
             height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if height < size_px and width < size_px:
-                top, left = random.randint(0, size_px - height), random.randint(0, size_px - width)
+            if height < rows and width < columns:
+                top, left = random.randint(0, rows - height), random.randint(0, columns - width)
                 boxes[number] = torch.tensor([top, left, height, width])
                 break
     return boxes
 
 
 class EvalTransform:
-    """Resize as `eval.mode` says, then crop the center: uint8 (3, H, W) -> uint8 (C, crop_px, crop_px).
+    """Resize as `eval.mode` says, then crop the center: uint8 (3, H, W) -> uint8 (C, *crop_px).
 
-    The short side, with `squash` both sides, and with `pad` the long side becomes resize_px, or
-    floor(crop_px / crop_pct): `transforms_imagenet_eval` of timm. mean: per channel, of values scaled to 0..1; the fill
-    of `pad`. C: 3, or 1 if it has one number: gray.
+    The short side, with `squash` both sides, and with `pad` the long side becomes resize_px, or floor(crop_px /
+    crop_pct), as in timm's `transforms_imagenet_eval`. Where that is [height, width], the image just covers both; with
+    `squash` it is both, and with `pad` it fits into both. mean: per channel, of values scaled to 0..1; the fill of
+    `pad`. C: 3, or 1 if it has one number: gray.
     """
 
     def __init__(self, config: EvalConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
         self.mode, self.channels = config.mode, len(mean)
         self.fill = [round(255 * value) for value in mean]
-        self.resize_px = config.resize_px or math.floor(config.crop_px / config.crop_pct)
-        self.crop_px = config.crop_px
+        self.crop = height_width(config.crop_px)
+        height, width = (config.resize_px or math.floor(side / config.crop_pct) for side in self.crop)
+        self.resized = height, width
         self.interpolation: str = config.interpolation
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
@@ -240,20 +245,21 @@ class EvalTransform:
         image = to_channels(image, self.channels)
         image = resize(image, list(self.resized_size(*image.shape[1:])), self.interpolation)
         if self.mode == "pad":
-            rows, columns = (max(self.crop_px - side, 0) for side in image.shape[1:])
+            rows, columns = (max(crop - side, 0) for crop, side in zip(self.crop, image.shape[1:], strict=True))
             image = F.pad(image, [columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2], fill=self.fill)
-        return F.center_crop(image, [self.crop_px, self.crop_px])
+        return F.center_crop(image, list(self.crop))
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the resized image, as torchvision computes them; with `pad` as timm does, not below 1."""
+        """Height and width of the resized image, as timm computes them; not below 1."""
+        rows, columns = self.resized
         if self.mode == "squash":
-            return self.resize_px, self.resize_px
-        if self.mode == "pad":
-            scale = max(height, width) / self.resize_px
+            return rows, columns
+        if self.mode == "pad" or rows != columns:
+            scale = (max if self.mode == "pad" else min)(height / rows, width / columns)
             return max(round(height / scale), 1), max(round(width / scale), 1)
-        if height <= width:
-            return self.resize_px, int(self.resize_px * width / height)
-        return int(self.resize_px * height / width), self.resize_px
+        if height <= width:  # torchvision's resize of the short side
+            return rows, int(rows * width / height)
+        return int(rows * height / width), rows
 
     def needed_region(self, height: int, width: int) -> Box:
         """A box that contains all pixels of an image of this size that the resized center crop depends on.
@@ -261,14 +267,14 @@ class EvalTransform:
         The whole image is resized, undefined pixels included: resizing only the box would use other filter weights.
         """
         resized_height, resized_width = self.resized_size(height, width)
-        top, bottom = self._needed_range(height, resized_height)
-        left, right = self._needed_range(width, resized_width)
+        top, bottom = self._needed_range(height, resized_height, self.crop[0])
+        left, right = self._needed_range(width, resized_width, self.crop[1])
         return Box(top, left, bottom - top, right - left)
 
-    def _needed_range(self, side: int, resized: int) -> tuple[int, int]:
+    def _needed_range(self, side: int, resized: int, crop: int) -> tuple[int, int]:
         """The rows or columns that the crop depends on: first, and last plus one."""
         scale = side / resized
         support = _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0  # one more pixel for rounding
-        first = round((resized - self.crop_px) / 2.0)  # as `F.center_crop` rounds; negative where it pads
-        begin, end = scale * (first + 0.5) - support, scale * (first + self.crop_px - 0.5) + support
+        first = round((resized - crop) / 2.0)  # as `F.center_crop` rounds; negative where it pads
+        begin, end = scale * (first + 0.5) - support, scale * (first + crop - 0.5) + support
         return max(math.floor(begin), 0), min(math.ceil(end), side)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from imagenet_cls.config.schema import Config, EmaConfig
+from imagenet_cls.config.schema import Config, EmaConfig, height_width
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import BatchLoader, check_shared_memory
@@ -133,9 +133,9 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     train_loader = build_train_loader(config, data.train, plan, group, mean)
 
     def warm_up_ddp() -> None:
-        size_px, splits = config.augment.size_px, config.augment.splits
+        image_shape, splits = (config.data.channels, *height_width(config.augment.size_px)), config.augment.splits
         size = train_loader.sampler.micro_batch_sizes[0]  # torch.compile compiles again for another size
-        images = preprocess(torch.zeros(size * splits, config.data.channels, size_px, size_px, dtype=torch.uint8))
+        images = preprocess(torch.zeros(size * splits, *image_shape, dtype=torch.uint8))
         targets = torch.zeros(size, dtype=torch.int64, device=device)
         with autocast(device, dtype):
             loss = criterion(wrapped(images), targets, images)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors, mean_std
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.load import removed_key_warnings
-from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.config.schema import Config, DataConfig, format_size
 from imagenet_cls.data.classes import is_numbered, join_names
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
@@ -112,7 +112,9 @@ def evaluate_weights(
         try:
             note = resize_model(model, crop_px, len(trained.mean))
         except ValueError as error:
-            text = f"{trained.config.model.name} can't take {crop_px} px: {error}{size_remedy(model, crop_px)}"
+            text = (
+                f"{trained.config.model.name} can't take {format_size(crop_px)}: {error}{size_remedy(model, crop_px)}"
+            )
             raise ConfigError([f"eval.crop_px: {text}"]) from error
         if note is not None and note not in messages:
             messages.append(note)

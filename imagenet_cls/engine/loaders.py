@@ -1,10 +1,11 @@
 """This rank's loaders for training and evaluation, their workers, and a warning if the loop waits for them."""
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from statistics import fmean
 from typing import Any
 
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import Config, height_width
 from imagenet_cls.data.builtin import SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.datasets import DataSets
 from imagenet_cls.data.loader import BatchLoader, TrainLoader, WorkerOptions, eval_batches
@@ -75,9 +76,9 @@ def prefetched_images(config: Config, data: DataSets, plan: Plan, group: Group) 
     return [
         (
             min(train_batches, num_batches) * plan.loader_batch * config.augment.splits,
-            channels * config.augment.size_px**2,
+            channels * prod(height_width(config.augment.size_px)),
         ),
-        (min(val_batches * val_batch, val_shard), channels * config.eval.crop_px**2),
+        (min(val_batches * val_batch, val_shard), channels * prod(height_width(config.eval.crop_px))),
     ]
 
 

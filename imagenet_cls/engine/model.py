@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from imagenet_cls.checkpoint.format import invalid_content_errors, mean_std
 from imagenet_cls.checkpoint.select import load_best
-from imagenet_cls.config.schema import Config, TrainConfig
+from imagenet_cls.config.schema import Config, Size, TrainConfig, format_size, height_width
 from imagenet_cls.data.transforms import sizes_px
 from imagenet_cls.errors import ConfigError, DataError, first_line, format_value
 from imagenet_cls.files import is_url
@@ -220,18 +220,18 @@ def check_model_outputs(model: nn.Module, config: Config, num_classes: int, batc
     if batch_norm_images == 1:
         before = [buffer.clone() for buffer in model.buffers()]
         with preserve_rng_state():
-            key, size_px = "train.micro_batch_size", min(sizes_px(config.augment))
+            key, size_px = "train.micro_batch_size", sizes_px(config.augment)[0]
             _forward_black_image(model, config, key, size_px, "a single training image")
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
 
 
-def _forward_black_image(model: nn.Module, config: Config, key: str, size_px: int, images: str) -> object:
+def _forward_black_image(model: nn.Module, config: Config, key: str, size_px: Size, images: str) -> object:
     """The output for one black image. Raises ConfigError for `key` where the model fails. images: what it gets."""
     device, channels, kwargs = next(model.parameters()).device, config.data.channels, config.model.kwargs
     try:
         with torch.no_grad():
-            return model(torch.zeros(1, channels, size_px, size_px, device=device))
+            return model(torch.zeros(1, channels, *height_width(size_px), device=device))
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         if is_out_of_memory(error) or (isinstance(error, AttributeError) and not kwargs):
             raise
@@ -239,5 +239,5 @@ def _forward_black_image(model: nn.Module, config: Config, key: str, size_px: in
         key = "model.kwargs" if isinstance(error, AttributeError) else key
         name = config.model.name + (f" with model.kwargs={format_value(kwargs)}" if kwargs else "")
         images += " of 1 channel and" if channels == 1 else " of"
-        text = f"{name} does not take {images} {size_px} px: {first_line(error)}"
+        text = f"{name} does not take {images} {format_size(size_px)}: {first_line(error)}"
         raise ConfigError([f"{key}: {text}{size_remedy(model, size_px)}"]) from error

@@ -15,7 +15,7 @@ from imagenet_cls.checkpoint.format import Progress, checkpoint_path
 from imagenet_cls.checkpoint.optimizer_state import base_optimizer
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch, killed_worker_error
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
@@ -55,8 +55,8 @@ def describe_batch_sizes(config: Config, world_size: int) -> str:
     train, devices = config.train, num_devices(config, world_size)
     micro_batch = micro_batch_for(train.global_batch_size, devices, train.micro_batch_size)
     return (
-        f"{micro_batch} images at once of {config.augment.size_px} px "
-        f"({config.eval.batch_size} of {config.eval.crop_px} px in evaluation)"
+        f"{micro_batch} images at once of {format_size(config.augment.size_px)} "
+        f"({config.eval.batch_size} of {format_size(config.eval.crop_px)} in evaluation)"
     )
 
 

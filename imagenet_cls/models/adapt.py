@@ -12,8 +12,8 @@ from timm.layers import convert_splitbn_model
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import ConfigError, first_line
+from imagenet_cls.config.schema import ModelConfig, Size, format_size, height_width
+from imagenet_cls.errors import ConfigError, first_line, format_value
 from imagenet_cls.lookup import did_you_mean_part, keyword_names
 
 # What models raise for images of another size.
@@ -113,8 +113,8 @@ def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[_BatchNorm, bo
     return frozen
 
 
-def resize_model(model: nn.Module, size_px: int, channels: int = 3) -> str | None:
-    """Make a model that was built for one size take square images of `size_px`, in place, on the CPU.
+def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | None:
+    """Make a model that was built for one size take images of `size_px`, in place, on the CPU.
 
     Returns None where it takes them already, else a sentence about what was done. Raises ValueError, with the model's
     error, where it can't. timm's `set_input_size` resamples position embeddings as its loading does (and scales Swin's
@@ -127,26 +127,26 @@ def resize_model(model: nn.Module, size_px: int, channels: int = 3) -> str | Non
         if not hasattr(model, "set_input_size"):
             raise ValueError(first_line(error)) from error
     try:
-        model.set_input_size(img_size=(size_px, size_px))  # type: ignore[operator]
+        model.set_input_size(img_size=height_width(size_px))  # type: ignore[operator]
         _try_size(model, size_px, channels)
     except Exception as error:
         raise ValueError(first_line(error)) from error
-    return f"made for another size; its position embeddings were resized for {size_px} px"
+    return f"made for another size; its position embeddings were resized for {format_size(size_px)}"
 
 
 @torch.no_grad()
-def _try_size(model: nn.Module, size_px: int, channels: int) -> None:
+def _try_size(model: nn.Module, size_px: Size, channels: int) -> None:
     """Run the model on one black image in evaluation mode."""
     was_training = model.training
     try:
-        model.eval()(torch.zeros(1, channels, size_px, size_px, device=next(model.parameters()).device))
+        model.eval()(torch.zeros(1, channels, *height_width(size_px), device=next(model.parameters()).device))
     finally:
         model.train(was_training)
 
 
-def size_remedy(model: nn.Module, size_px: int) -> str:
+def size_remedy(model: nn.Module, size_px: Size) -> str:
     """Which of `model.kwargs` lets the model take images of `size_px`, as a clause of a message; "" if none does."""
-    resizes = f"{size_px}, which resizes the position embeddings of the initial weights"
+    resizes = f"{format_value(size_px)}, which resizes the position embeddings of the initial weights"
     remedies = {
         "dynamic_img_size": "true, which takes every size in whole patches",
         "strict_img_size": "false, which takes every size",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.config.schema import DistillConfig, ModelConfig, TeacherConfig
+from imagenet_cls.config.schema import DistillConfig, ModelConfig, Size, TeacherConfig, format_size, height_width
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, first_line
 from imagenet_cls.models.adapt import head_names
 from imagenet_cls.models.build import build_model, model_mean_std, model_problems, published_weights
@@ -59,7 +59,7 @@ def build_teacher(
     group: Group,
     read: WeightsReader,
     mean_std: MeanStd,
-    sizes_px: Collection[int],
+    sizes_px: Collection[Size],
     seed: int,
     memory_format: torch.memory_format = torch.preserve_format,
     classes: Sequence[str] = (),
@@ -67,7 +67,7 @@ def build_teacher(
     """The teacher on `group.device`. A collective: rank 0 reads the weights and broadcasts them.
 
     num_classes: outputs of the student. read: called for `teacher.checkpoint`. mean_std: the student's normalization.
-    sizes_px: sides of the training images; each is tried with one black image. seed: keys the initial weights of a
+    sizes_px: sizes of the training images; each is tried with one black image. seed: keys the initial weights of a
     factory's model without a checkpoint. classes: of the data, in the order in which the outputs must be.
 
     Raises ConfigError for other classes or unsupported sizes, and what `build_model`, `load_weights` and `read` raise,
@@ -140,12 +140,12 @@ def _check_classes(teacher: TeacherConfig, classes: int, num_classes: int) -> No
         raise ConfigError([f"distill.teacher: {text}; use a teacher of the same classes"])
 
 
-def _check_outputs(teacher: Teacher, config: TeacherConfig, num_classes: int, sizes_px: Collection[int]) -> None:
-    for size_px in sorted(set(sizes_px)):
+def _check_outputs(teacher: Teacher, config: TeacherConfig, num_classes: int, sizes_px: Collection[Size]) -> None:
+    for size_px in sizes_px:
         try:
-            outputs = teacher(torch.zeros(1, 3, size_px, size_px))
+            outputs = teacher(torch.zeros(1, 3, *height_width(size_px)))
         except (AssertionError, RuntimeError, ValueError) as error:
-            text = f"{config.name} can't take {size_px} px: {first_line(error)}"
+            text = f"{config.name} can't take {format_size(size_px)}: {first_line(error)}"
             raise ConfigError([f"distill.teacher.name: {text}"]) from error
         shape = tuple(getattr(outputs, "shape", ())) or type(outputs).__name__
         if shape != (1, num_classes):

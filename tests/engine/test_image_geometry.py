@@ -146,3 +146,50 @@ def test_rotated_files_with_exif_apply_equal_upright_ones(tmp_path: Path, capsys
     files = [folder / "val" / "b" / "1.png" for folder in (rotated, upright)]
     assert torch.equal(*(predictor.logits([file]) for file in files))
     assert torch.equal(predictor.logits([Image.open(files[0])]), predictor.logits([files[1]]))
+
+
+WIDE = {"augment.size_px": "[16, 24]", "eval.crop_px": "[16, 24]", "eval.crop_pct": 1, "model.name": "test_resnet"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "augment.erasing.prob": 0.7,
+            "augment.policy": "rand-m9-mstd0.5",
+            "mix.mixup_alpha": 0.2,
+            "mix.cutmix_alpha": 1,
+        },
+        {"augment.crop": "pad_crop", "data.num_workers": 1, "eval.mode": "squash"},
+        {"model.name": "vit_tiny_patch16_224", "model.kwargs": "{depth: 1, patch_size: 8, img_size: [16, 24]}"},
+    ],
+)
+def test_images_of_height_and_width_train_resume_and_predict(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder, runs = write_folder(tmp_path / "photos"), [tmp_path / "whole", tmp_path / "stopped"]
+    settings = WIDE | changes
+    loss = train_on(folder, runs[0], **settings)
+    train_on(folder, runs[1], **(settings | {"train.max_steps": 1}))
+    train_on(folder, runs[1], resume=True, **settings)
+    assert losses(runs[0]) == losses(runs[1]) and saved_bytes(runs[0]) == saved_bytes(runs[1])
+    predictor, files = imagenet_cls.Predictor(runs[0]), sorted((folder / "val").glob("*/*.png"))
+    assert predictor.prepare(files).shape == (8, 3, 16, 24)
+    targets = torch.tensor([int(file.parent.name == "b") for file in files])
+    assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
+
+
+def test_synthetic_images_of_height_and_width(tmp_path: Path) -> None:
+    data = {"data.name": "synthetic", "data.kwargs": "{train_images: 64, val_images: 20, num_classes: 4}"}
+    data |= {"data.val_fraction": "null", "augment.erasing.prob": 1, "train.epochs": 1, "train.global_batch_size": 32}
+    train_here(arguments(tmp_path, tmp_path / "run", **(data | WIDE)))
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_evaluation_at_another_height_and_width_resizes_position_embeddings(tmp_path: Path, call: Callable) -> None:
+    folder, run = write_folder(tmp_path / "photos"), tmp_path / "run"
+    vit = {"model.name": "vit_tiny_patch16_224", "model.kwargs": "{depth: 1, patch_size: 8, img_size: 16}"}
+    train_on(folder, run, **vit)
+    code, out, _ = call(evaluate_command, run / "config.yaml", run, "eval.crop_px=[16, 24]")
+    assert code == 0 and "position embeddings were resized for 16 x 24 px" in out
+    settings = DATA | {"train.global_batch_size": 8} | vit | {"eval.crop_px": "[16, 24]"}
+    code, _, err = call(train_command, *arguments(folder, tmp_path / "other", **settings))
+    assert code == 2 and "eval.crop_px" in err and "16 x 24 px" in err

@@ -133,20 +133,21 @@ def timms_erasing(erasing: ErasingConfig) -> RandomErasing:
     )
 
 
+@pytest.mark.parametrize("size", [(48, 48), (40, 56)])
 @pytest.mark.parametrize("name", ERASING)
-def test_erasing_boxes_equal_timms(name: str) -> None:
-    erasing, size = ERASING[name], 48
+def test_erasing_boxes_equal_timms(name: str, size: tuple[int, int]) -> None:
+    erasing = ERASING[name]
     theirs = timms_erasing(erasing)
     erased = 0
     for seed in range(300):
         random.seed(seed)
-        boxes = draw_boxes(erasing, size)
+        boxes = draw_boxes(erasing, list(size))
         state = random.getstate()
         random.seed(seed)
         torch.manual_seed(seed)
-        expected = theirs(torch.full((3, size, size), 9.0))
+        expected = theirs(torch.full((3, *size), 9.0))
         assert random.getstate() == state, "as many draws, in the same order"
-        images = erase(torch.full((1, 3, size, size), 9.0), boxes[None], torch.tensor([seed]), erasing.mode)
+        images = erase(torch.full((1, 3, *size), 9.0), boxes[None], torch.tensor([seed]), erasing.mode)
         assert torch.equal(images[0] != 9, expected != 9)
         erased += int((expected != 9).any())
         if erasing.mode == "const":

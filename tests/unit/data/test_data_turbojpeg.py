@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -209,6 +210,8 @@ def test_evaluation_depends_on_no_pixel_outside_of_the_needed_region(
     for number in range(60):
         sides, crop_px = draws.integers(8, 260, 2), int(draws.integers(4, 120))
         config = EvalConfig(mode, crop_px, resize_px=int(draws.integers(4, 160)), interpolation=interpolation)  # type: ignore[arg-type]
+        if number % 3 == 0:
+            config = replace(config, crop_px=[crop_px, 4 + number], resize_px=None, crop_pct=0.7)
         pixels = np.array(photographs[number % 2].resize([int(side) for side in sides]))
         image, transform = torch.from_numpy(pixels).permute(2, 0, 1), EvalTransform(config)
         box = transform.needed_region(*image.shape[1:])
