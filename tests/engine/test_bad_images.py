@@ -140,10 +140,10 @@ def test_killed_worker_ends_the_program_with_5(tmp_path: Path) -> None:
 
 def test_too_little_shared_memory_exits_with_5_before_the_first_step(folder: Path, tmp_path: Path, call: Call) -> None:
     bad_image(folder).unlink()
-    # the four batches of an epoch, 16 images of 65,536 px
+    # the eight batches of two epochs, 16 images of 65,536 px
     sizes = {"augment__size_px": 65_536, "data__num_workers": 2, "data__prefetch_batches": 50}
     code, _, error = call(train_command, *of_folder(folder, tmp_path / "run", **sizes))
-    assert code == 5 and "need 786,432 MiB" in error and "data.prefetch_batches" in error
+    assert code == 5 and "need 1,572,864 MiB" in error and "data.prefetch_batches" in error
     assert not list((tmp_path / "run").rglob("metrics.jsonl"))
 
 
