@@ -34,15 +34,19 @@ from imagenet_cls.files import TEMPORARY, check_regular, fsync, remove
 
 FORMAT = 1
 
+# Results of an evaluation by their names in configs (`checkpoint.best`, `train.early_stop.metric`).
+METRICS = {"top1": "top1_pct", "top5": "top5_pct", "loss": "loss"}
+
 
 @dataclass
 class Progress:
     """How far a run is.
 
     step: optimizer updates done. evaluated_step: the last step that was evaluated; 0 before the first evaluation. best:
-    `top1_pct` and `step` of the best evaluation for each kind of weights (raw, ema). latest: metrics of the last
-    evaluation for each kind. evaluations: (step, top-1 in percent of the raw weights), which the `plateau` schedule
-    reads.
+    for each kind of weights (raw, ema) the `step` of the best evaluation and the metric of `checkpoint.best` (one of
+    `METRICS`). latest: metrics of the last evaluation for each kind. evaluations: (step, top-1 in percent of the raw
+    weights), which the `plateau` schedule reads. history: metrics for `train.early_stop`, of the same evaluations.
+    stopped_early: whether that ended the run.
     """
 
     step: int = 0
@@ -50,6 +54,8 @@ class Progress:
     best: dict[str, dict[str, Any]] = field(default_factory=dict)
     latest: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
+    history: list[dict[str, float]] = field(default_factory=list)
+    stopped_early: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,6 +74,17 @@ class Snapshot:
     state: dict[str, Any]
     ema: dict[str, Tensor] | None = None
     path: Path | None = field(default=None, compare=False)
+
+
+def score(results: Mapping[str, float], metric: str) -> float:
+    """A number that is higher for better results. metric: one of the values of `METRICS`."""
+    return -results[metric] if metric == "loss" else results[metric]
+
+
+def best_score(best: Mapping[str, float]) -> float:
+    """The score of an entry of `Progress.best`."""
+    (metric,) = (name for name in best if name != "step")
+    return score(best, metric)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -121,7 +138,8 @@ def check_progress(progress: Progress) -> None:
     """Raise an error here, not in the middle of a run, for values that are missing or no numbers."""
     numbers: list[float] = [progress.step, progress.evaluated_step]
     numbers += [step + top1_pct for step, top1_pct in progress.evaluations]
-    numbers += [best["step"] + best["top1_pct"] for best in progress.best.values()]
+    numbers += [best["step"] + best_score(best) for best in progress.best.values()]
+    numbers += [score(results, metric) for results in progress.history for metric in METRICS.values()]
     sum(numbers + [metrics["top1_pct"] + metrics["loss"] for metrics in progress.latest.values()])
 
 

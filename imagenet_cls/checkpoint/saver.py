@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
-from imagenet_cls.checkpoint.format import Progress, Snapshot, prune, write_checkpoint
+from imagenet_cls.checkpoint.format import Progress, Snapshot, best_score, prune, write_checkpoint
 from imagenet_cls.checkpoint.select import saved_best_steps
 from imagenet_cls.config.schema import CheckpointConfig
 from imagenet_cls.errors import UserError, first_line
@@ -57,7 +57,7 @@ class CheckpointSaver:
         self._wait_or_report()  # before the copy, so that memory holds one copy only
         if self._written is not None and not self._written.exists():
             self.report(f"{self._written} was removed by another process; training continues")
-        best = {entry["step"]: entry["top1_pct"] for entry in self.progress.best.values()}
+        best = {entry["step"]: best_score(entry) for entry in self.progress.best.values()}
         self._save_in_progress = self._executor.submit(self._write, self.take_snapshot(), best)
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class CheckpointSaver:
             self.report(f"{first_line(error)}; training continues (checkpoint.on_error)")
 
     def _write(self, snapshot: Snapshot, best: dict[int, float]) -> None:
-        """In the thread. best: top-1 of the best checkpoint of each kind of weights by step, when the copy was made."""
+        """In the thread. best: score of the best checkpoint of each kind of weights by step, when the copy was made."""
         self.before_write()
         self._written = write_checkpoint(self.checkpoints, snapshot)
         step = snapshot.state["step"]

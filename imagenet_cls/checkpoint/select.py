@@ -11,8 +11,10 @@ from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.checkpoint.format import (
     Progress,
     Snapshot,
+    best_score,
     invalid_content_errors,
     read_checkpoint,
+    score,
     verified_files,
 )
 from imagenet_cls.errors import CheckpointError, first_line
@@ -51,7 +53,7 @@ def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
 
 
 def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
-    """A checkpoint, or the one with the best top-1 of a run folder, verified.
+    """A checkpoint, or the best one of a run folder (`checkpoint.best`), verified.
 
     Also returns which of its weights were best (`raw` or `ema`; None where `path` is a checkpoint, or none was
     evaluated), and a message for each better one that is damaged. Raises CheckpointError if none is intact.
@@ -63,7 +65,7 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     newest, damage = load_newest(path)
     with invalid_content_errors(newest.path):
         best = newest.state["progress"]["best"]
-        name = max(best, key=lambda name: best[name]["top1_pct"], default=None)
+        name = max(best, key=lambda name: best_score(best[name]), default=None)
         wanted = [path for path in candidates if name is not None and step_of(path) == best[name]["step"]]
     if not wanted or wanted[0] == newest.path:
         return newest, name if wanted else None, damage
@@ -79,19 +81,20 @@ def saved_best_steps(checkpoints: Path, progress: Progress) -> set[int]:
     saved = {step_of(path): path for path in list_checkpoints(checkpoints) if step_of(path) <= progress.step}
     steps = set()
     for name, best in progress.best.items():
-        scores = {best["step"]: best["top1_pct"]} if best["step"] in saved else _saved_scores(saved, name)
+        (metric,) = (name for name in best if name != "step")
+        scores = {best["step"]: best_score(best)} if best["step"] in saved else _saved_scores(saved, name, metric)
         steps |= {max(scores, key=lambda step: scores[step])} if scores else set()
     return steps
 
 
-def _saved_scores(saved: Mapping[int, Path], name: str) -> dict[int, float]:
-    """The top-1 of the saved weights called `name`, by the steps of those that were evaluated with a finite loss."""
+def _saved_scores(saved: Mapping[int, Path], name: str, metric: str) -> dict[int, float]:
+    """The scores of the saved weights called `name`, by the steps of those that were evaluated with a finite loss."""
     scores = {}
     for step, path in saved.items():
         with suppress(CheckpointError), invalid_content_errors(path):
             progress = json.loads(verified_files(path, "state.json")["state.json"])["progress"]
             if progress["evaluated_step"] == step and isfinite(progress["latest"][name]["loss"]):
-                scores[step] = progress["latest"][name]["top1_pct"]
+                scores[step] = score(progress["latest"][name], metric)
     return scores
 
 

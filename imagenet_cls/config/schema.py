@@ -157,6 +157,7 @@ USES_SAM = Condition("train.sam_rho", lambda c: c.train.sam_rho is not None)
 AVERAGES = Condition(
     "ema.decay or ema.half_life_images", lambda c: c.ema.decay is not None or c.ema.half_life_images is not None
 )
+STOPS_EARLY = Condition("train.early_stop.patience_evals", lambda c: c.train.early_stop.patience_evals is not None)
 RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px is None)
 
 
@@ -497,6 +498,18 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class EarlyStopConfig:
+    """An early end of the run, if evaluations get no better. A resumed run ends at the same step."""
+
+    # End after this many evaluations in a row without a better one. null: train to the last epoch.
+    patience_evals: int | None = key(None, COUNT)
+    # What is compared: of the moving average if there is one, else of the raw weights.
+    metric: Literal["top1", "top5", "loss"] = key("top1", needs=STOPS_EARLY)
+    # A smaller gain is none: in percentage points, or of the loss.
+    min_delta: float = key(0.0, NOT_NEGATIVE, needs=STOPS_EARLY)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The training loop."""
 
@@ -504,6 +517,8 @@ class TrainConfig:
     epochs: int = key(90, Range(1, 10**6))
     # End after this many optimizer steps; the schedule is not shortened. null: after the last epoch.
     max_steps: int | None = key(None, COUNT, recipe=False)
+    # An early end of the run.
+    early_stop: EarlyStopConfig = section(EarlyStopConfig, recipe=False)
     # Images in one optimizer step, over all ranks and micro-batches.
     global_batch_size: int = key(256, BATCH)
     # Largest number of images in one forward pass of a device; gradients are accumulated over the micro-batches. null:
@@ -624,6 +639,9 @@ class CheckpointConfig:
     every_steps: int | None = key(None, COUNT)
     # Number of newest checkpoints to keep, besides the best one. null: all.
     keep_last: int | None = key(2, COUNT)
+    # Which evaluation is the best: that with the highest top-1 or top-5 accuracy, or with the lowest loss. The best raw
+    # weights and the best moving average are kept.
+    best: Literal["top1", "top5", "loss"] = "top1"
     # What to do when saving fails (a full disk, a missing folder). stop: end the run with exit code 5. continue: log
     # it, train on and save at the next time; if the last save of the run fails, it ends with exit code 5 too.
     on_error: Literal["stop", "continue"] = "stop"

@@ -3,6 +3,7 @@
 Shards are not padded, models run without their DDP wrapper, and all counts are summed over the ranks in one all-reduce.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from imagenet_cls.checkpoint.format import METRICS, score
+from imagenet_cls.config.schema import EarlyStopConfig
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.engine.labels import EvaluationLabels
 from imagenet_cls.engine.step import autocast
@@ -127,3 +130,18 @@ def evaluate(
         if labels.real is not None:
             results[name] |= {"real_pct": 100 * real_hits / real_images, "real_images": int(real_images)}
     return results
+
+
+def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig) -> bool:
+    """Whether the last `patience_evals` evaluations, or more, were no better than the best one before them.
+
+    history: the metrics of all evaluations, in order. A result that is NaN is no better than any other.
+    """
+    if config.patience_evals is None:
+        return False
+    best, waited = -math.inf, 0
+    for results in history:
+        value = score(results, METRICS[config.metric])
+        is_better = value > best + config.min_delta
+        best, waited = (value, 0) if is_better else (best, waited + 1)
+    return waited >= config.patience_evals

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from imagenet_cls.checkpoint.format import Progress, checkpoint_path
+from imagenet_cls.checkpoint.format import METRICS, Progress, checkpoint_path, score
 from imagenet_cls.checkpoint.optimizer_state import base_optimizer
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
@@ -19,7 +19,7 @@ from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch, killed_worker_error
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
-from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
+from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs, stops_early
 from imagenet_cls.engine.loaders import DataWaitCheck
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import micro_batch_for
@@ -167,6 +167,7 @@ class Run:
     ):
         self.parts, self.progress = parts, progress
         self.reporter, self.saver, self.stop_signals = reporter, saver, stop_signals
+        progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
         self.hang_log = hang_log
         self.meter = Meter(parts.group, parts.plan.global_batch)
         self.nonfinite_guard = NonFiniteGuard(
@@ -265,7 +266,7 @@ class Run:
 
     @property
     def at_end(self) -> bool:
-        return self.progress.step >= self.parts.plan.total_steps
+        return self.progress.step >= self.parts.plan.total_steps or self.progress.stopped_early
 
     @property
     def at_epoch_end(self) -> bool:
@@ -307,22 +308,30 @@ class Run:
             labels=parts.evaluation.labels,
         )
         position = {"step": progress.step, "epoch": (progress.step - 1) // parts.plan.steps_per_epoch}
-        improved = False
+        improved, metric = False, METRICS[parts.config.checkpoint.best]
         labels = parts.evaluation.labels
         for name, result in evaluate(outputs, list(models), parts.group, labels).items():
             if shown := labels.describe(parts.num_classes):
                 result["classes"] = shown
             self.reporter.eval_result({"kind": "eval", **position, "weights": name, **result})
             progress.latest[name] = {field: value for field, value in result.items() if field != "seconds"}
+            best = progress.best.get(name, {})
+            is_better = metric not in best or score(result, metric) > score(best, metric)
             # NaN logits have a top-1 too (topk sorts NaN first), so the loss must be finite.
-            if isfinite(result["loss"]) and result["top1_pct"] > progress.best.get(name, {}).get("top1_pct", -1.0):
-                progress.best[name] = {"top1_pct": result["top1_pct"], "step": progress.step}
+            if isfinite(result["loss"]) and is_better:
+                progress.best[name] = {metric: result[metric], "step": progress.step}
                 improved = True
         progress.evaluated_step = progress.step
         # The plateau schedule does not count an extra evaluation after the last step (`max_steps`, or a number of
         # epochs that is not a multiple of every_epochs).
         if progress.step % (parts.plan.steps_per_epoch * parts.config.eval.every_epochs) == 0:
             progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
+            results = progress.latest[list(models)[-1]]
+            progress.history.append({metric: results[metric] for metric in METRICS.values()})
+        progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
+        if progress.stopped_early and progress.step < parts.plan.total_steps:
+            evals = parts.config.train.early_stop.patience_evals
+            self.reporter.event(progress.step, f"stopped early: no better result in {evals} evaluations")
         return improved
 
     def evaluation_batches(self) -> Iterator[Batch]:

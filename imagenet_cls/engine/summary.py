@@ -148,13 +148,17 @@ def _batch_norm_batch(parts: TrainingParts) -> str:
 
 
 def final_message(progress: Progress, work_dir: Path, meter: Meter) -> str:
-    """A line for duration and speed, one for the raw weights and one for the EMA: the last and the best top-1."""
+    """A line for duration and speed, one for the raw weights and one for the EMA: the last and the best result."""
     lines = ["done", f"trained {meter.describe_total()}"]
     for name, best in progress.best.items():
         path = checkpoint_path(work_dir / "checkpoints", best["step"])
         saved = str(path) if path.exists() else f"{path}, which is missing"
-        lines.append(
-            f"{name} weights: top-1 {progress.latest[name]['top1_pct']:.2f} % at the end, "
-            f"best {best['top1_pct']:.2f} % at step {best['step']} in {saved}"
-        )
+        (metric,) = (key for key in best if key != "step")
+        title, form = {
+            "top1_pct": ("top-1", "{:.2f} %"),
+            "top5_pct": ("top-5", "{:.2f} %"),
+            "loss": ("loss", "{:.4f}"),
+        }[metric]
+        last, top = (form.format(results[metric]) for results in (progress.latest[name], best))
+        lines.append(f"{name} weights: {title} {last} at the end, best {top} at step {best['step']} in {saved}")
     return "\n".join(lines)

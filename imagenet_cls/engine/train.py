@@ -27,7 +27,7 @@ def train(run: "Run") -> None:
     Raises StopRequested after a stop signal, NonFiniteError, DataError or ResourceError.
     """
     parts, plan, progress = run.parts, run.parts.plan, run.progress
-    while progress.step < plan.total_steps:
+    while progress.step < plan.total_steps and not progress.stopped_early:
         epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
         batches = run.epoch_batches(epoch, first_step)
         for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):

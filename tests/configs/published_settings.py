@@ -56,7 +56,10 @@ NOT_HELD = (
         f"data.{key}"
         for key in ("name", "root", "train", "val", "num_workers", "prefetch", "decode", "timeout", "exclude")
     ),
-    *(f"train.{key}" for key in ("precision", "compile", "channels_last", "grad_checkp", "deterministic", "max_nonf")),
+    *(
+        f"train.{key}"
+        for key in ("precision", "compile", "channels_last", "grad_checkp", "deterministic", "max_nonf", "early_stop")
+    ),
     *(
         f"parallel.{key}"
         for key in ("mode", "backend", "device_ids", "output_device", "init", "timeout", "check", "uneven")
