@@ -73,9 +73,13 @@ def prepare_images(folder: Path, count: int, root: Path | None = None) -> dict[s
     """
     wanted = {"images": count, "root": None if root is None else str(root.resolve())}
     record = folder / "images.json"
-    if record.exists() and (found := json.loads(record.read_text()))["wanted"] == wanted:
+    found = json.loads(record.read_text()) if record.exists() else {}
+    if found.get("wanted") == wanted:
         return found["description"]
+    assert found or not folder.exists(), f"{folder} exists and was not made by this tool: give a new --folder"
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    record.write_text('{"wanted": null}')
     if root is None:
         tasks = []
         for part, first in (("train", 0), ("val", count)):

@@ -80,6 +80,15 @@ def test_contender_that_fails_is_not_measured(tool, folder):
     assert result["tables"]["Ratios, one thread"][0]["value"] is None
 
 
+def test_folder_of_others_is_not_replaced(tmp_path):
+    from benchmarks.images import prepare_images
+
+    (tmp_path / "train").mkdir()
+    with pytest.raises(AssertionError, match="was not made by this tool"):
+        prepare_images(tmp_path, 8)
+    assert (tmp_path / "train").exists()
+
+
 def test_ratios_are_paired_by_round():
     from benchmarks.compare import Contender, paired, table
 
