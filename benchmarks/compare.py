@@ -1,4 +1,4 @@
-"""Run contenders in turn, compare them pairwise, and write the results as tables and JSON.
+"""Run implementations in turn, compare them pairwise, and write the results as tables and JSON.
 
 A row of a result is a dictionary: `row` (what it is), `value`, and where they apply `low`, `high` (the range over the
 rounds), `unit`, `goal` (such as ">= 2.5"), `met` and `note`. `value` is None for what was not measured.
@@ -23,15 +23,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs" / "benchmarks.md"
-CONTENDERS = ROOT / "benchmarks" / "contenders.py"
-COMMANDS = ("decode", "loader", "index", "memory", "step", "loop", "startup", "gpu")
+IMPLEMENTATIONS = ROOT / "benchmarks" / "implementations.py"
+COMMANDS = ("decode", "loader", "index", "memory", "step", "startup", "gpu")
 NOT_MEASURED = "not measured"
 Row = dict[str, Any]
 
 
 @dataclass
-class Contender:
-    """A process of `contenders.py`. checkout: of the repository whose package and `contenders.py` it uses."""
+class Implementation:
+    """A process of `implementations.py`. checkout: of the repository whose package it uses."""
 
     label: str
     arguments: dict[str, Any]
@@ -43,8 +43,7 @@ class Contender:
 
     @cached_property
     def process(self) -> subprocess.Popen[str]:
-        own = self.checkout / "benchmarks" / "contenders.py"
-        command = [self.python, "-P", str(own if own.exists() else CONTENDERS), json.dumps(self.arguments)]
+        command = [self.python, "-P", str(IMPLEMENTATIONS), json.dumps(self.arguments)]
         env = {**os.environ, "PYTHONPATH": str(self.checkout)}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
         pipe = subprocess.PIPE
@@ -86,33 +85,33 @@ class Contender:
         return [1e3 * each["cpu_seconds"] / each["images"] for each in self.passes]
 
 
-def run_in_turn(contenders: Sequence[Contender], rounds: int) -> None:
+def run_in_turn(implementations: Sequence[Implementation], rounds: int) -> None:
     """Start all, then `rounds` times one pass of each, so that a slower or faster machine affects all."""
     try:
-        for contender in contenders:
-            _ = contender.process  # all start at once
-        for contender in contenders:
-            contender.wait_until_ready()
-            progress(f"{contender.label}: {contender.error or 'ready'}")
+        for implementation in implementations:
+            _ = implementation.process  # all start at once
+        for implementation in implementations:
+            implementation.wait_until_ready()
+            progress(f"{implementation.label}: {implementation.error or 'ready'}")
         for number in range(rounds):
-            for contender in contenders:
-                if not contender.error:
-                    contender.one_pass()
+            for implementation in implementations:
+                if not implementation.error:
+                    implementation.one_pass()
             progress(f"round {number + 1} of {rounds}")
     finally:
-        for contender in contenders:
-            contender.close()
+        for implementation in implementations:
+            implementation.close()
 
 
 def progress(text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
-def table_of_contenders(contenders: Sequence[Contender]) -> list[Row]:
+def table_of_implementations(implementations: Sequence[Implementation]) -> list[Row]:
     """Images per second and CPU milliseconds per image of each."""
     return [
         measured(each.label, each.rates, "img/s", note=each.error, cpu_ms=rounded(median(each.cpu_ms or [0])) or None)
-        for each in contenders
+        for each in implementations
     ]
 
 
@@ -120,26 +119,26 @@ def measured(row: str, values: Sequence[float], unit: str = "", goal: str = "", 
     """A row with the median of the values and their range. Without values it was not measured."""
     result: Row = {"row": row, "value": None, "unit": unit}
     if values:
-        result["value"] = rounded(median(values))
+        middle = median(values)
+        result["value"] = rounded(middle)
         if len(values) > 1:
             result |= {"low": rounded(min(values)), "high": rounded(max(values))}
     if goal:
         result["goal"] = goal
         if values:
-            sign, bound = goal.split()[:2]
-            value = median(values)
-            result["met"] = value >= float(bound) if sign == ">=" else value <= float(bound)
+            sign, bound = goal.split()
+            result["met"] = middle >= float(bound) if sign == ">=" else middle <= float(bound)
     result |= {name: value for name, value in more.items() if value is not None}
     return {**result, "note": note} if note else result
 
 
-def gate(row: str, holds: bool, note: str = "") -> Row:
+def check(row: str, holds: bool, note: str = "") -> Row:
     """A row of a property that has to hold: the benchmark fails without it."""
-    result = {"row": row, "value": "yes" if holds else "no", "goal": "yes", "met": holds, "gate": True}
+    result = {"row": row, "value": "yes" if holds else "no", "goal": "yes", "met": holds, "check": True}
     return {**result, "note": note} if note else result
 
 
-def paired(row: str, ours: Contender | None, other: Contender | None, goal: str = "", note: str = "") -> Row:
+def paired(row: str, ours: Implementation | None, other: Implementation | None, goal: str = "", note: str = "") -> Row:
     """The ratio of images per second in each round; `cpu_ratio` is that of images per CPU second."""
     if ours is None or other is None or not (ours.passes and other.passes):
         errors = [each.error for each in (ours, other) if each is not None and each.error]
@@ -149,27 +148,15 @@ def paired(row: str, ours: Contender | None, other: Contender | None, goal: str 
     return measured(row, ratios, "x", goal, note, cpu_ratio=rounded(median(cpu)) if cpu else None)
 
 
-def best(contenders: Sequence[Contender]) -> Contender | None:
+def best(implementations: Sequence[Implementation]) -> Implementation | None:
     """The fastest by the median of its rounds."""
-    finished = [each for each in contenders if each.passes]
-    return max(finished, key=lambda each: median(each.rates)) if finished else next(iter(contenders), None)
+    finished = [each for each in implementations if each.passes]
+    return max(finished, key=lambda each: median(each.rates)) if finished else next(iter(implementations), None)
 
 
 def rounded(value: float) -> float:
     """Four digits."""
     return float(f"{value:.4g}")
-
-
-COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "row": ("", lambda row: row["row"]),
-    "value": ("value", lambda row: _text(row)),
-    "low": ("range", lambda row: f"{_number(row['low'])} to {_number(row['high'])}" if "low" in row else ""),
-    "cpu_ms": ("CPU ms/img", lambda row: _number(row.get("cpu_ms", ""))),
-    "cpu_ratio": ("by CPU time", lambda row: _number(row.get("cpu_ratio", ""))),
-    "goal": ("goal", lambda row: row.get("goal", "")),
-    "met": ("met", lambda row: {True: "yes", False: "**no**", None: ""}[row.get("met")]),
-    "note": ("", lambda row: row.get("note", "")),
-}
 
 
 def _number(value: float | str) -> str:
@@ -184,6 +171,18 @@ def _text(row: Row) -> str:
     return f"{_number(row['value'])} {row.get('unit', '')}".strip()
 
 
+COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "row": ("", lambda row: row["row"]),
+    "value": ("value", _text),
+    "low": ("range", lambda row: f"{_number(row['low'])} to {_number(row['high'])}" if "low" in row else ""),
+    "cpu_ms": ("CPU ms/img", lambda row: _number(row.get("cpu_ms", ""))),
+    "cpu_ratio": ("by CPU time", lambda row: _number(row.get("cpu_ratio", ""))),
+    "goal": ("goal", lambda row: row.get("goal", "")),
+    "met": ("met", lambda row: {True: "yes", False: "**no**", None: ""}[row.get("met")]),
+    "note": ("", lambda row: row.get("note", "")),
+}
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, with the columns that they have."""
     columns = [column for name, column in COLUMNS.items() if any(name in row for row in rows)]
@@ -193,18 +192,20 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and load of this machine, and its GPUs."""
+    """Processor, GPUs, cores, memory and load of this machine."""
+    import torch  # here, since `startup` measures this import
+
     model = platform.processor() or platform.machine()
     if (cpuinfo := Path("/proc/cpuinfo")).exists():
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = next(iter(names), model)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    load = [round(value, 1) for value in os.getloadavg()]
     return {
         "processor": model,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30),
-        "load": load,
+        "load": [round(value, 1) for value in os.getloadavg()],
     }
 
 
@@ -219,7 +220,9 @@ def describe_commit(checkout: Path = ROOT) -> str:
 def new_result(command: str, **description: Any) -> dict[str, Any]:
     """A result without rows. `tables` has the rows of each table by its title."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    versions = import_module("benchmarks.contenders").versions()  # mypy does not follow it to packages of peers
+    versions = import_module(
+        "benchmarks.implementations"
+    ).versions()  # mypy does not follow it to packages of other libraries
     about = {"date": now, "commit": describe_commit(), "machine": describe_machine(), "versions": {"ours": versions}}
     return {"command": command, **about, **description, "tables": {}}
 
@@ -234,24 +237,25 @@ def write_result(result: Mapping[str, Any], folder: Path) -> Path:
 def page_section(result: Mapping[str, Any]) -> str:
     """A result as a section of docs/benchmarks.md."""
     machine, images = result["machine"], result.get("images")
-    lines = [f"### {result['command']}", "", f"`python tools/benchmark.py {result['command']}`"]
-    lines.append("")
-    lines += [f"- {result['date'][:10]}, commit {result['commit']}"]
-    if result.get("baseline"):
-        lines[-1] += f"; the baseline is commit {result['baseline']}"
+    baseline = f"; the baseline is commit {result['baseline']}" if result.get("baseline") else ""
+    processors = ", ".join([machine["processor"], *machine.get("gpus", [])])
     cores = f"{machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load'][0]:g} at the start"
-    lines += [f"- {', '.join([machine['processor'], *machine.get('gpus', [])])}, {cores}"]
+    lines = [
+        f"### {result['command']}\n",
+        f"`python tools/benchmark.py {result['command']}`\n",
+        f"- {result['date'][:10]}, commit {result['commit']}{baseline}",
+        f"- {processors}, {cores}",
+    ]
     if machine["load"][0] > machine["cores"] / 2:
-        lines += ["- other programs used the machine: ratios by CPU time say more, and the number of workers little"]
+        lines.append("- other programs used the machine: ratios by CPU time say more, and the number of workers little")
     if images:
         size = f"{images['width']}x{images['height']} pixels and {images['kilobytes']:g} KB on average"
-        lines += [f"- {images['images']} images ({images['source']}), {size}"]
+        lines.append(f"- {images['images']} images ({images['source']}), {size}")
     for name, packages in result["versions"].items():
-        lines.append(f"- {name}: {', '.join(f'{package} {version}' for package, version in packages.items())}")
+        listing = ", ".join(f"{package} {version}" for package, version in packages.items())
+        lines.append(f"- environment of {name}: {'' if name == 'ours' else 'the same, except '}{listing}")
     for title, rows in result["tables"].items():
-        lines += ["", *([f"{title}:", ""] if title else []), table(rows)]
-    if "text" in result:
-        lines += ["", result["text"]]
+        lines.append(f"\n{title}:\n\n{table(rows)}" if title else f"\n{table(rows)}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Properties that hold for every option of the data section: same crops, same pixels, same losses."""
+"""The same crops, pixels and losses for each `data.num_workers` and `data.decode`."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,7 +11,7 @@ from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torchvision.transforms import v2
 
-from benchmarks.compare import Row, gate
+from benchmarks.compare import Row, check
 from imagenet_cls.checkpoint.format import Progress
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import load_config
@@ -71,10 +71,10 @@ def decode_rows(folder: Path, images: int) -> Iterator[Row]:
         image, (top, left, height, width) = decode_region(data, transform.draw_crop, turbojpeg)
         rows, columns = slice(top, top + height), slice(left, left + width)
         same_regions += torch.equal(image[:, rows, columns], expected[:, rows, columns])
-    yield gate("pixels of torchvision's decoder", same == len(paths), f"{same} of {len(paths)} images")
+    yield check("pixels of torchvision's decoder", same == len(paths), f"{same} of {len(paths)} images")
     library = "with libjpeg-turbo 3" if turbojpeg is not None else "without libjpeg-turbo 3"
     note = f"{same_regions} of {len(paths)} images, {library}"
-    yield gate("the same in random regions", same_regions == len(paths), note)
+    yield check("the same in random regions", same_regions == len(paths), note)
 
 
 def config_of(folder: Path, batch_size: int, overrides: Sequence[str]) -> Config:
@@ -110,15 +110,15 @@ def pixel_rows(folder: Path, batch_size: int, workers: int, images: int) -> Iter
                 differing += not torch.equal(pixels, reference[key])
                 total += 1
         loader.close()
-        yield gate(
+        yield check(
             f"pixels of torchvision's v2 transform on whole images, {' '.join(overrides)}",
             differing == 0,
             f"{total - differing} of {total} images",
         )
-    yield gate("crops of torchvision's RandomResizedCrop", same_crops, f"{len(reference)} crops")
+    yield check("crops of torchvision's RandomResizedCrop", same_crops, f"{len(reference)} crops")
 
 
-class BareRun:
+class LossRecorder:
     """What `engine.train.train` needs of a run, without reports, evaluations and saves: collects the losses."""
 
     def __init__(self, parts: TrainingParts):
@@ -144,10 +144,10 @@ def loss_rows(folder: Path, workers: int, steps: int) -> Iterator[Row]:
     first: list[float] | None = None
     for overrides in loader_options(workers):
         parts = build(config_of(folder, 8, [*small, *overrides]), CPU)
-        run: Any = BareRun(parts)
+        run: Any = LossRecorder(parts)
         train(run)
         parts.train_loader.close()
         losses = torch.stack(run.losses).tolist()
         first = first or losses
         assert len(losses) == steps
-        yield gate(f"losses of {steps} steps, {' '.join(overrides)}", losses == first, f"last loss {losses[-1]:.6f}")
+        yield check(f"losses of {steps} steps, {' '.join(overrides)}", losses == first, f"last loss {losses[-1]:.6f}")

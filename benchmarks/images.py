@@ -76,7 +76,8 @@ def prepare_images(folder: Path, count: int, root: Path | None = None) -> dict[s
     found = json.loads(record.read_text()) if record.exists() else {}
     if found.get("wanted") == wanted:
         return found["description"]
-    assert found or not folder.exists(), f"{folder} exists and was not made by this tool: give a new --folder"
+    is_new = not folder.exists() or not any(folder.iterdir())
+    assert found or is_new, f"{folder} has files and was not made by this tool: give a new --folder"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     record.write_text('{"wanted": null}')

@@ -1,11 +1,10 @@
-"""Time to list the 1,281,167 images of a dataset: `python -m benchmarks.index`, or `tools/benchmark.py index`.
+"""Time to list the 1,281,167 images of a dataset: `python tools/benchmark.py index`.
 
-The images are empty files, hard links in 1,000 class folders in memory. One round runs each contender once, in turn.
+The images are empty files, hard links in 1,000 class folders in memory. A round runs each implementation once, in turn.
 Times are CPU time, since something else may run on the machine; nothing waits for a disk. `index_folder` of this
-project runs with and without its cache; the bare listing sorts names, and does nothing else.
+project runs with and without its cache; `os.scandir` lists and sorts names, and does nothing else.
 """
 
-import json
 import os
 import tempfile
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torchvision.datasets import ImageFolder
 
-from benchmarks.compare import Row, gate, measured
+from benchmarks.compare import Row, check, measured
 from imagenet_cls.data import index_cache
 from imagenet_cls.data.index import index_folder
 
@@ -33,7 +32,7 @@ def make_folder(root: Path, images: int) -> None:
             os.link(first, folder / f"{folder.name}_{index * 7919 % 50_021}.JPEG")
 
 
-def bare_listing(root: Path) -> int:
+def sorted_names(root: Path) -> int:
     """Names of all files, sorted in each folder."""
     count = 0
     for folder in sorted(os.listdir(root)):  # noqa: PTH208
@@ -60,17 +59,17 @@ def without_cache(root: Path) -> int:
 
 
 def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
-    """CPU seconds of each contender, and microseconds per image."""
+    """CPU seconds of each implementation, and microseconds per image."""
     images = 20_000 if tiny else IMAGES
     memory = Path("/dev/shm")
-    contenders: dict[str, Callable[[Path], int]] = {
+    implementations: dict[str, Callable[[Path], int]] = {
         "ours, without cache": without_cache,
         "ours, from the cache": lambda root: len(index_folder(root)),
-        "os.scandir and sorted": bare_listing,
+        "os.scandir and sorted": sorted_names,
         "torchvision's ImageFolder": torchvision_folder,
         "timm's ReaderImageFolder": timm_reader,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in implementations}
     environment, age = dict(os.environ), index_cache.MIN_AGE_SEC
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         root = Path(folder, "train")
@@ -83,9 +82,9 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
             cached = index_cache.read_scan(root) is not None
             equal = expected == index_folder(root).digest()
             for _ in range(rounds):
-                for name, contender in contenders.items():
+                for name, implementation in implementations.items():
                     start = time.process_time()
-                    assert contender(root) == images
+                    assert implementation(root) == images
                     seconds[name].append(time.process_time() - start)
         finally:
             os.environ.clear()
@@ -97,13 +96,4 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
         rows.append(measured(f"{name}: CPU time", values, "s", goal))
         goal = "<= 0.8" if name == "ours, without cache" else ""
         rows.append(measured(f"{name}: CPU time per image", [1e6 * value / images for value in values], "us", goal))
-    return [*rows, gate("the index was cached, and has the same digest", cached and equal)]
-
-
-def main() -> None:
-    for row in run():
-        print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()
+    return [*rows, check("the index was cached, and has the same digest", cached and equal)]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Creates an environment with the peers of tools/benchmark.py: timm (with Pillow 12), FFCV, DALI and nvImageCodec.
+# Creates an environment with the other libraries of tools/benchmark.py: timm (with Pillow 12), FFCV, DALI, nvImageCodec.
 #   bash benchmarks/install_peers.sh DIR
-# PYTHON: the interpreter for it. FFCV is compiled; root gets Debian's packages for that by apt-get. A peer that can't be
-# installed is reported, and the others are installed anyway.
+# PYTHON: the interpreter for it. FFCV is compiled; root gets Debian's packages for that by apt-get. A library that can't
+# be installed is reported, and the others are installed anyway.
 set -euo pipefail
 directory="${1:?usage: bash benchmarks/install_peers.sh DIR}"
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

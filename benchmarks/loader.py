@@ -10,14 +10,14 @@ from typing import Any
 
 from benchmarks.compare import (
     ROOT,
-    Contender,
+    Implementation,
     Row,
     best,
     describe_commit,
     new_result,
     paired,
     run_in_turn,
-    table_of_contenders,
+    table_of_implementations,
 )
 from benchmarks.images import prepare_images
 
@@ -26,7 +26,7 @@ POLICY = "rand-m9-mstd0.5-inc1"
 
 @dataclass
 class Options:
-    """Of one run of the benchmark. peers: the Python of each peer. only: patterns of the contenders to run.
+    """Of one run of the benchmark. pythons: of the other libraries. only: patterns of the labels to run.
 
     loss_steps: of the runs whose losses are compared.
     """
@@ -37,27 +37,29 @@ class Options:
     rounds: int = 5
     workers: int = 2
     batch_size: int = 64
-    peers: dict[str, str] = field(default_factory=dict)
+    pythons: dict[str, str] = field(default_factory=dict)
     baseline: Path | None = None
     only: Sequence[str] = ()
     loss_steps: int = 50
 
-    def contender(self, label: str, name: str, peer: str = "", checkout: Path = ROOT, **arguments: Any) -> Contender:
-        python = self.peers.get(peer, self.peers.get("all", sys.executable)) if peer else sys.executable
+    def implementation(
+        self, label: str, name: str, library: str = "", checkout: Path = ROOT, **arguments: Any
+    ) -> Implementation:
+        python = self.pythons.get(library, self.pythons.get("all", sys.executable)) if library else sys.executable
         shared = {"folder": str(self.folder), "batch_size": self.batch_size, "workers": self.workers}
-        return Contender(label, {"name": name, **shared, **arguments}, python, checkout)
+        return Implementation(label, {"name": name, **shared, **arguments}, python, checkout)
 
     def wants(self, label: str) -> bool:
         return not self.only or any(fnmatch(label, pattern) for pattern in self.only)
 
 
 class Group:
-    """Contenders that run in turn, by their labels."""
+    """Implementations that run in turn, by their labels."""
 
-    def __init__(self, options: Options, contenders: Sequence[Contender]):
-        self.contenders = [each for each in contenders if options.wants(each.label)]
-        run_in_turn(self.contenders, options.rounds)
-        self.by_label = {each.label: each for each in self.contenders}
+    def __init__(self, options: Options, implementations: Sequence[Implementation]):
+        self.implementations = [each for each in implementations if options.wants(each.label)]
+        run_in_turn(self.implementations, options.rounds)
+        self.by_label = {each.label: each for each in self.implementations}
 
     def ratio(self, row: str, ours: str, *others: str, goal: str = "", note: str = "") -> Row:
         """Of `ours` to the best of the others."""
@@ -65,16 +67,16 @@ class Group:
         return paired(row, self.by_label.get(ours), best(found), goal, note)
 
 
-def ours_and_timm(options: Options, suffix: str, ours: dict[str, Any], timm: dict[str, Any]) -> list[Contender]:
-    """Contenders whose labels end in `suffix`: ours, and with floats; timm's loader, and with its prefetcher."""
+def ours_and_timm(options: Options, suffix: str, ours: dict[str, Any], timm: dict[str, Any]) -> list[Implementation]:
+    """Implementations whose labels end in `suffix`: ours, and with floats; timm's loader, and with its prefetcher."""
     found = [
-        options.contender(f"ours{suffix}", "ours", **ours),
-        options.contender(f"ours, floats{suffix}", "ours", floats=True, **ours),
-        options.contender(f"timm{suffix}", "timm", peer="timm", **timm),
-        options.contender(f"timm, prefetcher{suffix}", "timm", peer="timm", prefetcher=True, **timm),
+        options.implementation(f"ours{suffix}", "ours", **ours),
+        options.implementation(f"ours, floats{suffix}", "ours", floats=True, **ours),
+        options.implementation(f"timm{suffix}", "timm", library="timm", **timm),
+        options.implementation(f"timm, prefetcher{suffix}", "timm", library="timm", prefetcher=True, **timm),
     ]
     if options.baseline is not None:
-        found.append(options.contender(f"baseline{suffix}", "ours", checkout=options.baseline, **ours))
+        found.append(options.implementation(f"baseline{suffix}", "ours", checkout=options.baseline, **ours))
     return found
 
 
@@ -82,9 +84,9 @@ def ratio_rows(group: Group, suffix: str, goal: str, floats_goal: str = "") -> I
     """Ours to timm's best and to the baseline."""
     timms = (f"timm{suffix}", f"timm, prefetcher{suffix}")
     yield group.ratio("ours / timm's best", f"ours{suffix}", *timms, goal=goal)
-    yield group.ratio("ours as floats / timm's best", f"ours, floats{suffix}", *timms, goal=floats_goal)
+    yield group.ratio("ours, floats / timm's best", f"ours, floats{suffix}", *timms, goal=floats_goal)
     if f"baseline{suffix}" in group.by_label:
-        yield group.ratio("ours / ours at the baseline", f"ours{suffix}", f"baseline{suffix}")
+        yield group.ratio("ours / baseline", f"ours{suffix}", f"baseline{suffix}")
 
 
 def run_loader(options: Options) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def run_loader(options: Options) -> dict[str, Any]:
 
     images = prepare_images(options.folder, options.images, options.root)
     result = new_result("loader", images=images)
-    workers, new = options.workers, options.contender
+    workers, new = options.workers, options.implementation
     decode = [
         new(f"ours, decode={value}", "ours", overrides=[f"data.decode={value}"])
         for value in decode_options()
@@ -106,19 +108,19 @@ def run_loader(options: Options) -> dict[str, Any]:
             *decode,
             new("ours, 1 worker", "ours", workers=1),
             new("torchvision", "torchvision"),
-            new("FFCV", "ffcv", peer="ffcv"),
-            new("DALI, crop decode", "dali", peer="dali"),
-            new("DALI, whole decode", "dali", peer="dali", crop_decode=False),
+            new("FFCV", "ffcv", library="ffcv"),
+            new("DALI, crop decode", "dali", library="dali"),
+            new("DALI, whole decode", "dali", library="dali", crop_decode=False),
             new("decode only", "decode_only"),
         ],
     )
     rows = [
         *ratio_rows(train, "", ">= 2.5"),
-        train.ratio("ours / torchvision's reference", "ours", "torchvision"),
+        train.ratio("ours / torchvision", "ours", "torchvision"),
         train.ratio("ours / FFCV", "ours", "FFCV", goal=">= 1.2", note="FFCV reads its own file, of smaller images"),
         train.ratio("ours / DALI, crop decode", "ours", "DALI, crop decode", goal=">= 1.5"),
         train.ratio("ours / DALI, whole decode", "ours", "DALI, whole decode"),
-        train.ratio("ours / decoding whole images only", "ours", "decode only", goal=">= 1.1"),
+        train.ratio("ours / decode only", "ours", "decode only", goal=">= 1.1"),
         train.ratio(f"ours, {workers} workers / 1 worker", "ours", "ours, 1 worker", goal=">= 1.85"),
         *(train.ratio(f"ours / {each.label}", "ours", each.label) for each in decode),
     ]
@@ -137,18 +139,16 @@ def run_loader(options: Options) -> dict[str, Any]:
         f"RandomResizedCrop 224 and flip, {rates}": rows,
         f"The same with {POLICY}": list(ratio_rows(policy, ", policy", ">= 1.8")),
         "Evaluation, resize 256 and crop 224; workers start in each pass": [
-            *ratio_rows(evaluation, ", evaluation", "", ">= 1.6 (stretch 1.8)"),
-            evaluation.ratio(
-                "ours as floats / torchvision's reference", "ours, floats, evaluation", "torchvision, evaluation"
-            ),
+            *ratio_rows(evaluation, ", evaluation", "", ">= 1.6"),
+            evaluation.ratio("ours, floats / torchvision", "ours, floats, evaluation", "torchvision, evaluation"),
         ],
-        "Each contender": [row for group in groups for row in table_of_contenders(group.contenders)],
+        "Each implementation": [row for group in groups for row in table_of_implementations(group.implementations)],
         "Equality": [
             *pixel_rows(options.folder, options.batch_size, workers, min(options.images, 512)),
             *loss_rows(options.folder, workers, options.loss_steps),
         ],
     }
-    result["versions"] |= versions_of_peers([each for group in groups for each in group.contenders])
+    result["versions"] |= versions_of_libraries([each for group in groups for each in group.implementations])
     if options.baseline is not None:
         result["baseline"] = describe_commit(options.baseline)
     return result
@@ -159,16 +159,16 @@ def run_decode(options: Options) -> dict[str, Any]:
     from benchmarks.equality import decode_rows
 
     images = prepare_images(options.folder, options.images, options.root)
-    result, new = new_result("decode", images=images), options.contender
-    contenders = [
+    result, new = new_result("decode", images=images), options.implementation
+    implementations = [
         new("ours, whole", "decoder", method="ours_whole"),
         new("ours, crop", "decoder", method="ours_region"),
         new("torchvision, whole", "decoder", method="torchvision_whole"),
         new("Pillow, whole", "decoder", method="pillow_whole"),
-        new("nvImageCodec, whole", "decoder", peer="nvimgcodec", method="nvimgcodec_whole"),
-        new("nvImageCodec, crop", "decoder", peer="nvimgcodec", method="nvimgcodec_region"),
+        new("nvImageCodec, whole", "decoder", library="nvimgcodec", method="nvimgcodec_whole"),
+        new("nvImageCodec, crop", "decoder", library="nvimgcodec", method="nvimgcodec_region"),
     ]
-    group = Group(options, contenders)
+    group = Group(options, implementations)
     result["tables"] = {
         "Ratios, one thread": [
             group.ratio("ours, whole / torchvision, whole", "ours, whole", "torchvision, whole"),
@@ -176,18 +176,20 @@ def run_decode(options: Options) -> dict[str, Any]:
             group.ratio("ours, crop / nvImageCodec, crop", "ours, crop", "nvImageCodec, crop"),
             group.ratio("ours, whole / Pillow, whole", "ours, whole", "Pillow, whole"),
         ],
-        "Each contender": table_of_contenders(group.contenders),
+        "Each implementation": table_of_implementations(group.implementations),
         "Equality": list(decode_rows(options.folder, min(options.images, 512))),
     }
-    result["versions"] |= versions_of_peers(group.contenders)
+    result["versions"] |= versions_of_libraries(group.implementations)
     return result
 
 
-def versions_of_peers(contenders: Sequence[Contender]) -> dict[str, dict[str, str]]:
-    """By the contenders of each other Python: what differs from the versions here."""
-    ours, found = import_module("benchmarks.contenders").versions(), {}
-    for python in dict.fromkeys(each.python for each in contenders if each.python != sys.executable and each.versions):
-        labels = dict.fromkeys(each.label.partition(",")[0] for each in contenders if each.python == python)
-        packages = next(each.versions for each in contenders if each.python == python and each.versions)
+def versions_of_libraries(implementations: Sequence[Implementation]) -> dict[str, dict[str, str]]:
+    """By the implementations of each other Python: what differs from the versions here."""
+    ours, found = import_module("benchmarks.implementations").versions(), {}
+    for python in dict.fromkeys(
+        each.python for each in implementations if each.python != sys.executable and each.versions
+    ):
+        labels = dict.fromkeys(each.label.partition(",")[0] for each in implementations if each.python == python)
+        packages = next(each.versions for each in implementations if each.python == python and each.versions)
         found[", ".join(labels)] = {name: text for name, text in packages.items() if ours.get(name) != text}
     return found

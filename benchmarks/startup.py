@@ -1,4 +1,4 @@
-"""Time to start: `python -m benchmarks.startup`, or `tools/benchmark.py startup`.
+"""Time to start: `python tools/benchmark.py startup`.
 
 Each round starts each command once, in turn, in a new process with one thread. The demo is timed by the marks that this
 file sets in a process of its own: imports, everything up to the first batch, and the first step. All times are CPU
@@ -70,12 +70,12 @@ def time_demo(folder: str) -> None:
 
 
 def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
-    """CPU seconds of each command and of the stages of the demo."""
+    """CPU seconds of each command and of the stages of the demo. tiny: no effect."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     stages: dict[str, list[float]] = {name: [] for name in STAGES}
     with tempfile.TemporaryDirectory() as folder:
         time_command(["tools/train.py", "--dry-run"], 0, folder)  # writes the digits, and fills caches
-        for _ in range(1 if tiny else rounds):
+        for _ in range(rounds):
             for name, (arguments, code, _) in COMMANDS.items():
                 found[name].append(time_command(arguments, code, folder))
             command = [sys.executable, "-P", "-m", "benchmarks.startup", folder]
@@ -90,13 +90,5 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
     return rows + [measured(f"demo, {name}: CPU time", stages[name], "s", GOALS.get(name, "")) for name in STAGES]
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        time_demo(sys.argv[1])
-        return
-    for row in run():
-        print(json.dumps(row))
-
-
 if __name__ == "__main__":
-    main()
+    time_demo(sys.argv[1])

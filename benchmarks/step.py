@@ -1,12 +1,18 @@
-"""The training loop against a bare loop, in turn in one process: `python tools/benchmark.py step`.
+"""A step of `train()` against reference loops, in turn in one process: `python tools/benchmark.py step`.
 
-A ResNet-18 with 64 px and batches of 32 on the CPU, in one thread. `train()` runs with all that a run does after a step
-(reports, guards), without evaluations and saves. The bare loop normalizes the images, runs forward and backward, steps,
-and reads the losses once for each block.
+`train()` runs with all that a run does after a step (reports, guards), without evaluations and saves. The reference
+loop normalizes the images, runs forward and backward, clips, steps and averages as configured, and reads the losses
+once in each round. With "the same arithmetic" it also computes what `train()` reports and checks: the norm of the
+gradient, whether its elements are finite, and the top-1 accuracy.
+
+A ResNet-18 gives images per second. The other models are tiny, so that most of a step is overhead: microseconds of a
+step, and those that `train()` adds to a reference loop. On the CPU, one thread for each rank.
 """
 
 import contextlib
 import io
+import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,30 +21,49 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from torch import multiprocessing, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.compare import Row, measured, rounded
+from benchmarks.compare import Row, measured, progress, rounded
 from imagenet_cls.checkpoint.format import Progress
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.engine.state import open_saver
-from imagenet_cls.engine.step import autocast
+from imagenet_cls.engine.step import any_nonfinite, autocast
 from imagenet_cls.engine.train import train
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import Group, init_group
 from imagenet_cls.parallel.signals import StopSignalHandler
 from imagenet_cls.report.reporter import Reporter
 
 SETTINGS = ("optimizer.lr=0.001", "log.tensorboard=false", "log.plots=false")
-BARE_GOAL = ">= 0.99"
-BATCHES = 4  # distinct batches of the bare loop
+RATIO_GOAL = ">= 0.99"
+BATCHES = 4  # distinct ones, of synthetic images
+OVERHEAD_BATCH = 32  # of a tiny model on each rank
+# Microseconds that `train()` may add to the same arithmetic, by model and number of ranks.
+OVERHEAD_GOALS = {("tiny", 1): "<= 300", ("many_tensors", 1): "<= 1000", ("tiny", 2): "<= 1000"}
+
+
+def tiny(num_classes: int) -> nn.Module:
+    """A convolution, a BatchNorm and a linear layer."""
+    layers = [nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8, num_classes))
+
+
+def many_tensors(num_classes: int) -> nn.Module:
+    """As many tensors and BatchNorm layers as a ResNet-50, all of them tiny."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    for _ in range(52):
+        layers += [nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
 
 
 class PartialRun(Run):
@@ -52,56 +77,76 @@ class PartialRun(Run):
 
 
 class TrainingLoop:
-    """`train()` of a config, some steps at a time."""
+    """`train()` of a config, some steps at a time. Its synthetic batches are made once."""
 
     def __init__(self, overrides: Sequence[str], group: Group, folder: Path):
         config = load_config("resnet50", [*SETTINGS, *overrides]).config
         self.parts, self.progress = build(config, group), Progress()
+        if config.data.name == "synthetic":
+            batches = list(islice(self.parts.train_loader.epoch(0), BATCHES))
+            self.parts.train_loader.epoch = lambda *_: cycle(batches)  # type: ignore[method-assign,assignment]
         plan = self.parts.plan
-        self.reporter = Reporter(folder, 0, config, True, plan.total_steps, plan.epochs)
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.reporter = Reporter(folder, 0, config, group.is_main, plan.total_steps, plan.epochs)
         saver = open_saver(self.parts, self.progress, RunFolder(folder), self.reporter)
-        self.run = PartialRun(self.parts, self.progress, self.reporter, saver, StopSignalHandler(group))
+        self.stop_signals = StopSignalHandler(group)
+        self.run = PartialRun(self.parts, self.progress, self.reporter, saver, self.stop_signals)
 
     def __call__(self, steps: int) -> None:
         self.parts.plan = replace(self.parts.plan, total_steps=self.progress.step + steps)
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(self.run)
+        train(self.run)
 
     def close(self) -> None:
         self.parts.train_loader.close()
         self.reporter.close()
+        self.stop_signals.close()
 
 
-class BareLoop:
-    """The same steps as a script would write them, on a copy of the model."""
+class ReferenceLoop:
+    """The same steps as a script would write them, on a copy of the model. same_arithmetic: see above."""
 
-    def __init__(self, parts: TrainingParts):
+    def __init__(self, parts: TrainingParts, same_arithmetic: bool = False):
+        config = parts.config
+        self.same_arithmetic, self.clip_norm = same_arithmetic, config.train.clip_norm
         self.model = deepcopy(parts.model).train()
-        if parts.config.train.compile:
+        if config.train.compile:
             self.model.compile()
-        self.wrapped = self.model
-        if isinstance(parts.wrapped, DistributedDataParallel):
-            self.wrapped = DistributedDataParallel(self.model)
-        self.optimizer = build_optimizer(parts.config.optimizer, parameter_groups(self.model, parts.config.optimizer))
+        is_ddp = isinstance(parts.wrapped, DistributedDataParallel)
+        self.wrapped = DistributedDataParallel(self.model) if is_ddp else self.model
+        self.optimizer = build_optimizer(config.optimizer, parameter_groups(self.model, config.optimizer))
+        self.averaged = [tensor.detach() for tensor in self.model.state_dict().values() if tensor.is_floating_point()]
+        self.average = None if config.ema.decay is None else [tensor.clone() for tensor in self.averaged]
         self.preprocess, self.device = parts.preprocess.preprocess, parts.group.device
         self.dtype = parts.evaluation.autocast_dtype
         self.batches = cycle(list(islice(parts.train_loader.epoch(0), BATCHES)))
 
     def __call__(self, steps: int) -> None:
-        losses = []
+        values = []
         for batch in islice(self.batches, steps):
             images, targets = self.preprocess(batch.images), batch.targets.to(self.device, non_blocking=True)
             with autocast(self.device, self.dtype):
-                loss = functional.cross_entropy(self.wrapped(images), targets)
+                logits = self.wrapped(images)
+                loss = functional.cross_entropy(logits, targets)
             loss.backward()
+            values.append(loss.detach())
+            gradients = [gradient for p in self.model.parameters() if (gradient := p.grad) is not None]
+            if self.same_arithmetic:
+                values += [(logits.argmax(1) == targets).float().mean(), any_nonfinite(gradients)]
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            elif self.same_arithmetic:
+                values.append(nn.utils.get_total_norm(gradients))
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.001
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
-        torch.stack(losses).tolist()
+            if self.average is not None:
+                torch._foreach_lerp_(self.average, self.averaged, 0.001)
+        torch.stack(values).tolist()
 
 
 def seconds_in_turn(loops: Sequence[Callable[[int], None]], steps: int, rounds: int) -> list[list[tuple[float, float]]]:
-    """Wall-clock and CPU seconds of a block of steps, for each loop and round. Loops wait for the device."""
+    """Wall-clock and CPU seconds of some steps, for each loop and round. Loops wait for the device."""
     seconds: list[list[tuple[float, float]]] = [[] for _ in loops]
     for _ in range(rounds):
         for loop, found in zip(loops, seconds, strict=True):
@@ -111,10 +156,10 @@ def seconds_in_turn(loops: Sequence[Callable[[int], None]], steps: int, rounds: 
     return seconds
 
 
-def against_bare(
+def throughput_rows(
     name: str, overrides: Sequence[str], group: Group, batch_size: int, steps: int, rounds: int, goal: str = ""
 ) -> list[Row]:
-    """Rows of a config: images per second of `train()`, its ratio to the bare loop, on GPUs its peak memory.
+    """Rows of a config: images per second of `train()`, its ratio to the reference loop, on GPUs its peak memory.
 
     goal: of the images per second.
     """
@@ -125,29 +170,79 @@ def against_bare(
             torch.cuda.reset_peak_memory_stats()
         ours(steps)
         memory = [torch.cuda.max_memory_allocated() / 2**30] if on_gpu else []
-        bare = BareLoop(ours.parts)
-        bare(steps)
-        our_seconds, bare_seconds = seconds_in_turn([ours, bare], steps, rounds)
+        reference = ReferenceLoop(ours.parts)
+        reference(steps)
+        our_seconds, reference_seconds = seconds_in_turn([ours, reference], steps, rounds)
         ours.close()
     rates = [batch_size * steps / wall for wall, _ in our_seconds]
-    ratios = [theirs / mine for (mine, _), (theirs, _) in zip(our_seconds, bare_seconds, strict=True)]
-    cpu = [theirs / mine for (_, mine), (_, theirs) in zip(our_seconds, bare_seconds, strict=True)]
+    pairs = list(zip(our_seconds, reference_seconds, strict=True))
+    ratios, cpu_ratios = ([theirs[clock] / mine[clock] for mine, theirs in pairs] for clock in (0, 1))
     rows = [
         measured(f"{name}: train()", rates, "img/s", goal),
-        measured(f"{name}: train() / bare loop", ratios, "x", BARE_GOAL, cpu_ratio=rounded(median(cpu))),
+        measured(f"{name}: train() / reference loop", ratios, "x", RATIO_GOAL, cpu_ratio=rounded(median(cpu_ratios))),
     ]
     return rows + ([measured(f"{name}: peak memory", memory, "GiB")] if on_gpu else [])
 
 
-def run(rounds: int = 10, tiny: bool = False) -> list[Row]:
-    """The rows of a ResNet-18 on the CPU."""
-    size_px, batch_size, steps = (32, 4, 2) if tiny else (64, 32, 4)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    sizes = [f"augment.size_px={size_px}", f"eval.crop_px={size_px}", "model.name=resnet18", "model.kwargs={}"]
-    data = ["data.name=synthetic", "device=cpu"]
-    data += [f"data.kwargs={{train_images: 65536, val_images: 64, num_classes: 10, size_px: {size_px}}}"]
-    name = f"ResNet-18, {size_px} px, batch {batch_size}"
-    rows = against_bare(name, [*sizes, *data], Group(RankInfo(), torch.device("cpu")), batch_size, steps, rounds)
-    torch.set_num_threads(threads)
+def overhead_rows(model: str, ema_and_clip: bool, group: Group, steps: int, rounds: int) -> list[Row]:
+    """Rows of a tiny model: microseconds of a step of `train()`, and those that it adds to the reference loops."""
+    overrides = [*synthetic(16), f"model.name=benchmarks.step:{model}"]
+    overrides += [f"train.global_batch_size={OVERHEAD_BATCH * group.world_size}", f"log.every_steps={steps}"]
+    overrides += ["ema.decay=0.999", "train.clip_norm=1.0"] * ema_and_clip
+    with tempfile.TemporaryDirectory() as folder:
+        ours = TrainingLoop(overrides, group, Path(folder))
+        loops = [ours, ReferenceLoop(ours.parts), ReferenceLoop(ours.parts, same_arithmetic=True)]
+        seconds_in_turn(loops, steps, 1)
+        seconds = seconds_in_turn(loops, steps, rounds)
+        ours.close()
+    wall, cpu = ([[1e6 * each[clock] / steps for each in found] for found in seconds] for clock in (0, 1))
+    name = f"{model}{', EMA and clipping' * ema_and_clip}, {group.world_size} rank{'s' * (group.world_size > 1)}"
+    rows = [measured(f"{name}: train()", wall[0], "us", note=f"CPU time {median(cpu[0]):.0f} us")]
+    for number, what in ((1, "reference loop"), (2, "the same arithmetic")):
+        added, cpu_added = (
+            [mine - theirs for mine, theirs in zip(found[0], found[number], strict=True)] for found in (wall, cpu)
+        )
+        goal = OVERHEAD_GOALS.get((model, group.world_size), "") if number == 2 else ""
+        fastest = min(wall[0]) - min(wall[number])
+        note = f"CPU time {median(cpu_added):.0f} us; between the fastest rounds {fastest:.0f} us"
+        rows.append(measured(f"{name}: train() - {what}", added, "us", goal, note))
     return rows
+
+
+def synthetic(size_px: int) -> list[str]:
+    """Overrides for synthetic images on the CPU, and for models without arguments."""
+    images = f"{{train_images: 65536, val_images: 64, num_classes: 10, size_px: {size_px}}}"
+    sizes = [f"augment.size_px={size_px}", f"eval.crop_px={size_px}", "model.kwargs={}", "device=cpu"]
+    return ["data.name=synthetic", f"data.kwargs={images}", *sizes]
+
+
+def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
+    """The rows of all models, on one rank and on two. tiny: a smaller ResNet-18, and two steps in a round."""
+    rows = []
+    for world_size in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments: tuple[Any, ...] = (world_size, folder, rounds, tiny)
+            multiprocessing.spawn(run_rank, arguments, nprocs=world_size)
+            rows += json.loads(Path(folder, "rows.json").read_text())
+    return rows
+
+
+def run_rank(rank: int, world_size: int, folder: str, rounds: int, tiny: bool) -> None:
+    """All models on one rank; rank 0 writes the rows into `folder`."""
+    torch.set_num_threads(1)
+    rank_info = RankInfo(rank, rank, world_size, world_size)
+    group = init_group(rank_info, torch.device("cpu"), "auto", "gloo", f"file://{folder}/store", 60.0)
+    rows: list[Row] = []
+    if world_size == 1:
+        size_px, batch_size, steps = (32, 4, 2) if tiny else (64, 32, 4)
+        overrides = [*synthetic(size_px), "model.name=resnet18"]
+        name = f"ResNet-18, {size_px} px, batch {batch_size}"
+        rows += throughput_rows(name, overrides, group, batch_size, steps, rounds)
+    for ema_and_clip in (False, True):
+        for model in ("tiny", "many_tensors"):
+            rows += overhead_rows(model, ema_and_clip, group, 2 if tiny else 20, rounds)
+            if group.is_main:
+                progress(rows[-1]["row"])
+    if group.is_main:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    os._exit(0)  # threads of gloo may abort a normal exit

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -30,18 +29,31 @@ def parser() -> argparse.ArgumentParser:
     """All options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=[*COMMANDS, "all", "docs"], help="docs: write docs/benchmarks.md from --out")
-    parser.add_argument("--rounds", type=int, default=5, help="passes of each contender (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, which show that all runs, not how fast")
+    parser.add_argument(
+        "--tiny", action="store_true", help="one round of small sizes: shows that all runs, not how fast"
+    )
     images = parser.add_argument_group("decode and loader")
-    images.add_argument("--folder", type=Path, default="work_dirs/benchmark", help="for images (default: %(default)s)")
+    images.add_argument(
+        "--folder",
+        type=Path,
+        default="work_dirs/benchmark",
+        help="for images; empty, new or made by this tool (default: %(default)s)",
+    )
     images.add_argument(
         "--root", type=Path, help="take the images from class folders in train/ and val/ of this folder"
     )
     images.add_argument("--images", type=int, default=1056, help="of each part (default: 1056)")
     images.add_argument("--workers", type=int, default=2, help="processes or threads of each loader (default: 2)")
     images.add_argument("--batch-size", type=int, default=64, help="default: 64")
-    images.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders to run; `*` matches any text")
+    images.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help='rows of "Each implementation" to run; `*` matches any text',
+    )
     images.add_argument("--baseline", type=Path, metavar="DIR", help="also run the package of this checkout")
     images.add_argument(
         "--peer",
@@ -53,27 +65,17 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def rows_of_module(command: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result of `run(rounds)` of a module of `benchmarks`; some take `tiny` for small sizes."""
-    module = importlib.import_module(f"benchmarks.{command}")
-    tiny = {"tiny": True} if arguments.tiny and "tiny" in inspect.signature(module.run).parameters else {}
-    result = new_result(command)
-    rows = module.run(arguments.rounds, **tiny)
-    if hasattr(module, "table"):  # its rows are not those of `compare`
-        return {**result, "rows": rows, "text": module.table(rows)}
-    return {**result, "tables": {"": rows}}
-
-
 def measure(command: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The result of a command."""
     if command not in WITH_IMAGES:
-        return rows_of_module(command, arguments)
+        module = importlib.import_module(f"benchmarks.{command}")
+        return {**new_result(command), "tables": {"": module.run(arguments.rounds, arguments.tiny)}}
     from benchmarks import loader
 
-    peers = dict(word.split("=", 1) for word in arguments.peer)
+    pythons = dict(word.split("=", 1) for word in arguments.peer)
     names = ("folder", "root", "images", "rounds", "workers", "batch_size", "baseline", "only")
     values = {name: getattr(arguments, name) for name in names}
-    options = loader.Options(peers=peers, loss_steps=3 if arguments.tiny else 50, **values)
+    options = loader.Options(pythons=pythons, loss_steps=3 if arguments.tiny else 50, **values)
     return loader.run_loader(options) if command == "loader" else loader.run_decode(options)
 
 
@@ -84,13 +86,15 @@ def main(words: Sequence[str] | None = None) -> int:
         page = DOCS.read_text()
         DOCS.write_text(page_with_results(page, read_results(arguments.out)))
         return 0
+    if arguments.tiny:
+        arguments.rounds, arguments.images = 1, min(arguments.images, 64)
     failed = False
     for command in COMMANDS if arguments.command == "all" else (arguments.command,):
         result = measure(command, arguments)
         print(page_section(result))
         print(f"written to {write_result(result, arguments.out)}\n", flush=True)
         rows = [row for rows in result["tables"].values() for row in rows]
-        failed |= any(row.get("gate") and not row["met"] for row in rows)
+        failed |= any(row.get("check") and not row["met"] for row in rows)
     return int(failed)
 
 

@@ -1,13 +1,14 @@
-"""Contenders of `tools/benchmark.py`: each is a process of its own, in the Python and with the packages it needs.
+"""Implementations of `tools/benchmark.py`: each is a process of its own, in the Python and with the packages it needs.
 
-    python benchmarks/contenders.py '{"name": "timm", "folder": ..., "batch_size": 64, "workers": 2}'
+    python benchmarks/implementations.py '{"name": "timm", "folder": ..., "batch_size": 64, "workers": 2}'
 
 prints its versions as a line of JSON, makes one pass to warm up, and then one for each line on stdin, after which it
 prints images, wall-clock seconds and CPU seconds. Nothing here imports the rest of `benchmarks`, or a package that
-another contender needs.
+another implementation needs.
 """
 
 import ctypes
+import inspect
 import io
 import json
 import math
@@ -66,8 +67,10 @@ def ours(
     assert data.train is not None and data.val is not None
     preprocess = Preprocess(MEAN, STD, group.device, channels_last=True) if floats else lambda images: images
     if evaluate:
+        # The package of an older checkout (`--baseline`) has no argument `mean`.
+        mean = [MEAN] if "mean" in inspect.signature(build_val_batches).parameters else []
         val = data.val
-        return lambda: sum(len(preprocess(batch[0])) for batch in build_val_batches(config, val, group, 1, MEAN))
+        return lambda: sum(len(preprocess(batch[0])) for batch in build_val_batches(config, val, group, 1, *mean))
     plan = plan_run(config.train, len(data.train), 1)
     loader = build_train_loader(config, data.train, plan, group, MEAN)
     epochs = iter(range(10**9))
@@ -301,7 +304,7 @@ DECODERS: dict[str, Callable[[], Callable[[bytes, Crop], Any]]] = {
     function.__name__: function
     for function in (ours_whole, ours_region, torchvision_whole, pillow_whole, nvimgcodec_whole, nvimgcodec_region)
 }
-CONTENDERS: dict[str, Callable[..., Pass]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Pass]] = {
     function.__name__: function for function in (ours, timm, torchvision, ffcv, dali, decode_only, decoder)
 }
 
@@ -329,7 +332,7 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print to stdout
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     arguments: dict[str, Any] = json.loads(sys.argv[1])
-    one_pass = CONTENDERS[arguments.pop("name")](**arguments)
+    one_pass = IMPLEMENTATIONS[arguments.pop("name")](**arguments)
     one_pass()
     print(json.dumps(versions()), file=answers, flush=True)
     for _ in sys.stdin:
