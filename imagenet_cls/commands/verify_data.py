@@ -13,6 +13,7 @@ import numpy as np
 from imagenet_cls.commands import cli
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.archives import find_archives, index_archives
 from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import ImageIndex, scan_images
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
@@ -34,7 +35,7 @@ def verify_command(argv: Sequence[str]) -> None:
         "good, 3 if some are bad.",
         "ROOT | CONFIG [key=value ...] [--out FILE] [--threads N]",
     )
-    parser.add_argument("data", metavar="ROOT | CONFIG", help="a folder, with all images in it; or a config")
+    parser.add_argument("data", metavar="ROOT | CONFIG", help="a folder or archive, with all images in it; or a config")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with CONFIG, such as data.root=/my/images")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: ROOT/bad_images.txt")
     parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each core")
@@ -85,12 +86,15 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
 
 
 def images_below(root: Path) -> dict[str, Image]:
-    """The images at any depth below a folder, by their paths relative to it. Raises DataError."""
+    """The images at any depth below a folder, or in archives, by their paths relative to it. Raises DataError."""
     from imagenet_cls.data.sources import FolderSource  # imports torch, which --help should not
 
-    names = np.array(scan_images(os.fsencode(root), b"."), bytes)
-    source = FolderSource(ImageIndex(root, names, np.zeros(len(names), np.int64), ()))
-    return {os.path.normpath(source.name(i)): (source, i) for i in range(len(names))}
+    if archives := find_archives(root.parent, root.name):
+        source = FolderSource(index_archives(root.parent, root.name, archives))
+    else:
+        names = np.array(scan_images(os.fsencode(root), b"."), bytes)
+        source = FolderSource(ImageIndex(root, names, np.zeros(len(names), np.int64), ()))
+    return {os.path.normpath(source.name(i)): (source, i) for i in range(len(source))}
 
 
 def images_of(data: DataConfig, root: Path) -> dict[str, Image]:

@@ -44,8 +44,8 @@ _CENTRAL_READ = 1 << 22
 _CENTRAL = struct.Struct("<8x2H8x2L3H8xL").unpack_from  # of an entry of a zip's directory
 _NO_32_BITS = 0xFFFF_FFFF
 _ZEROS = bytes(512)
-_FILES, _LINKS, _EXTENSIONS = b"0\0" + b"7", b"12", b"xgLK"  # types of members
-_GNU_NAME, _PAX = b"Lx"
+_FILES, _EXTENSIONS = b"0\0" + b"7", b"xgLK"  # types of members
+_GNU_NAME, _PAX, _FOLDER = b"Lx5"
 _THREADS = 16  # they wait for the disk
 _CHUNK = 65_536  # as many names are Python objects at a time
 _DAMAGED = "copy or download it again"
@@ -242,8 +242,8 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
         statuses: dict[bytes, os.stat_result | None] = {p: file_status(p) for p in map(os.fsencode, listed)}
     except OSError as error:
         raise DataError(f"{os.fsdecode(error.filename)}: {error.strerror}\ncheck its permissions") from None
-    pieces = [piece for number, path in enumerate(archives) for piece in _pieces(path, number, len(archives) == 1)]
     with ThreadPoolExecutor(_THREADS) as pool:
+        pieces = [piece for found in pool.map(_pieces, archives, range(len(archives))) for piece in found]
         scanned = list(_progress(pool.map(_scan_piece, pieces), len(pieces)))
     if devkit is not None:
         wnids = validation_labels(devkit)
@@ -290,10 +290,10 @@ def _progress(results: Iterable[T], count: int) -> Iterable[T]:
     return track(results, "listing archives", count, console=Console(stderr=True), transient=True)
 
 
-def _pieces(path: Path, number: int, is_only: bool) -> list[_Piece]:
+def _pieces(path: Path, number: int) -> list[_Piece]:
     """The whole archive; of a tar of tars, as ImageNet's, each of them, so that several threads read it."""
     whole = _Piece(str(path), number, os.fsencode(path.stem))
-    if not is_only or path.suffix.lower() == ".zip":
+    if path.suffix.lower() == ".zip":
         return [whole]
     with opened(whole.path) as file:
         members = tar_members(file, whole.path)
@@ -492,57 +492,52 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
         if at + 1024 > len(buffer):
             buffer, base, at = os.pread(file, _READ, position), position, 0
         header = buffer[at : at + 512]
-        try:
-            size, checksum = int(header[124:135], 8), int(header[148:154], 8)  # the usual form
+        try:  # the usual form
+            size, is_valid = int(header[124:135], 8), _sum(header) == int(header[148:154], 8)
         except ValueError:
-            size = checksum = -1
-        if position + 512 > end or _sum(header) != checksum % 65_521:
-            if header == _ZEROS and position + 512 <= end:
+            is_valid = False
+        offset = position + 512
+        if not is_valid:
+            if header == _ZEROS and offset <= end:
                 return
-            if len(header) < 512 or position + 512 > end:
-                raise DataError(f"{path}: cut short at byte {position}: no end of the tar\n{_DAMAGED}")
             size = _size_in_header(header)
             if size < 0:
                 what = f"a damaged header at byte {position}" if position > start else "not a tar archive"
+                what = f"cut short: no end at byte {position}" if len(header) < 512 or offset > end else what
                 raise DataError(f"{path}: {what}\n{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar")
         kind = header[156]
-        if override and b"size" in override and kind not in _EXTENSIONS:
-            size = int(override[b"size"])
-        offset, small = position + 512, b""
-        if size <= 512:  # a label, or the records of an extended header
-            small = buffer[at + 512 : at + 512 + size]
-        position = offset + (size + 511 & -512)
         if kind in _EXTENSIONS:
-            content = small if len(small) == size else os.pread(file, size, offset)
+            content = os.pread(file, size, offset) if size > 512 else buffer[at + 512 : at + 512 + size]
             if kind == _GNU_NAME:
                 override[b"path"] = content.rstrip(b"\0")
             elif kind == _PAX and (b"path=" in content or b"size=" in content):
                 override |= _pax_records(content, path)
+            position = offset + (abs(size) + 511 & -512)
             continue
-        name = override.get(b"path", b"")
-        if not name:
-            name = header[: min(header.find(0), 100)]
-            if header[345] and header[257:263] == b"ustar\0":
-                name = header[345:500].rstrip(b"\0") + b"/" + name
+        name = header[: min(header.find(0), 100)]
+        if header[345] and header[257:263] == b"ustar\0":
+            name = header[345:500].rstrip(b"\0") + b"/" + name
         if override:
+            name, size = override.get(b"path", name), int(override.get(b"size", size))
             override = {}
-        if offset + size > end or size < 0:
+        position = offset + (size + 511 & -512)
+        if size < 0 or offset + size > end:
             raise DataError(f"{path}: cut short in {shown(name)}: it ends at byte {end}\n{_DAMAGED}")
         if kind in _FILES:
-            yield name, offset, size, 0, small
-        elif kind in _LINKS and is_image(name):
+            yield name, offset, size, 0, b"" if size > 512 else buffer[at + 512 : at + 512 + size]
+        elif kind != _FOLDER and is_image(name):
             raise DataError(
-                f"{path}: {shown(name)} is a link\nmake the archive again with the images themselves: "
-                "tar --dereference --hard-dereference"
+                f"{path}: {shown(name)} is a link, or no regular file\nmake the archive again with the images "
+                "themselves: tar --dereference --hard-dereference"
             )
 
 
 def _sum(header: bytes) -> int:
-    """The checksum of a header, modulo 65521: the sum of its bytes, of which eight count as spaces.
+    """The checksum of a header: the sum of its bytes, of which those of the checksum count as spaces.
 
-    The low half of Adler-32 is 1 + the sum of all bytes, modulo 65521.
+    The low half of Adler-32 is 1 + the sum, modulo 65521. Headers of text have smaller sums.
     """
-    return ((zlib.adler32(header) & 0xFFFF) + 255 - sum(header[148:156])) % 65_521
+    return (zlib.adler32(header) & 0xFFFF) + 255 - sum(header[148:156])
 
 
 def _size_in_header(header: bytes) -> int:
@@ -551,9 +546,9 @@ def _size_in_header(header: bytes) -> int:
         checksum = int(header[148:156].strip(b"\0 "), 8)
         is_binary = header[124] == 0x80
         size = int.from_bytes(header[125:136], "big") if is_binary else int(header[124:136].strip(b"\0 ") or b"0", 8)
-    except ValueError:
+    except (ValueError, IndexError):
         return -1
-    return size if _sum(header) == checksum % 65_521 else -1
+    return size if sum(header) + 256 - sum(header[148:156]) == checksum else -1
 
 
 def _pax_records(content: bytes, path: str) -> dict[bytes, bytes]:
@@ -566,7 +561,7 @@ def _pax_records(content: bytes, path: str) -> dict[bytes, bytes]:
                 break
             key, _, value = content[content.index(b" ") + 1 : length - 1].partition(b"=")
             records[key], content = value, content[length:]
-        else:
+        if not content and int(records.get(b"size", b"0")) >= 0:
             return records
     raise DataError(f"{path}: a damaged pax header\n{_DAMAGED}")
 

@@ -1,6 +1,7 @@
 """Runs from archives end in the bits of a run from the folder that they hold, also after a stop and a resume."""
 
 import io
+import os
 import shutil
 import tarfile
 import zipfile
@@ -14,6 +15,7 @@ from helpers import arguments, saved_bytes, train_here
 
 from imagenet_cls.commands.cli import exit_code_of
 from imagenet_cls.commands.pack import pack_command
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import TRAIN_TAR
 from imagenet_cls.data.datasets import open_datasets
@@ -122,3 +124,13 @@ def test_samples_are_the_same_on_any_number_of_ranks(digits: Path, tmp_path: Pat
         batch = torch.cat(on_ranks, 1)[2, :, 1].tolist()
         batches.append(sorted((source.name(i), source.index.targets[i], source.read(i)) for i in batch))
     assert len(batches[0]) == 96 and batches == batches[:1] * 4
+
+
+def test_archive_that_is_cut_short_ends_with_exit_code_3(
+    digits: Path, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
+) -> None:
+    tar_of_tars(digits, tmp_path)
+    os.truncate(tmp_path / TRAIN_TAR, 500_000)
+    code, _, error = call(train_command, *arguments(tmp_path, tmp_path / "run", **FOLDER))
+    assert code == 3 and f"{tmp_path / TRAIN_TAR}: cut short" in error
+    assert not (tmp_path / "run").exists()

@@ -283,6 +283,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "absolute path": (lambda f: write_tar(f / "a.tar", [("/a/1.jpg", IMAGE)]), "/a/1.jpg"),
     "path above": (lambda f: write_zip(f / "a.zip", [("a/../../1.jpg", IMAGE)]), r"a/\.\./"),
     "absolute path in a zip": (lambda f: write_zip(f / "a.zip", [("/a/1.jpg", IMAGE)]), "/a/1.jpg"),
+    "a device": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.CHRTYPE), "no regular file"),
+    "size that is no number": (
+        lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)], pax_headers={"size": "x", "path": "y"}), "damaged pax"
+    ),
+    "negative size": (
+        lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)], pax_headers={"size": "-1024"}), "damaged pax"
+    ),
     "twice": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)] * 2), "a/1.jpg is in it twice"),
     "zip cut short": (lambda f: cut(write_zip(f / "a.zip", [("a/1.jpg", IMAGE)])), "cut short"),
     "zip without its start": (
@@ -376,6 +383,18 @@ def test_bad_image_in_an_archive_is_listed_and_left_out(name: str, image_folder:
         file.write(f"{data.val}/{open_datasets(data).val.name(2)}\n")  # type: ignore[union-attr]
     with pytest.raises(DataError, match=r"image 2.*validation leaves no image out"):
         open_datasets(replace(data, exclude=str(bad)))
+
+
+def test_verify_data_takes_archives_without_a_config(
+    image_folder: Path, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
+) -> None:
+    FOLDERS["zip, stored"](tmp_path / "zips", image_folder)
+    FOLDERS["ImageNet's archives"](tmp_path / "own", image_folder)
+    whole_zip(tmp_path / "whole", image_folder)
+    write_shards(tmp_path / "shards", files_of(image_folder / "train"), lambda name: name[:3])
+    for name, count in (("zips/train.zip", 40), ("own", 49), ("whole/imagenet.zip", 49), ("shards", 40)):
+        code, out, _ = call(verify_command, tmp_path / name)
+        assert code == 0 and f"{count} images, 0 bad" in out, name
 
 
 # ------------------------------------------------------------------------------------------------- cache, workers
