@@ -12,6 +12,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_components, run_command
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
 from imagenet_cls.errors import CheckpointError, UsageError, command_line, printable
+from imagenet_cls.files import explain_write_errors
 from imagenet_cls.lookup import is_factory_name
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ def evaluation_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON"
     )
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR",
+        help="write report.html, report.json and confusion.csv: classes, confusion, calibration, mistakes",
+    )  # fmt: skip
     cli.add_allow_import(parser)
     add_rank_options(parser)
     return parser
@@ -79,6 +84,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         check_exists(Path(paths[1]))
     if arguments.node_rank == 0:
         check_output_path(arguments.out)
+        check_report_folder(arguments.report)
 
 
 def check_exists(checkpoint: Path) -> None:
@@ -95,6 +101,20 @@ def check_output_path(path: Path | None) -> None:
         path.unlink()
 
 
+def check_report_folder(folder: Path | None) -> None:
+    """Make the folder of --report. Raises UsageError if it has a report, ResourceError if it can't be written."""
+    if folder is None:
+        return
+    if folder.is_file() or (folder / "report.html").exists():
+        raise UsageError(
+            f"{folder} is a file, or already has a report.\nName another folder with --report, or move that one away."
+        )
+    with explain_write_errors(folder, "Name another folder with --report."):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.html").touch()
+        (folder / "report.html").unlink()
+
+
 def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
     """One rank's part of an evaluation."""
     from imagenet_cls.data.loader import killed_worker_error
@@ -108,10 +128,11 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
     run_on_main(group, lambda: check_output_path(arguments.out))
+    run_on_main(group, lambda: check_report_folder(arguments.report))
     with explain_resource_errors(killed_worker_error):
         keep_predictions = arguments.out is not None
         messages, metrics_by_name, predictions = evaluate_weights(
-            loaded.config, checkpoint, group, keep_predictions, arguments.allow_import
+            loaded.config, checkpoint, group, keep_predictions, arguments.allow_import, arguments.report
         )
     if not group.is_main:
         return
@@ -127,6 +148,8 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     if arguments.out is not None:
         write_file(arguments.out, predictions)
         print(f"wrote {len(predictions)} predictions to {arguments.out}")
+    if arguments.report is not None:
+        print(f"wrote {arguments.report / 'report.html'}")
 
 
 def write_file(path: Path, rows: Iterable[dict]) -> None:

@@ -27,6 +27,7 @@ from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.build import choose_num_classes, rank_devices
 from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, model_outputs
+from imagenet_cls.engine.evaluation_report import MeasuredSource, record_rows, write_report
 from imagenet_cls.engine.labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_val_batches
 from imagenet_cls.engine.model import choose_mean_std, class_difference, memory_format, read_stored_weights
@@ -78,12 +79,18 @@ class TrainedModels:
 
 
 def evaluate_weights(
-    config: Config, checkpoint: Path | None, group: Group, keep_predictions: bool, allow_import: Collection[str] = ()
+    config: Config,
+    checkpoint: Path | None,
+    group: Group,
+    keep_predictions: bool,
+    allow_import: Collection[str] = (),
+    report: Path | None = None,
 ) -> tuple[list[str], dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Evaluate weights on the config's validation images; every image counts exactly once. A collective.
 
     checkpoint: a checkpoint or run folder, foreign weights, or None for the weights that the config names.
-    allow_import: what a checkpoint may import beyond what the config names.
+    allow_import: what a checkpoint may import beyond what the config names. report: a folder for the report, which rank
+    0 writes; of the EMA weights if there are any.
 
     Returns messages about the weights, the metrics of `evaluate`, and with keep_predictions on rank 0 one row for each
     image: image, target, top-5 classes and probabilities, of the EMA weights if there are any.
@@ -119,9 +126,10 @@ def evaluate_weights(
         if note is not None and note not in messages:
             messages.append(note)
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+    source = val if report is None else MeasuredSource(val)
     outputs = model_outputs(
         {name: wrap_data_parallel(model, devices) for name, model in trained.models.items()},
-        build_val_batches(config, val, group, len(devices.all), trained.mean),
+        build_val_batches(config, source, group, len(devices.all), trained.mean),
         Preprocess(trained.mean, trained.std, group.device, config.train.channels_last),
         group.device,
         choose_precision(config.train.precision, group.device),
@@ -132,9 +140,17 @@ def evaluate_weights(
     rows: list[dict[str, Any]] = []
     if keep_predictions:
         outputs = record_predictions(outputs, names[-1], val, classes, rows)
+    parts: list[np.ndarray] = []
+    if isinstance(source, MeasuredSource):
+        outputs = record_rows(outputs, names[-1], source.sizes, parts)
     metrics = evaluate(outputs, names, group, labels)
     if shown := labels.describe(trained.num_classes):
         metrics = {name: result | {"classes": shown} for name, result in metrics.items()}
+    if report is not None and (gathered := gather_to_main(parts, group)):
+        settings = {key: format_value(attrgetter(key)(config)) for key in _EVALUATION_KEYS}
+        about = {"model": trained.config.model.name, "weights": names[-1], "messages": messages, "metrics": metrics}
+        about["settings"] = settings
+        write_report(report, np.concatenate(gathered), val, labels.present, about)
     return messages, metrics, sorted(gather_to_main(rows, group), key=lambda row: row["index"])
 
 

@@ -1,0 +1,119 @@
+"""`tools/test.py --report`: record every prediction of an evaluation, and write the report of it."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from imagenet_cls.data.decode import ChooseBox
+from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.turbojpeg import Box
+from imagenet_cls.engine.evaluate import Outputs
+from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.report.evaluation import evaluation_figures, evaluation_page
+
+_THUMBNAIL_PX = 160
+
+
+class MeasuredSource(ImageSource):
+    """Another source that also records the size of each image that is read for a batch.
+
+    sizes: int32 (N, 2), height and width, in memory that the workers share; 0 for images that were not read.
+    """
+
+    def __init__(self, source: ImageSource):
+        self.source, self.classes = source, source.classes
+        self.sizes = torch.zeros(len(source), 2, dtype=torch.int32).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def load(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.source.load(i)
+
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+        def choose_and_record(height: int, width: int) -> Box:
+            self.sizes[i] = torch.tensor((height, width))
+            return choose(height, width)
+
+        return self.source.load_region(i, choose_and_record)
+
+    def name(self, i: int) -> str:
+        return self.source.name(i)
+
+    def digest(self) -> str:
+        return self.source.digest()
+
+
+def record_rows(
+    outputs: Iterable[Outputs], name: str, sizes: torch.Tensor, parts: list[np.ndarray]
+) -> Iterator[Outputs]:
+    """Yield the outputs of an evaluation unchanged, and append the rows of each batch, see `report.evaluation.COLUMNS`.
+
+    name: of the weights. sizes: see `MeasuredSource`.
+    """
+    for logits, targets, indices in outputs:
+        best = logits[name].topk(min(5, logits[name].shape[1]), dim=1).indices[:, :1]  # as `evaluate`, also for ties
+        logs = logits[name].log_softmax(dim=1)
+        columns = [
+            indices[:, None],
+            targets[:, None],
+            best,
+            logs.gather(1, best).exp(),
+            -logs.gather(1, targets[:, None]),
+        ]
+        parts.append(torch.cat([column.cpu().double() for column in [*columns, sizes[indices]]], dim=1).numpy())
+        yield logits, targets, indices
+
+
+def write_report(
+    folder: Path, rows: np.ndarray, source: ImageSource, present: torch.Tensor | None, about: Mapping[str, Any]
+) -> None:
+    """Write report.json, report.html and confusion.csv. Raises ResourceError.
+
+    rows: of all images, in any order. present: see `EvaluationLabels`; the report has only these classes. about: see
+    `evaluation_page`.
+    """
+    rows = rows[np.argsort(rows[:, 0])]
+    assert np.array_equal(rows[:, 0], np.arange(len(source)))  # each image exactly once
+    classes = source.classes
+    if present is not None:
+        classes = tuple(classes[i] for i in present.tolist())
+        rows[:, 1:3] = np.searchsorted(present.numpy(), rows[:, 1:3])
+    figures, confusion = evaluation_figures(rows, classes, source.name)
+    figures = {**about, **figures}
+    shown = {row["index"] for row in [*figures["mistakes"], *figures["hits"]]}
+    page = evaluation_page(figures, confusion, {i: thumbnail(source.load(i)[0]) for i in shown})
+    table = io.StringIO(newline="")
+    names = [row["name"] for row in figures["classes"]]
+    csv.writer(table, lineterminator="\n").writerows(
+        [["true \\ predicted", *names], *([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))]
+    )
+    with explain_write_errors(folder, "Name another folder with --report."):
+        write_file(folder / "confusion.csv", table.getvalue())
+        write_file(folder / "report.json", json.dumps(_without_nonfinite(figures), indent=1) + "\n")
+        write_file(folder / "report.html", page)
+
+
+def thumbnail(image: torch.Tensor) -> bytes:
+    """A JPEG file of an image, uint8 (3, H, W)."""
+    picture, file = Image.fromarray(image.permute(1, 2, 0).numpy()), io.BytesIO()
+    picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+    picture.save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def _without_nonfinite(value: Any) -> Any:
+    """JSON has no NaN and infinity."""
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,237 @@
+"""The report of an evaluation: figures of classes, confusion, calibration and image sizes, and a page that shows them.
+
+What the page shows is in the figures, which are written to `report.json`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from imagenet_cls.errors import shorten
+from imagenet_cls.report.page import Html, gallery, heading, image, page, plot, table, text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMNS = ("index", "target", "prediction", "confidence", "loss", "height", "width")
+"""Of the rows of an evaluation, float64 (images, 7). Height and width are 0 where there are no image files."""
+Figures = dict[str, Any]
+
+_CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
+_SIZE_BINS = 5
+_MOST_PAIRS, _MOST_EXAMPLES = 20, 12
+_MOST_CELLS = 50  # of a side of the confusion matrix's picture
+_MOST_NUMBERS = 20  # with at most so many classes, the cells have numbers
+_PERCENT, _COUNT = ".2f", ",d"
+_DETAILS = (
+    ("images", "images", _COUNT),
+    ("correct", "correct", _COUNT),
+    ("balanced accuracy (mean recall of the classes), %", "balanced_accuracy_pct", _PERCENT),
+    ("mean F1 of the classes, %", "macro_f1_pct", _PERCENT),
+    ("negative log-likelihood", "nll", ".4f"),
+    ("expected calibration error", "ece", ".4f"),
+    ("mean confidence", "mean_confidence", ".4f"),
+)
+
+
+def evaluation_figures(
+    rows: np.ndarray, classes: Sequence[str], name_of: Callable[[int], str]
+) -> tuple[Figures, np.ndarray]:
+    """The figures of an evaluation, and the confusion matrix, int64 (K, K): a row for each true class.
+
+    rows: see `COLUMNS`, one for each image. K is the number of classes, or higher where a wider head predicts more.
+    name_of: the name of an image by its index. Undefined values are None: the precision of a class that
+    is never predicted, and the recall of one without images.
+    """
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+    index, target, prediction = rows[:, :3].astype(np.int64).T
+    confidence, loss, height, width = rows[:, 3:].T
+    correct = target == prediction
+    count = max(len(classes), prediction.max() + 1)
+    labels = [*map(text, classes), *(f"class {number}" for number in range(len(classes), count))]
+    confusion = confusion_matrix(target, prediction, labels=range(count))
+    scores = precision_recall_fscore_support(target, prediction, labels=range(count), zero_division=np.nan)
+    *percents, images = [100 * scores[0], 100 * scores[1], 100 * scores[2], scores[3]]
+    predicted = confusion.sum(axis=0)
+    calibration = calibration_bins(confidence, correct)
+
+    def examples(order: np.ndarray) -> list[Figures]:
+        return [
+            {"index": int(index[i]), "image": text(name_of(int(index[i]))), "target": labels[target[i]],
+             "prediction": labels[prediction[i]], "confidence": float(confidence[i])}
+            for i in order[:_MOST_EXAMPLES]
+        ]  # fmt: skip
+
+    falling = np.argsort(-confidence, kind="stable")
+    figures = {
+        "images": len(rows),
+        "num_classes": len(classes),
+        "correct": int(correct.sum()),
+        "top1_pct": 100 * float(correct.mean()),
+        "balanced_accuracy_pct": float(np.mean(percents[1][images > 0])),
+        "macro_f1_pct": float(np.nanmean(percents[2])),
+        "nll": float(loss.mean()),
+        "ece": sum(r["images"] * abs(r["accuracy_pct"] / 100 - r["confidence"]) for r in calibration) / len(rows),
+        "mean_confidence": float(confidence.mean()),
+        "classes": [
+            {"name": labels[k], "precision_pct": p, "recall_pct": r, "f1_pct": f, "images": int(images[k]),
+             "predicted": int(predicted[k])}
+            for k, (p, r, f) in enumerate(zip(*(_or_none(column) for column in percents), strict=True))
+        ],
+        "confused": confused_pairs(confusion, labels),
+        "calibration": calibration,
+        "by_short_side_px": quantile_bins(np.minimum(height, width), correct),
+        "by_aspect_ratio": quantile_bins(width / np.maximum(height, 1), correct),
+        "mistakes": examples(falling[~correct[falling]]),
+        "hits": examples(falling[correct[falling]][::-1]),
+    }  # fmt: skip
+    return figures, confusion
+
+
+def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Figures]:
+    """The bins of equal width that have images: `low` < confidence <= `high`, their images, confidence and accuracy."""
+    edges = np.linspace(0, 1, _CALIBRATION_BINS + 1)
+    number = np.searchsorted(edges[1:-1], confidence)
+    return [
+        {"low": float(edges[n]), "high": float(edges[n + 1]), "images": int((number == n).sum()),
+         "confidence": float(confidence[number == n].mean()), "accuracy_pct": 100 * float(correct[number == n].mean())}
+        for n in np.unique(number)
+    ]  # fmt: skip
+
+
+def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Figures]:
+    """The accuracy in bins of about as many images, with the lowest and the highest value of each; [] without values.
+
+    There are fewer bins where many values are equal.
+    """
+    if not values.any():
+        return []
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, _SIZE_BINS + 1), method="nearest"))
+    number = np.searchsorted(edges[1:-1], values, side="right")
+    return [
+        {"low": float(values[number == n].min()), "high": float(values[number == n].max()),
+         "images": int((number == n).sum()), "top1_pct": 100 * float(correct[number == n].mean())}
+        for n in np.unique(number)
+    ]  # fmt: skip
+
+
+def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Figures]:
+    """The most frequent mistakes: true class, predicted class, images, and their share of the true class."""
+    wrong = confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:_MOST_PAIRS]
+    pairs = [divmod(int(place), len(labels)) for place in order]
+    return [
+        {"target": labels[k], "prediction": labels[m], "images": int(wrong[k, m]),
+         "share_pct": 100 * float(wrong[k, m] / confusion[k].sum())}
+        for k, m in pairs if wrong[k, m]
+    ]  # fmt: skip
+
+
+def evaluation_page(figures: Mapping[str, Any], confusion: np.ndarray, thumbnails: Mapping[int, bytes]) -> bytes:
+    """The page of an evaluation. figures: also `model`, `weights`, `messages`, `settings`, and `metrics` by weights.
+
+    thumbnails: JPEG files of the mistakes and hits, by index.
+    """
+    classes = figures["classes"]
+    by_f1 = sorted(classes, key=lambda row: (row["f1_pct"] is None, row["f1_pct"]))
+    block = -(-len(classes) // _MOST_CELLS)
+    reduced = f"A cell sums up {block} by {block} neighboring classes. " if block > 1 else ""
+    metrics = {"weights": "", "top-1 %": ".3f", "top-5 %": ".3f", "loss": ".4f", "images": _COUNT}
+    keys = ["top1_pct", "top5_pct", "loss", "images"]
+    result = figures["metrics"].get(figures["weights"], {})
+    if "real_pct" in result:
+        metrics |= {"ReaL %": ".3f", "images with ReaL labels": _COUNT}
+        keys += ["real_pct", "real_images"]
+    masked = []
+    if "classes" in result:
+        masked = [f"Masked: the outputs of all but {result['classes']} classes are ignored (eval.classes=present)."]
+    percent = {"images": _COUNT, "top-1 %": _PERCENT}
+    calibration = {"above": ".3f", "up to": ".3f", "images": _COUNT, "confidence": ".4f", "accuracy %": _PERCENT}
+
+    def examples(rows: Sequence[Figures]) -> Html:
+        return gallery(
+            (image(thumbnails[row["index"]]), [f"{row['prediction']} ({row['confidence']:.4f})",
+             f"true: {row['target']}", row["image"]]) for row in rows
+        )  # fmt: skip
+
+    parts = [
+        heading("Result", *figures["messages"], *masked),
+        table(metrics, [[name, *(row[key] for key in keys)] for name, row in figures["metrics"].items()]),
+        heading("Details", f"All that follows is of the {figures['weights']} weights."),
+        table({"": "", "value": "s"}, [[title, format(figures[key], form)] for title, key, form in _DETAILS]),
+        heading("Confusion", f"{reduced}A row is a true class; colors are shares of it. confusion.csv has all counts."),
+        plot(7, 6, partial(_draw_confusion, _block_sums(confusion, block), [row["name"] for row in classes])),
+        heading("Most confused", "The most frequent mistakes, and their share of the images of the true class."),
+        table(
+            {"true": "", "predicted": "", "images": _COUNT, "share %": _PERCENT},
+            [list(row.values()) for row in figures["confused"]],
+        ),
+        heading(
+            "Calibration",
+            f"{_CALIBRATION_BINS} bins of equal width by confidence, the probability of the predicted class. "
+            "A calibrated model is on the diagonal.",
+        ),
+        plot(5, 3.6, partial(_draw_calibration, figures["calibration"])),
+        table(calibration, [list(row.values()) for row in figures["calibration"]]),
+    ]  # fmt: skip
+    for key, title, form in (
+        ("by_short_side_px", "short side, px", ",.0f"),
+        ("by_aspect_ratio", "width / height", ".3f"),
+    ):
+        if figures[key]:
+            columns = {f"{title}: from": form, "to": form} | percent
+            parts += [heading(f"Accuracy by {title}"), table(columns, [list(row.values()) for row in figures[key]])]
+    for key, title in (("mistakes", "Most confident mistakes"), ("hits", "Least confident hits")):
+        if figures[key]:
+            parts += [heading(title, "Predicted class and confidence, true class, image."), examples(figures[key])]
+    scores = dict.fromkeys(("precision %", "recall %", "F1 %"), _PERCENT)
+    parts += [
+        heading("Classes", "Lowest F1 first."),
+        table({"class": ""} | scores | {"images": _COUNT, "predicted": _COUNT}, [list(row.values()) for row in by_f1]),
+        heading("Settings"),
+        table({"key": "", "value": ""}, figures["settings"].items()),
+    ]
+    return page(f"Evaluation of {figures['model']}", parts)
+
+
+def _block_sums(confusion: np.ndarray, block: int) -> np.ndarray:
+    starts = np.arange(0, len(confusion), block)
+    return np.add.reduceat(np.add.reduceat(confusion, starts, axis=0), starts, axis=1)
+
+
+def _draw_confusion(counts: np.ndarray, labels: Sequence[str], figure: "Figure") -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    axes = figure.subplots()
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    blues = LinearSegmentedColormap.from_list("", ["#2f7fd000", "#2f7fd0ff"])  # transparent to blue
+    axes.imshow(shares, cmap=blues, vmin=0, vmax=1, interpolation="none")
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    if len(counts) == len(labels):
+        short = [shorten(label, 20) for label in labels]
+        axes.set_xticks(range(len(labels)), short, rotation=90 if max(map(len, short)) > 2 else 0)
+        axes.set_yticks(range(len(labels)), short)
+    else:
+        axes.set_xticks([])
+        axes.set_yticks([])
+    for k, m in np.argwhere(counts) if len(counts) <= _MOST_NUMBERS else ():
+        axes.text(m, k, str(counts[k, m]), ha="center", va="center")
+
+
+def _draw_calibration(rows: Sequence[Figures], figure: "Figure") -> None:
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 100], color="gray", linestyle="--", linewidth=0.8)
+    middles = [(row["low"] + row["high"]) / 2 for row in rows]
+    axes.bar(middles, [row["accuracy_pct"] for row in rows], 0.9 / _CALIBRATION_BINS, color="#2f7fd0", alpha=0.6)
+    axes.plot([row["confidence"] for row in rows], [row["accuracy_pct"] for row in rows], "o", color="#d9822b")
+    axes.set(xlim=(0, 1), ylim=(0, 100), xlabel="confidence", ylabel="accuracy (%)")
+
+
+def _or_none(values: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(value) else float(value) for value in values]

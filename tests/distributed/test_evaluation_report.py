@@ -1,0 +1,235 @@
+"""`test.py --report`: figures equal those of scikit-learn on any number of ranks, and the page shows only those."""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forked_ranks import RankServer, destroy_group, join_group
+from helpers import DEMO, plain
+from PIL import Image
+from safetensors.torch import save_file
+from sklearn import metrics
+from sklearn.calibration import calibration_curve
+
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.config.load import load_config
+from imagenet_cls.engine.inference import evaluate_weights
+from imagenet_cls.report.evaluation import COLUMNS, evaluation_figures, evaluation_page
+
+CLASSES = ["a <b>&", "$x$", "cat", "dog", "猫", "owl", "pig"]
+NUM_IMAGES = 61
+
+
+def words(folder: Path, val: str = "val") -> list[str]:
+    """A config for the images in `folder`, without workers."""
+    settings = {"data.name": "folder", "data.root": folder / "images", "data.train": "val", "data.val": val}
+    settings |= {"data.num_workers": 0, "eval.crop_px": 16, "eval.batch_size": 7, "ema.decay": "null"}
+    settings |= {"model.name": "helpers:plain", "model.checkpoint": folder / "weights.safetensors"}
+    return [DEMO, *(f"{key}={value}" for key, value in settings.items())]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of one random color each and of many sizes, and random weights that predict several classes."""
+    folder = tmp_path_factory.mktemp("report")
+    draws = np.random.default_rng(0)
+    for number in range(NUM_IMAGES):
+        name = CLASSES[int(draws.integers(len(CLASSES))) if number >= len(CLASSES) else number]
+        path = folder / "images" / "val" / name / f"<i>{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        width, height = draws.integers(16, 60, 2).tolist()
+        Image.new("RGB", (width, height), tuple(draws.integers(0, 256, 3).tolist())).save(path)
+    torch.manual_seed(1)
+    save_file(
+        {name: 3 * value for name, value in plain(len(CLASSES)).state_dict().items()}, folder / "weights.safetensors"
+    )
+    return folder
+
+
+def report_on_ranks(rank: int, ranks: int, folder: Path) -> None:
+    """Evaluate with a report, and write the rows of the predictions beside it."""
+    group = join_group(rank, ranks, folder / f"store{ranks}")
+    (folder / f"ranks{ranks}").mkdir(exist_ok=True)
+    config = load_config(DEMO, words(folder)[1:]).config
+    _, results, rows = evaluate_weights(config, None, group, keep_predictions=True, report=folder / f"ranks{ranks}")
+    if rank == 0:
+        (folder / f"ranks{ranks}" / "rows.json").write_text(json.dumps([results, rows]))
+    if ranks > 1:
+        destroy_group(group)
+
+
+@pytest.fixture(scope="module", params=[3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2))])
+def written(request: pytest.FixtureRequest, folder: Path, rank_server: RankServer) -> Path:
+    rank_server.call(report_on_ranks, request.param, folder)
+    return folder / f"ranks{request.param}"
+
+
+def test_figures_equal_those_of_scikit_learn(written: Path, folder: Path) -> None:
+    report = json.loads((written / "report.json").read_text())
+    results, rows = json.loads((written / "rows.json").read_text())
+    target, predicted = ([row["target"] for row in rows], [row["top"][0][0] for row in rows])
+    correct = np.array(target) == np.array(predicted)
+    classes = sorted(CLASSES)
+    assert 1 < len(set(predicted)) < len(classes)  # precision is undefined for some
+    assert report["images"] == NUM_IMAGES == len(rows)
+    assert report["correct"] == correct.sum() and report["top1_pct"] == pytest.approx(results["raw"]["top1_pct"])
+
+    matrix = metrics.confusion_matrix(target, predicted, labels=classes)
+    head, *table = csv.reader((written / "confusion.csv").open(newline=""))
+    assert head[1:] == [row[0] for row in table] == classes
+    counts = np.array([row[1:] for row in table], dtype=int)
+    assert np.array_equal(counts, matrix) and counts.sum() == NUM_IMAGES
+
+    scores = metrics.classification_report(target, predicted, labels=classes, output_dict=True, zero_division=np.nan)
+    for row, name in zip(report["classes"], classes, strict=True):
+        expected = scores[name]
+        assert (row["name"], row["images"], row["predicted"]) == (name, expected["support"], predicted.count(name))
+        for key, column in (("precision", "precision_pct"), ("recall", "recall_pct"), ("f1-score", "f1_pct")):
+            value = np.nan if row[column] is None else row[column]
+            assert value == pytest.approx(100 * expected[key], nan_ok=True)
+    assert report["balanced_accuracy_pct"] == pytest.approx(100 * metrics.balanced_accuracy_score(target, predicted))
+    assert report["nll"] == pytest.approx(results["raw"]["loss"], rel=1e-5)
+
+    confidence = np.array([row["top"][0][1] for row in rows])
+    accuracies, confidences = calibration_curve(correct, confidence, n_bins=15)
+    bins = report["calibration"]
+    assert [row["accuracy_pct"] for row in bins] == pytest.approx(100 * accuracies)
+    assert [row["confidence"] for row in bins] == pytest.approx(confidences, rel=1e-5)
+    weights = np.histogram(confidence, np.linspace(0, 1, 16))[0]
+    gaps = np.abs(accuracies - confidences)
+    assert report["ece"] == pytest.approx((weights[weights > 0] * gaps).sum() / NUM_IMAGES, rel=1e-4)
+
+    wrong = sorted((row for row, hit in zip(rows, correct, strict=True) if not hit), key=lambda row: -row["top"][0][1])
+    assert [row["image"] for row in report["mistakes"]] == [row["image"] for row in wrong[:12]]
+    assert {row["image"] for row in report["hits"]} <= {r["image"] for r, hit in zip(rows, correct, strict=True) if hit}
+
+
+def test_accuracy_by_size_uses_the_sizes_of_the_files(written: Path, folder: Path) -> None:
+    report = json.loads((written / "report.json").read_text())
+    _, rows = json.loads((written / "rows.json").read_text())
+    hits = np.array([row["target"] == row["top"][0][0] for row in rows])
+    sizes = [Image.open(folder / "images" / "val" / row["image"].removeprefix("val/")).size for row in rows]
+    for key, values in (("by_short_side_px", [min(s) for s in sizes]), ("by_aspect_ratio", [w / h for w, h in sizes])):
+        bins, array = report[key], np.array(values)
+        assert len(bins) == 5 and sum(row["images"] for row in bins) == NUM_IMAGES
+        assert (bins[0]["low"], bins[-1]["high"]) == (array.min(), array.max())
+        for row in bins:
+            inside = (array >= row["low"]) & (array <= row["high"])
+            assert inside.sum() == row["images"] and row["top1_pct"] == pytest.approx(100 * hits[inside].mean())
+
+
+class Tables(HTMLParser):
+    """The texts of all cells by table and row, all tags, and the addresses in attributes."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.tags: set[str] = set()
+        self.addresses: list[str] = []
+        self.in_cell = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.in_cell = tag in ("td", "th")
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif self.in_cell:
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self.in_cell:
+            self.tables[-1][-1][-1] += data
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    for item in [] if items is None else items:
+        yield from leaves(item)
+    if items is None:
+        yield value
+
+
+def test_every_figure_of_the_page_is_in_the_json_file(written: Path) -> None:
+    report, text = json.loads((written / "report.json").read_text()), (written / "report.html").read_text()
+    page = Tables(text)
+    numbers = [value for value in leaves(report) if isinstance(value, int | float)]
+    texts = {str(value) for value in leaves(report) if isinstance(value, str)} | {*report["settings"], "raw"}
+    found = 0
+    for rows in page.tables:
+        for cell in (cell for row in rows[1:] for cell in row[1 if len(rows[0]) == 2 else 0 :]):
+            if cell == "–" or cell in texts:
+                continue
+            decimals = len(cell.partition(".")[2])
+            assert any(f"{number:.{decimals}f}" == cell.replace(",", "") for number in numbers), cell
+            found += 1
+    assert found > 60
+    by_name = {row["name"]: row for row in report["classes"]}
+    table = next(rows for rows in page.tables if rows[0][0] == "class")
+    assert len(table) == 1 + len(CLASSES)
+    for name, *cells in table[1:]:
+        expected = [by_name[name][key] for key in ("precision_pct", "recall_pct", "f1_pct", "images", "predicted")]
+        assert cells == ["–" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in expected]
+
+
+def test_page_escapes_names_and_loads_nothing(written: Path) -> None:
+    page = Tables((written / "report.html").read_text())
+    assert not page.tags & {"b", "i", "script", "link", "iframe"}
+    assert page.addresses and all(address.startswith(("data:", "#")) for address in page.addresses)
+
+
+def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
+    draws, count = np.random.default_rng(0), 120
+    rows = np.zeros((2000, len(COLUMNS)))
+    rows[:, 0] = np.arange(2000)
+    rows[:, 1:3] = draws.integers(0, count, (2000, 2))
+    rows[:, 2] = np.where(draws.random(2000) < 0.5, rows[:, 1], rows[:, 2])
+    rows[:, 3] = draws.random(2000)
+    names = [f"name{number}" for number in range(count - 1)]  # the head has one output more
+    figures, confusion = evaluation_figures(rows, names, str)
+    assert confusion.shape == (count, count) and confusion.sum() == 2000
+    assert figures["classes"][-1]["name"] == "class 119" and not figures["by_short_side_px"]
+    about = {"model": "m", "weights": "raw", "messages": [], "metrics": {}, "settings": {}}
+    shown = {row["index"]: b"" for key in ("mistakes", "hits") for row in figures[key]}
+    page = evaluation_page(figures | about, confusion, shown).decode()
+    assert "name7<" not in page.partition("<svg")[2].partition("</svg>")[0] and "3 by 3 neighboring classes" in page
+    assert len(page) < 200_000
+
+
+def test_command_writes_a_report_and_replaces_none(folder: Path, tmp_path: Path, call: Callable) -> None:
+    options = ["--report", tmp_path / "new" / "report"]
+    code, out, _ = call(evaluate_command, *words(folder), *options)
+    assert code == 0 and f"wrote {tmp_path}/new/report/report.html" in out
+    assert sorted(path.name for path in options[1].iterdir()) == ["confusion.csv", "report.html", "report.json"]
+    code, _, err = call(evaluate_command, *words(folder), *options)
+    assert code == 2 and "already has a report" in err
+
+
+def test_masked_evaluation_is_stated_and_has_only_the_present_classes(
+    folder: Path, tmp_path: Path, call: Callable
+) -> None:
+    some = {"cat", "owl", "pig"}
+    for name in some:
+        shutil.copytree(folder / "images" / "val" / name, folder / "images" / "some" / name, dirs_exist_ok=True)
+    code, _, err = call(evaluate_command, *words(folder, "some"), "eval.classes=present", "--report", tmp_path)
+    assert code == 0, err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["num_classes"] == 3 and {row["name"] for row in report["classes"]} == some
+    images = {name: len(list((folder / "images" / "some" / name).iterdir())) for name in some}
+    assert {row["name"]: row["images"] for row in report["classes"]} == images
+    assert sum(row["predicted"] for row in report["classes"]) == sum(images.values())
+    assert report["top1_pct"] == pytest.approx(report["metrics"]["raw"]["top1_pct"])
+    assert "3 of 7 classes" in (tmp_path / "report.html").read_text()
