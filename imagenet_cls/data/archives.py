@@ -16,11 +16,11 @@ import tarfile
 import time
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -50,7 +50,6 @@ _THREADS = 16  # they wait for the disk
 _CHUNK = 65_536  # as many names are Python objects at a time
 _DAMAGED = "copy or download it again"
 _LAYOUTS = "an archive holds CLASS/NAME.jpg; a shard KEY.jpg, and beside each KEY.cls or KEY.json with `label`"
-T = TypeVar("T")
 
 # Name, offset (of the data in a tar, of the local header in a zip), size, compressed size in a zip (0 in a tar), and
 # the content of a small member of a tar.
@@ -244,7 +243,8 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
         raise DataError(f"{os.fsdecode(error.filename)}: {error.strerror}\ncheck its permissions") from None
     with ThreadPoolExecutor(_THREADS) as pool:
         pieces = [piece for found in pool.map(_pieces, archives, range(len(archives))) for piece in found]
-        scanned = list(_progress(pool.map(_scan_piece, pieces), len(pieces)))
+        with _progress([_length(piece) for piece in pieces]) as advance:
+            scanned = list(pool.map(partial(_scan_piece, advance=advance), pieces))
     if devkit is not None:
         wnids = validation_labels(devkit)
         scanned = [_in_folders(r, [wnid_of(wnids, os.fsdecode(n)).encode() for n in r.names.tolist()]) for r in scanned]
@@ -275,19 +275,28 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     if skipped:
         characters = names.view(np.uint8).reshape(len(names), -1)[:, skipped:]
         names = np.ascontiguousarray(characters).view(f"S{characters.shape[1]}")[:, 0]
-    arrays = {key: values[order] for key, values in arrays.items()}
+    for key, values in arrays.items():
+        arrays[key] = values[order]
     arrays["targets"] = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     return Scan(classes, counts, names, statuses, started, arrays)
 
 
-def _progress(results: Iterable[T], count: int) -> Iterable[T]:
-    """Iterate, with a progress bar on stderr if that is a terminal."""
+@contextlib.contextmanager
+def _progress(lengths: Sequence[int]) -> Iterator[Callable[[int], object]]:
+    """A function that advances a progress bar by bytes; the bar is on stderr if that is a terminal."""
     if not sys.stderr.isatty():
-        return results
+        yield lambda count: None
+        return
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
-    return track(results, "listing archives", count, console=Console(stderr=True), transient=True)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("listing archives", total=sum(lengths))
+        yield lambda count: progress.advance(task, count)
+
+
+def _length(piece: _Piece) -> int:
+    return (Path(piece.path).stat().st_size if piece.end is None else piece.end) - piece.start
 
 
 def _pieces(path: Path, number: int) -> list[_Piece]:
@@ -307,7 +316,8 @@ def _pieces(path: Path, number: int) -> list[_Piece]:
     ]
 
 
-def _scan_piece(piece: _Piece) -> _Rows:
+def _scan_piece(piece: _Piece, advance: Callable[[int], object]) -> _Rows:
+    done = piece.start
     names: list[bytes] = []
     parts: list[np.ndarray] = []
     folders: dict[bytes, int] = {}
@@ -331,13 +341,17 @@ def _scan_piece(piece: _Piece) -> _Rows:
             size.append(length)
             packed.append(compressed)
             folder.append(folders.setdefault(name[: max(name.rfind(b"/"), 0)], len(folders)))
+            if not len(names) & 1023 and not is_zip:
+                advance(start - done)
+                done = start
             if len(names) == _CHUNK and not others:
                 parts.append(np.array(names))
                 names.clear()
         labels = _labels(file, piece.path, names, others) if others and not parts else []
     parts.append(np.array(names or [b""])[: len(names)])
-    arrays = {"offset": np.array(offset), "size": np.array(size), "packed": np.array(packed)}
-    rows = _Rows(_joined(parts), np.array(folder), list(folders), False, arrays)
+    arrays = {"offset": np.asarray(offset), "size": np.asarray(size), "packed": np.asarray(packed)}
+    advance(piece.start + _length(piece) - done)
+    rows = _Rows(_joined(parts), np.asarray(folder), list(folders), False, arrays)
     if not any(labels):
         return rows
     chosen = np.array([label is not None for label in labels])
