@@ -123,6 +123,19 @@ def add_allow_import(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add CHECKPOINT, --weights and --allow-import, for `engine.inference.Predictor`."""
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT",
+        help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weights", choices=("raw", "ema"),
+        help="default: of a run folder the better ones, of a checkpoint its EMA if it has one",
+    )  # fmt: skip
+    add_allow_import(parser)
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse arguments, options and positional ones in any order. Raises UsageError for options of other projects.
 

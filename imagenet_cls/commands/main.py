@@ -11,7 +11,8 @@ from imagenet_cls.lookup import did_you_mean
 COMMANDS = {
     "train": ("train_command", "train from a config"),
     "test": ("evaluate_command", "evaluate a checkpoint, foreign weights or published weights"),
-    "predict": ("predict_command", "classify images with a checkpoint"),
+    "predict": ("predict_command", "classify images with a checkpoint or an ONNX file"),
+    "export": ("export_command", "write a model as ONNX or torch.export"),
     "print-config": ("print_config_command", "print a resolved config"),
     "plot-schedule": ("plot_schedule_command", "plot the learning rate of a config"),
     "prepare-imagenet": ("prepare_command", "unpack the archives of ImageNet"),

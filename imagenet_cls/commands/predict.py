@@ -4,28 +4,19 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.test import check_exists, write_predictions
 from imagenet_cls.config.schema import DEVICE
-from imagenet_cls.errors import DataError, first_line, printable
+from imagenet_cls.errors import DataError, UsageError, first_line, printable
 
 
 def predict_command(argv: Sequence[str]) -> None:
-    """Classify images with a checkpoint folder."""
-    parser = cli.build_parser("predict", "Classify images with a checkpoint folder alone.")
-    parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT",
-        help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best one)",
-    )  # fmt: skip
+    """Classify images with a checkpoint folder or an ONNX file."""
+    parser = cli.build_parser("predict", "Classify images with a checkpoint folder, or an ONNX file of export.py.")
+    cli.add_weights_arguments(parser)
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns")
     parser.add_argument("--top", type=cli.positive, default=5, metavar="K", help="classes to show for each image")
-    parser.add_argument(
-        "--weights", choices=("raw", "ema"),
-        help="default: of a run folder the better ones, of a checkpoint its EMA if it has one",
-    )  # fmt: skip
-    cli.add_allow_import(parser)
     parser.add_argument(
         "--device", type=device_name, default="auto", help="as the key of a config: auto, cpu, cuda, ..."
     )
@@ -38,7 +29,16 @@ def predict_command(argv: Sequence[str]) -> None:
     from imagenet_cls.engine.inference import Predictor, find_images
 
     paths = find_images(arguments.images)
-    predictor = Predictor(arguments.checkpoint, arguments.device, arguments.weights, arguments.allow_import)
+    if arguments.checkpoint.suffix == ".onnx":
+        if arguments.weights or arguments.device not in ("auto", "cpu"):
+            raise UsageError(
+                "an ONNX file holds one set of weights, and is run on the CPU.\nOmit --weights and --device."
+            )
+        from imagenet_cls.engine.export import OnnxPredictor
+
+        predictor: Predictor = OnnxPredictor(arguments.checkpoint)
+    else:
+        predictor = Predictor(arguments.checkpoint, arguments.device, arguments.weights, arguments.allow_import)
     for line in predictor.damage:
         print(printable(line), file=sys.stderr)
     bad: list[DataError] = []

@@ -361,12 +361,14 @@ class Predictor:
         name = weights or trained.best or ("ema" if "ema" in trained.models else "raw")
         if name not in trained.models:
             raise CheckpointError(f"{path} holds no {name} weights.\nIt holds: {', '.join(trained.models)}.")
-        config = trained.config
-        self.path, self.damage, self.classes = path, trained.damage, trained.classes or ()
-        self.model = trained.models[name].to(on)
-        self.exif = config.data.exif
-        self.transform, self.flip = EvalTransform(config.eval, trained.mean), config.eval.flip_tta
-        self.preprocess = Preprocess(trained.mean, trained.std, on, config.train.channels_last)
+        self._set_up(path, trained, trained.models[name].to(on), on)
+
+    def _set_up(self, path: Path, trained: TrainedModels, model: nn.Module, device: torch.device) -> None:
+        self.path, self.model, self.config, self.damage = path, model, trained.config, trained.damage
+        self.classes, self.mean, self.std = trained.classes or (), trained.mean, trained.std
+        self.exif, self.flip = self.config.data.exif, self.config.eval.flip_tta
+        self.transform = EvalTransform(self.config.eval, self.mean)
+        self.preprocess = Preprocess(self.mean, self.std, device, self.config.train.channels_last)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes, resized, cropped and normalized: float32 (B, C, S, S) on the device of the model."""

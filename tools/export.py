@@ -1,0 +1,12 @@
+"""Write a trained model as ONNX or torch.export. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.export import export_command
+
+if __name__ == "__main__":
+    cli.main(export_command)
