@@ -15,6 +15,7 @@ COMMANDS = {
     "export": ("export_command", "write a model as ONNX or torch.export"),
     "print-config": ("print_config_command", "print a resolved config"),
     "plot-schedule": ("plot_schedule_command", "plot the learning rate of a config"),
+    "show-batch": ("show_batch_command", "draw the training images as the model gets them"),
     "prepare-imagenet": ("prepare_command", "unpack the archives of ImageNet"),
     "pack": ("pack_command", "pack a dataset into WebDataset shards"),
     "verify-data": ("verify_command", "read every image of a dataset, and list the bad ones"),

@@ -17,6 +17,7 @@ from imagenet_cls.report.jsonl import Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_MAX_LABEL = 24  # characters of a line
 _MOST_WINDOWS = 200  # of the running mean: fewer hide changes, more show the noise of single batches
 
 
@@ -41,6 +42,26 @@ def plot_run(metrics: Sequence[Record], folder: Path) -> None:
         axes.plot(steps, _column(train, "lr"))
     with _plot(folder / "top1.png", "top-1 on validation images (%)") as axes:
         _draw_evaluations(axes, metrics, "top1_pct", "{} weights")
+
+
+def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
+    """Draw images in rows of eight, each with its label above. An existing file is replaced. Raises OSError.
+
+    images: float (N, H, W, C) from 0 to 1, with one or three channels.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(8, len(images))
+    rows = math.ceil(len(images) / columns)
+    figure = Figure(figsize=(1.7 * columns, 2.0 * rows), layout="constrained", dpi=120)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, image, label in zip(grid.flat, images, labels, strict=False):
+        axes.imshow(image, cmap="gray", vmin=0, vmax=1)
+        axes.set_title("\n".join(line[:_MAX_LABEL] for line in label.split("\n")), fontsize=7, parse_math=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
 
 
 def plot_panels(path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]) -> None:

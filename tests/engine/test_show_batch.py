@@ -1,0 +1,65 @@
+"""show_batch.py draws what the model gets, for any epoch and rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import arguments
+from PIL import Image
+
+from imagenet_cls.commands import show_batch
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What was last drawn: images, labels."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "imagenet_cls.report.plots.plot_images",
+        lambda path, images, labels: found.update(path=path, images=images, labels=labels),
+    )
+    return found
+
+
+def test_picture_of_mixed_images(digits: Path, tmp_path: Path, call: Callable) -> None:
+    words = arguments(digits, tmp_path, mix__mixup_alpha=0.8, augment__erasing__prob=1.0)
+    code, _, err = call(show_batch.show_batch_command, *without_work_dir(words), "--out", tmp_path / "batch.png")
+    assert (code, err) == (0, "")
+    assert np.asarray(Image.open(tmp_path / "batch.png")).std() > 10
+
+
+def test_images_are_those_of_the_epoch_and_the_rank(
+    digits: Path, tmp_path: Path, call: Callable, drawn: dict[str, Any]
+) -> None:
+    words = without_work_dir(arguments(digits, tmp_path))
+
+    def images(*more: object) -> np.ndarray:
+        code, _, err = call(show_batch.show_batch_command, *words, "--images", 8, *more)
+        assert (code, err) == (0, "")
+        assert len(drawn["labels"]) == len(drawn["images"]) == 8 and set(drawn["labels"]) <= set("0123456789")
+        return drawn["images"]
+
+    alone, again, later = images(), images(), images("--epoch", 1)
+    assert np.array_equal(alone, again) and not np.array_equal(alone, later)
+    ranks = [images("--ranks", 2, "--rank", rank) for rank in (0, 1)]
+    assert np.array_equal(ranks[0][:4], alone[0:8:2]) and np.array_equal(ranks[1][:4], alone[1:8:2])
+
+
+@pytest.mark.parametrize("words", [["--rank", 1], ["--out", "batch.jpg"], ["optimizer.rl=1"]])
+def test_bad_arguments_exit_2(digits: Path, tmp_path: Path, call: Callable, words: list[object]) -> None:
+    code, _, err = call(show_batch.show_batch_command, *without_work_dir(arguments(digits, tmp_path)), *words)
+    assert code == 2 and len(err.splitlines()) <= 3
+
+
+def test_target_as_text() -> None:
+    assert show_batch.describe_target(torch.tensor(1), "ab") == "b"
+    assert show_batch.describe_target(torch.tensor([0.0, 1.0]), "ab") == "b"
+    assert show_batch.describe_target(torch.tensor([0.3, 0.7]), "ab") == "0.70 b\n0.30 a"
+
+
+def without_work_dir(words: list[str]) -> list[str]:
+    at = words.index("--work-dir")
+    return words[:at] + words[at + 2 :]
