@@ -41,6 +41,11 @@ def is_factory_name(name: str) -> bool:
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
 
 
+def is_model_source(name: str) -> bool:
+    """Whether a model's name is a place from which timm loads it."""
+    return name.startswith(("hf-hub:", "local-dir:"))
+
+
 def import_from_cwd(name: str) -> ModuleType:
     """Import a user's module, also from the working directory. Raises LookupError if there is none of that name."""
     here = str(Path.cwd())

@@ -13,7 +13,7 @@ from imagenet_cls.commands.distributed import RankCommand, add_rank_options, che
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
 from imagenet_cls.errors import CheckpointError, UsageError, command_line, printable
 from imagenet_cls.files import explain_write_errors
-from imagenet_cls.lookup import is_factory_name
+from imagenet_cls.lookup import is_factory_name, is_model_source
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
@@ -68,12 +68,13 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
 
 def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
     """Raise CheckpointError if the config in a run folder names code that is not in `allowed`, as `check_trusted`."""
-    names = [*loaded.config.imports, *filter(is_factory_name, map(str, comparable_values(loaded.config).values()))]
+    values = [str(value) for value in comparable_values(loaded.config).values()]
+    names = [*loaded.config.imports, *(name for name in values if is_factory_name(name) or is_model_source(name))]
     code = [name for name in names if not name.startswith(("timm:", "torchvision:")) and name not in allowed]
     if code:
         raise CheckpointError(
-            f"{run}: its config names code to run, {code[0]!r}; nothing was run.\n"
-            f"If you know and trust that code: --allow-import {code[0]}, or give {run}/config.yaml {run}."
+            f"{run}: its config names code to run or a model to download, {code[0]!r}; nothing was run.\n"
+            f"If you know and trust it: --allow-import {code[0]}, or give {run}/config.yaml {run}."
         )
 
 

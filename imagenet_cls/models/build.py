@@ -25,7 +25,14 @@ from torch import nn
 import imagenet_cls.models.cifar  # noqa: F401 (registers its models with timm)
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, UserError, first_line
-from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, keyword_names, kwargs_problems
+from imagenet_cls.lookup import (
+    did_you_mean,
+    import_factory,
+    is_factory_name,
+    is_model_source,
+    keyword_names,
+    kwargs_problems,
+)
 from imagenet_cls.models.adapt import checkpoint_activations, freeze, head_names, split_batch_norm
 
 TORCHVISION = "torchvision:"
@@ -140,7 +147,7 @@ def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
         weights = torchvision.models.get_model_weights(name)[model.kwargs.get("weights", "DEFAULT")]
         return f"torchvision {name}, {weights.name}", len(weights.meta["categories"])
     cfg: dict[str, Any] = built.pretrained_cfg  # type: ignore[assignment]
-    if model.name.startswith((HUB, FOLDER)):
+    if is_model_source(model.name):
         return model.name, cfg["num_classes"]
     tagged = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
     return f"timm {tagged}" + (f", read from {cfg['file']}" if cfg.get("file") else ""), cfg["num_classes"]
@@ -253,7 +260,7 @@ def _change_problems(model: ModelConfig, built: nn.Module, grad_checkpointing: b
 
 def _name_problem(name: str) -> Problem | None:
     """A model that the libraries do not have, or a tag that is none of timm's for it."""
-    if name.startswith((HUB, FOLDER)):
+    if is_model_source(name):
         return None  # building it shows
     classifiers = torchvision.models.list_models(module=torchvision.models)
     architecture, _, tag = name.partition(".")
