@@ -190,7 +190,11 @@ class Case:
 
 
 SYNC_BN = ("parallel.sync_bn=true", "model.kwargs.dropout=0.0")
-QUICK_CASES = (Case(64, 1, 5), Case(64, 2, 5), Case(20, 1, 5, "noisy", SYNC_BN, 1e-4))
+BALANCED = ("data.balance=0.5", "loss.class_weights=balanced")
+QUICK_CASES = (
+    *(Case(64, 1, 5), Case(64, 2, 5), Case(20, 1, 5, "noisy", SYNC_BN, 1e-4)),
+    *(Case(64, accumulation, 5, settings=BALANCED) for accumulation in (1, 2)),
+)
 ALL_CASES = (
     *(Case(batch, accumulation, 30) for batch in (64, 256) for accumulation in (1, 2)),
     *(Case(64, accumulation, 10, settings=("train.sam_rho=0.05", "train.clip_agc=0.1")) for accumulation in (1, 2)),
