@@ -56,16 +56,15 @@ def held_out_mask(
     Of each class with n images, those round(n * fraction) (half to even) with the smallest hash of their name; at least
     one, and not all, where the class has two or more images. A single image stays in training.
 
-    groups: the group of each image. Then the same for groups instead of images: a group is of the class that most of
-    its images have, and groups are held out until the number of their images is nearest to that of a fraction.
+    groups: the group of each image. Then the same for groups instead of images: they are held out until the number of
+    their images is nearest to the fraction; class by class if no group has images of several classes, else of all.
     """
     if groups is None:
         return _smallest_hashes(name_hashes(names, len(names)), targets, np.ones(len(names), np.int64), fraction)
-    unique, group_of = np.unique(np.array(groups), return_inverse=True)
-    pairs, counts = np.unique(np.stack([group_of, targets]), axis=1, return_counts=True)
-    by_count = np.lexsort((-pairs[1], counts, pairs[0]))
-    classes = np.empty(len(unique), np.int64)
-    classes[pairs[0][by_count]] = pairs[1][by_count]  # of a group the last pair is assigned, which has most images
+    unique, first, group_of = np.unique(np.array(groups), return_index=True, return_inverse=True)
+    classes = targets[first]
+    if (classes[group_of] != targets).any():
+        classes = np.zeros_like(classes)
     hashes = name_hashes(unique.tolist(), len(unique))
     held_out: np.ndarray = _smallest_hashes(hashes, classes, np.bincount(group_of), fraction)[group_of]
     return held_out

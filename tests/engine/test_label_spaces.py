@@ -16,10 +16,12 @@ from timm.data import ImageNetInfo
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
+from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.engine.inference import classes_of_outputs
 from imagenet_cls.errors import DataError
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
@@ -104,6 +106,19 @@ def test_outputs_of_absent_classes_are_ignored_without_a_training_folder(imagene
     assert hits.sum() > (logits.argmax(1) == targets).sum()
     names = {name for line in rows.read_text().splitlines() for name, share in json.loads(line)["top"] if share > 0}
     assert names == {WNIDS[number] for number in PRESENT}
+
+
+def test_classes_of_outputs_are_imagenets_without_a_training_folder(imagenet: Path, letters: Path) -> None:
+    def classes(found: list[str], *changes: str, root: Path = imagenet) -> list[str]:
+        words = [f"data.root={root}", "data.train=train", *changes]
+        return list(classes_of_outputs(load_config("resnet50", words).config, tuple(found)))
+
+    numbers, five = sorted(map(str, range(1000))), [WNIDS[number] for number in PRESENT]
+    assert classes(numbers) == classes(five, "eval.classes=present") == WNIDS
+    assert classes(five) == five and classes(["cat"], "eval.classes=present") == ["cat"]
+    assert classes(five, "eval.classes=present", root=letters) == five  # the training folder names the classes
+    of_22k = classes(five, "eval.classes=present", "model.num_classes=21841")
+    assert of_22k == ImageNetInfo("imagenet-22k").label_names()
 
 
 def test_missing_classes_are_an_error_that_names_the_key(letters: Path, tmp_path: Path, call: Callable) -> None:
