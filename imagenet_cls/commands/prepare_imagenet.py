@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from imagenet_cls.commands import cli
-from imagenet_cls.data.archives import DEVKIT_NAMES, SOLUTION, TRAIN_TAR, VAL_TAR, validation_labels, wnid_of
+from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
+from imagenet_cls.data.imagenet_labels import DEVKIT_NAMES, SOLUTION, validation_labels, wnid_of
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.errors import DataError, ResourceError, first_line
 from imagenet_cls.files import take_lock

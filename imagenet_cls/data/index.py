@@ -17,7 +17,7 @@ from imagenet_cls.data.index_cache import Scan, folder_status, read_scan, write_
 from imagenet_cls.errors import DataError, command_line
 
 if TYPE_CHECKING:
-    from imagenet_cls.data.archives import Spans
+    from imagenet_cls.data.archive_files import Spans
 
 # torchvision's ImageFolder takes these, except .gif. Compared in lower case.
 IMAGE_SUFFIXES = frozenset(

@@ -147,5 +147,6 @@ def _cache_file(root: Path) -> Path:
 
 def _version() -> bytes:
     """A hash, in hex, of the modules that list and store, so that a scan of another version is not used."""
-    sources = [Path(__file__).with_name(name).read_bytes() for name in ("index.py", "index_cache.py", "archives.py")]
+    names = ("index.py", "index_cache.py", "archives.py", "archive_files.py", "imagenet_labels.py")
+    sources = [Path(__file__).with_name(name).read_bytes() for name in names]
     return blake2b(b"".join(sources)).hexdigest().encode()

@@ -188,6 +188,8 @@ NEEDS: list[tuple[str, Any, dict[str, Any]]] = [
     ("schedule.warmup_start_lr", 1e-6, {"schedule.warmup_epochs": 5}),
     ("schedule.warmup_prefix", False, {"schedule.warmup_epochs": 5}),
     ("train.sam_every_steps", 5, {"train.sam_rho": 0.1}),
+    ("train.early_stop.metric", "loss", {"train.early_stop.patience_evals": 3}),
+    ("train.early_stop.min_delta", 0.1, {"train.early_stop.patience_evals": 3}),
     ("ema.every_steps", 32, {"ema.decay": 0.99}),
     ("ema.warmup", True, {"ema.half_life_images": 1e6}),
 ]  # fmt: skip

@@ -21,9 +21,10 @@ from scipy.io import savemat
 from imagenet_cls.commands.cli import exit_code_of
 from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data import archives, index_cache
-from imagenet_cls.data.archives import DEVKIT, GROUND_TRUTH, TRAIN_TAR, VAL_TAR
+from imagenet_cls.data import archive_files, archives, index_cache
+from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
 from imagenet_cls.data.datasets import DataSets, open_datasets
+from imagenet_cls.data.imagenet_labels import DEVKIT, GROUND_TRUTH
 from imagenet_cls.data.lists import check_paths
 from imagenet_cls.data.sources import FolderSource, describe_sizes
 from imagenet_cls.errors import DataError
@@ -234,7 +235,7 @@ def test_large_zip_is_read_by_its_64_bit_directory(
 ) -> None:
     monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 4)
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 20_000)
-    monkeypatch.setattr(archives, "_CENTRAL_READ", 200)  # so that entries lie across reads
+    monkeypatch.setattr(archive_files, "_CENTRAL_READ", 200)  # so that entries lie across reads
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in files_of(image_folder / "train"):
