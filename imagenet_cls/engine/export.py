@@ -134,7 +134,7 @@ def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) 
     try:
         if is_code or not Path(data.root).expanduser().exists():
             raise DataError(f"data.name={data.name} is not opened" if is_code else f"no {data.root} here")
-        source = open_datasets(data, ("val",)).val
+        source = open_datasets(data, ("val",), subset=True).val
         assert source is not None
         indices = [i * len(source) // count for i in range(count)]
         return torch.stack([transform(source.load(i)[0]) for i in indices]), f"{count} held-out images"
