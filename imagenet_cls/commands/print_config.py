@@ -18,15 +18,20 @@ def origin_lines(loaded: LoadedConfig) -> list[str]:
     return [f"{text:<{width}}  # {loaded.origins.get(key) or 'default'}" for key, text in pairs.items()]
 
 
+def differing_values(configs: Sequence[Config]) -> dict[str, list[str]]:
+    """The values of each key in which the configs differ. Keyword arguments are compared one by one."""
+    values = [{key: dump_inline(value) for key, value in values_by_key(config).items()} for config in configs]
+    found = {key: [by_key.get(key) for by_key in values] for key in dict.fromkeys(key for v in values for key in v)}
+    return {
+        key: [ABSENT if value is None else value for value in row]
+        for key, row in found.items()
+        if len(set(row)) > 1 and set(row) != {None, "{}"}
+    }
+
+
 def diff_lines(mine: Config, other: Config) -> list[str]:
-    """`key: value of mine | value of other`, for each difference. Keyword arguments are compared one by one."""
-    left = {key: dump_inline(value) for key, value in values_by_key(mine).items()}
-    right = {key: dump_inline(value) for key, value in values_by_key(other).items()}
-    return [
-        f"{key}: {left.get(key, ABSENT)} | {right.get(key, ABSENT)}"
-        for key in dict.fromkeys([*left, *right])
-        if left.get(key) != right.get(key) and {left.get(key), right.get(key)} != {None, "{}"}
-    ]
+    """`key: value of mine | value of other`, for each difference."""
+    return [f"{key}: {left} | {right}" for key, (left, right) in differing_values([mine, other]).items()]
 
 
 def print_config_command(argv: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.engine.evaluate import Outputs
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.report.evaluation import evaluation_figures, evaluation_page
+from imagenet_cls.report.page import to_jpeg
 
 _THUMBNAIL_PX = 160
 
@@ -90,7 +91,9 @@ def write_report(
     figures, confusion = evaluation_figures(rows, classes, source.name)
     figures = {**about, **figures}
     shown = {row["index"] for row in [*figures["mistakes"], *figures["hits"]]}
-    page = evaluation_page(figures, confusion, {i: thumbnail(source.load(i)[0]) for i in shown})
+    pictures = {i: Image.fromarray(source.load(i)[0].permute(1, 2, 0).numpy()) for i in shown}
+    thumbnails = {i: to_jpeg(picture, _THUMBNAIL_PX) for i, picture in pictures.items()}
+    page = evaluation_page(figures, confusion, thumbnails)
     table = io.StringIO(newline="")
     names = [row["name"] for row in figures["classes"]]
     csv.writer(table, lineterminator="\n").writerows(
@@ -100,14 +103,6 @@ def write_report(
         write_file(folder / "confusion.csv", table.getvalue())
         write_file(folder / "report.json", json.dumps(_without_nonfinite(figures), indent=1) + "\n")
         write_file(folder / "report.html", page)
-
-
-def thumbnail(image: torch.Tensor) -> bytes:
-    """A JPEG file of an image, uint8 (3, H, W)."""
-    picture, file = Image.fromarray(image.permute(1, 2, 0).numpy()), io.BytesIO()
-    picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
-    picture.save(file, "JPEG", quality=85)
-    return file.getvalue()
 
 
 def _without_nonfinite(value: Any) -> Any:

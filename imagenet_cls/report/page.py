@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from imagenet_cls.errors import printable
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ p, figcaption { color: var(--soft); overflow-wrap: anywhere } a { color: inherit
 .table { overflow: auto; max-height: 32rem; margin: .8rem 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); text-align: left; overflow-wrap: anywhere }
-th { position: sticky; top: 0; background: var(--head) } .number { text-align: right; white-space: nowrap }
+th { position: sticky; top: 0; background: var(--head); overflow-wrap: normal }
+.number { text-align: right; white-space: nowrap }
 svg { max-width: 100%; height: auto } svg text { font-family: inherit !important }
 .images { display: flex; flex-wrap: wrap; gap: 1rem } .images figure { margin: 0; width: 10rem }
 .images img { max-width: 100%; min-width: 6rem } figcaption { font-size: .8rem }
@@ -82,8 +85,17 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Html:
     return Html('<div class="table"><table>' + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>")
 
 
-def image(data: bytes, kind: str = "jpeg") -> Html:
-    return Html(f'<img alt="" src="data:image/{kind};base64,{base64.b64encode(data).decode()}">')
+def to_jpeg(picture: Image.Image, most_px: int) -> bytes:
+    """A JPEG file of a picture, made smaller where a side has more than `most_px` pixels."""
+    file = io.BytesIO()
+    picture.thumbnail((most_px, most_px))
+    picture.convert("RGB").save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def image(data: bytes) -> Html:
+    """data: a JPEG file."""
+    return Html(f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data).decode()}">')
 
 
 def gallery(images: Iterable[tuple[Html, Sequence[str]]]) -> Html:

@@ -1,0 +1,52 @@
+"""`tools/report.py`: write a page about one run or several."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from imagenet_cls.checkpoint.folders import list_checkpoints
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.print_config import differing_values
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import Config
+from imagenet_cls.errors import UsageError, UserError, first_line
+from imagenet_cls.files import explain_write_errors, write_file
+
+
+def report_command(argv: Sequence[str]) -> None:
+    """Write the page. Raises UsageError for a folder without a run."""
+    parser = cli.build_parser("report", "Write a page about one run or several, finished or not.", "RUN [RUN ...]")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as work_dirs/resnet50")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="FILE.html",
+        help="the page, which is replaced if it exists; default: report.html",
+    )  # fmt: skip
+    arguments = cli.parse(parser, argv)
+    runs, out = list(dict.fromkeys(arguments.runs)), arguments.out
+    if out.suffix.lower() != ".html" or out.is_dir():
+        raise UsageError(f"--out {out}: the page is a file of HTML.\nName it *.html.")
+    for run in runs:
+        if not (run / "metrics.jsonl").is_file():
+            raise UsageError(f"{run}: no run folder (it has no metrics.jsonl).\nGive a folder like work_dirs/demo.")
+    from imagenet_cls.report.runs import read_run, runs_page
+
+    configs: list[Config | None] = []
+    notes = []
+    for run in runs:
+        try:
+            configs.append(load_config(run / "config.yaml").config)
+        except UserError as error:
+            configs.append(None)
+            notes.append(f"{run}: its config can't be read and is not compared: {first_line(error)}")
+    known = [config for config in configs if config is not None]
+    batches = [None if config is None else config.train.global_batch_size for config in configs]
+    differences = {
+        key: [None if config is None else values.pop(0) for config in configs]
+        for key, values in differing_values(known).items()
+    }
+    page = runs_page(
+        [read_run(run, list_checkpoints(run / "checkpoints")) for run in runs], batches, differences, notes, out.parent
+    )
+    with explain_write_errors(out, "Name another file with --out."):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_file(out, page)
+    print(f"wrote {out}")

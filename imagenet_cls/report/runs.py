@@ -1,0 +1,229 @@
+"""The page of one run or several: results, curves, versions, differences of the configs, checkpoints."""
+
+import io
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import numpy as np
+from PIL import Image
+
+from imagenet_cls.report.jsonl import Record, read_metrics
+from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, to_jpeg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_POINTS = 300  # of a curve; each is a mean
+_MOST_EVENTS = 100  # of TensorBoard's file that are searched for the first batch, which is among the first
+_BATCH_PX = 1000
+_CURVES = {"lr": "learning rate", "images_per_sec": "images per second", "data_wait_pct": "waiting for data (%)"}
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What a run folder holds, finished or not. Files that are missing or can't be parsed count as empty.
+
+    is_cut: the last line of metrics.jsonl is incomplete. environment: `env.json`. state: of the newest checkpoint that
+    has a readable one. checkpoints: newest first.
+    """
+
+    name: str
+    metrics: Sequence[Record]
+    is_cut: bool
+    environment: Mapping[str, Any]
+    state: Mapping[str, Any]
+    checkpoints: Sequence[Path]
+    first_batch: bytes | None = field(repr=False)
+
+    def records(self, kind: str) -> list[Record]:
+        return [record for record in self.metrics if record["kind"] == kind]
+
+
+def read_run(folder: Path, checkpoints: Sequence[Path]) -> RunRecords:
+    """Read a run folder. checkpoints: of the run, newest first. Raises CheckpointError as `read_metrics`."""
+    file = folder / "metrics.jsonl"
+    states = (_read_json(path / "state.json") for path in checkpoints)
+    return RunRecords(
+        str(folder),
+        read_metrics(file),
+        not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0,
+        _read_json(folder / "env.json"),
+        next(filter(None, states), {}),
+        checkpoints,
+        _first_batch(folder / "tensorboard"),
+    )
+
+
+def run_figures(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
+    """The figures of a run by name, None where unknown.
+
+    hours: of training steps and evaluations, from the speed of each logging interval. images_per_sec: the median of the
+    intervals; data_wait_pct: their mean.
+    """
+    train, results = run.records("train"), run.records("eval")
+    best = max(results, key=lambda record: record["top1_pct"], default={})
+    intervals = [record for record in train if record.get("images_per_sec")]
+    counts = np.diff([0, *(record["step"] for record in intervals)])
+    seconds = [(global_batch or 0) * n / record["images_per_sec"] for n, record in zip(counts, intervals, strict=True)]
+    evaluated = {record["step"]: record["seconds"] for record in results}
+    return {
+        "step": train[-1]["step"] if train else 0,
+        "total_steps": run.state.get("plan", {}).get("total_steps"),
+        "best_top1_pct": best.get("top1_pct"),
+        "best_step": best.get("step"),
+        "best_weights": best.get("weights"),
+        "last_top1_pct": max((r["top1_pct"] for r in results if r["step"] == results[-1]["step"]), default=None),
+        "last_loss": train[-1]["loss"] if train else None,
+        "hours": (sum(seconds) + sum(evaluated.values())) / 3600 if global_batch and intervals else None,
+        "images_per_sec": median(record["images_per_sec"] for record in intervals) if intervals else None,
+        "data_wait_pct": fmean(record["data_wait_pct"] for record in intervals) if intervals else None,
+        "ranks": int(run.environment.get("variables", {}).get("WORLD_SIZE", 1)) if run.environment else None,
+    }
+
+
+def runs_page(
+    runs: Sequence[RunRecords],
+    global_batches: Sequence[int | None],
+    differences: Mapping[str, Sequence[str | None]],
+    notes: Iterable[str],
+    folder: Path,
+) -> bytes:
+    """The page of the runs.
+
+    global_batches: of each run, None if unknown. differences: values of the configs by key, in the order of the runs.
+    notes: to be said first. folder: of the page, from which the links to checkpoints lead.
+    """
+    names = [run.name for run in runs]
+    figures = [run_figures(run, batch) for run, batch in zip(runs, global_batches, strict=True)]
+    cut = [f"{run.name}: the last line of metrics.jsonl is incomplete and was left out" for run in runs if run.is_cut]
+    columns = {"run": "", "state": "", "best top-1 %": ".2f", "at step": ",d", "weights": "", "last top-1 %": ".2f"}
+    columns |= {"last loss": ".4f", "hours": ".2f", "img/s": ",.0f", "waiting %": ".1f", "ranks": "d"}
+    keys: tuple[str, ...] = (
+        "best_top1_pct",
+        "best_step",
+        "best_weights",
+        "last_top1_pct",
+        "last_loss",
+        "hours",
+        "images_per_sec",
+    )
+    keys = (*keys, "data_wait_pct", "ranks")
+    rows = [[run.name, _state(f), *(f[key] for key in keys)] for run, f in zip(runs, figures, strict=True)]
+    versions = [run.environment.get("versions", {}) for run in runs]
+    parts = [
+        heading("Results", *notes, *cut),
+        table(columns, rows),
+        Html("<p>Hours and img/s are of the steps and evaluations, without start-up and saving.</p>"),
+        heading(
+            "Curves",
+            "Loss, speed and learning rate are means of neighboring steps. Points: evaluations of the raw weights.",
+        ),
+        plot(9, 4, partial(_draw_losses, runs)),
+        plot(9, 4, partial(_draw_top1, runs)),
+        *(plot(9, 2.6, partial(_draw_curve, runs, key)) for key in _CURVES),
+    ]
+    by_run = dict.fromkeys(names, "")
+    if len(runs) > 1:
+        parts += [heading("Differences of the configs", *([] if differences else ["None."]))]
+    if differences:
+        parts += [table({"": ""} | by_run, [[key, *values] for key, values in differences.items()])]
+    listed = dict.fromkeys(name for version in versions for name in version)
+    parts += [heading("Versions"), table({"": ""} | by_run, [[n, *(v.get(n) for v in versions)] for n in listed])]
+    parts += [heading("Checkpoints"), table({"run": "", "checkpoint": ""}, _checkpoint_rows(runs, figures, folder))]
+    for run in runs:
+        if run.first_batch is not None:
+            parts += [heading(f"First batch of {run.name}"), image(run.first_batch)]
+    return page(names[0] if len(runs) == 1 else f"{len(runs)} runs", parts)
+
+
+def _state(figures: Mapping[str, Any]) -> str:
+    step, total = figures["step"], figures["total_steps"]
+    if total is None:
+        return f"step {step:,}, no checkpoint"
+    return f"done, {step:,} steps" if step >= total else f"step {step:,} of {total:,}: running or interrupted"
+
+
+def _checkpoint_rows(
+    runs: Sequence[RunRecords], figures: Sequence[Mapping[str, Any]], folder: Path
+) -> Iterable[tuple[str, Html]]:
+    for run, row in zip(runs, figures, strict=True):
+        for path in run.checkpoints:
+            note = ", best" if path.name == f"step-{row['best_step'] or 0:07d}" else ""
+            yield run.name, Html(f'<a href="{quote(os.path.relpath(path, folder))}">{escape(path.name)}</a>{note}')
+
+
+def _draw_losses(runs: Sequence[RunRecords], figure: "Figure") -> None:
+    axes = figure.subplots()
+    for number, run in enumerate(runs):
+        _draw_means(axes, run.records("train"), "loss", f"C{number}", run.name)
+        results = [record for record in run.records("eval") if record["weights"] == "raw"]
+        axes.plot(*_columns(results, "loss"), "o", color=f"C{number}", markersize=3)
+    _finish(axes, "loss")
+
+
+def _draw_top1(runs: Sequence[RunRecords], figure: "Figure") -> None:
+    axes = figure.subplots()
+    for number, run in enumerate(runs):
+        for weights, style in (("raw", "o-"), ("ema", "s--")):
+            results = [record for record in run.records("eval") if record["weights"] == weights]
+            if results:
+                x, y = _columns(results, "top1_pct")
+                axes.plot(x, y, style, color=f"C{number}", markersize=3, label=f"{run.name}, {weights}")
+    _finish(axes, "top-1 (%)")
+
+
+def _draw_curve(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
+    axes = figure.subplots()
+    for number, run in enumerate(runs):
+        _draw_means(axes, [record for record in run.records("train") if key in record], key, f"C{number}", run.name)
+    _finish(axes, _CURVES[key])
+
+
+def _draw_means(axes: "Axes", records: Sequence[Record], key: str, color: str, label: str) -> None:
+    """A line through the means of at most `_MOST_POINTS` parts of the records, at their last steps."""
+    if records:
+        parts = [np.array_split(column, min(_MOST_POINTS, len(records))) for column in _columns(records, key)]
+        axes.plot([part[-1] for part in parts[0]], [part.mean() for part in parts[1]], color=color, label=label)
+
+
+def _finish(axes: "Axes", label: str) -> None:
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    axes.grid(True)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+
+
+def _columns(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values; those that are not finite leave gaps."""
+    values = np.array([record[key] for record in records], dtype=np.float64)
+    return np.array([record["step"] for record in records]), np.where(np.isfinite(values), values, np.nan)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _first_batch(folder: Path) -> bytes | None:
+    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    for file in sorted(folder.glob("events.*"))[:1]:
+        for event in islice(LegacyEventFileLoader(str(file)).Load(), _MOST_EVENTS):
+            for value in event.summary.value:
+                if value.tag == "train/first_batch":
+                    return to_jpeg(Image.open(io.BytesIO(value.image.encoded_image_string)), _BATCH_PX)
+    return None

@@ -1,0 +1,94 @@
+"""`report.py`: one page about runs that are finished, interrupted or new; wrong folders."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from helpers import arguments, train_here
+
+from imagenet_cls.commands.print_config import differing_values
+from imagenet_cls.commands.report import report_command
+from imagenet_cls.config.load import load_config
+from imagenet_cls.report.jsonl import read_metrics
+from imagenet_cls.report.runs import read_run, run_figures
+
+
+@pytest.fixture(scope="module")
+def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "a <b>first"
+    train_here(arguments(digits, folder, log__tensorboard="true", log__every_steps=5))
+    return folder
+
+
+def cells(page: str) -> list[str]:
+    return re.findall(r"<td[^>]*>(.*?)</td>", page)
+
+
+def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, call: Callable) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("lr: 0.03", "lr: 0.07", 1))
+    lines = (other / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_bytes(b"".join(lines[:8]) + lines[8][:20])
+    code, out, _ = call(report_command, run, other, "--out", tmp_path / "new" / "page.html")
+    assert code == 0 and out == f"wrote {tmp_path}/new/page.html\n"
+    page = (tmp_path / "new" / "page.html").read_text()
+    assert page.count("<svg") == 5 and page.count("data:image/jpeg") == 2 and "<script" not in page
+    assert "<b>first" not in page and "a &lt;b&gt;first" in page
+    assert {"done, 22 steps", "step 8 of 22: running or interrupted"} <= {*cells(page)}
+    assert f"{other}: the last line of metrics.jsonl is incomplete" in page and page.count("is incomplete") == 1
+    row = cells(page)[cells(page).index("optimizer.lr") :][:3]
+    assert row == ["optimizer.lr", "0.03", "0.07"]
+    evaluations = [record for record in read_metrics(run) if record["kind"] == "eval"]
+    assert f"{max(record['top1_pct'] for record in evaluations):.2f}" in cells(page)
+    for link in re.findall(r'href="([^"]+)"', page):
+        if not link.startswith(("#", "data:")):
+            assert (tmp_path / "new" / unquote(link) / "manifest.json").is_file()
+    assert "step-0000022" in page
+
+
+def test_figures_of_a_run(run: Path) -> None:
+    figures = run_figures(read_run(run, []), 128)
+    train = [record for record in read_metrics(run) if record["kind"] == "train"]
+    speeds = {record["step"]: record["images_per_sec"] for record in train if "images_per_sec" in record}
+    seconds = {record["step"]: record["seconds"] for record in read_metrics(run) if record["kind"] == "eval"}
+    assert list(speeds) == [5, 10, 11, 15, 20, 22] and len(seconds) == 2
+    steps = zip([5, 5, 1, 4, 5, 2], speeds.values(), strict=True)
+    expected = sum(count * 128 / speed for count, speed in steps) + sum(seconds.values())
+    assert figures["hours"] == pytest.approx(expected / 3600)
+    assert (figures["step"], figures["ranks"], figures["total_steps"]) == (22, 1, None)
+    assert figures["last_loss"] == train[-1]["loss"]
+
+
+def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable) -> None:
+    """Records without an evaluation, with a loss that is not finite; no config, checkpoint or versions."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    (tmp_path / "new").mkdir()
+    record = {"kind": "train", "step": 1, "epoch": 0, "loss": "NaN", "top1_pct": 1.0, "lr": 0.1}
+    (tmp_path / "new" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "new" / "config.yaml").write_text("unknown: 1\n")
+    code, _, err = call(report_command, run, tmp_path / "empty", tmp_path / "new", "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert code == 0, err
+    assert "step 1, no checkpoint" in page and page.count("is not compared") == 2
+
+
+def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path, call: Callable) -> None:
+    for wrong in (tmp_path, tmp_path / "missing", run / "config.yaml"):
+        code, _, err = call(report_command, run, wrong)
+        assert code == 2 and str(wrong) in err
+    code, _, err = call(report_command, run, "--out", run / "config.yaml")
+    assert code == 2 and "--out" in err
+
+
+def test_differing_values_of_three_configs() -> None:
+    configs = [load_config(None, overrides).config for overrides in ([], ["seed=1"], ["model.kwargs.width=2"])]
+    assert differing_values(configs) == {
+        "seed": ["0", "1", "0"],
+        "model.kwargs.width": ["(absent)", "(absent)", "2"],
+    }

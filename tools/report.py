@@ -1,0 +1,12 @@
+"""Write a page about one run or several. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.report import report_command
+
+if __name__ == "__main__":
+    cli.main(report_command)
