@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn import functional
 
 from imagenet_cls.data.decode import ChooseBox
 from imagenet_cls.data.sources import ImageSource
@@ -61,15 +62,10 @@ def record_rows(
     name: of the weights. sizes: see `MeasuredSource`.
     """
     for logits, targets, indices in outputs:
-        best = logits[name].topk(min(5, logits[name].shape[1]), dim=1).indices[:, :1]  # as `evaluate`, also for ties
-        logs = logits[name].log_softmax(dim=1)
-        columns = [
-            indices[:, None],
-            targets[:, None],
-            best,
-            logs.gather(1, best).exp(),
-            -logs.gather(1, targets[:, None]),
-        ]
+        own = logits[name]
+        best = own.topk(min(5, own.shape[1]), dim=1).indices[:, :1]  # as `evaluate`, also for ties
+        loss = functional.cross_entropy(own, targets, reduction="none")
+        columns = [indices[:, None], targets[:, None], best, own.softmax(dim=1).gather(1, best), loss[:, None]]
         parts.append(torch.cat([column.cpu().double() for column in [*columns, sizes[indices]]], dim=1).numpy())
         yield logits, targets, indices
 
