@@ -14,6 +14,7 @@ COMMANDS = {
     "predict": ("predict_command", "classify images with a checkpoint or an ONNX file"),
     "export": ("export_command", "write a model as ONNX or torch.export"),
     "report": ("report_command", "write a page about one run or several"),
+    "publish": ("publish_command", "write a timm model as a folder for the Hugging Face Hub"),
     "print-config": ("print_config_command", "print a resolved config"),
     "plot-schedule": ("plot_schedule_command", "plot the learning rate of a config"),
     "show-batch": ("show_batch_command", "draw the training images as the model gets them"),

@@ -361,6 +361,7 @@ class Predictor:
         name = weights or trained.best or ("ema" if "ema" in trained.models else "raw")
         if name not in trained.models:
             raise CheckpointError(f"{path} holds no {name} weights.\nIt holds: {', '.join(trained.models)}.")
+        self.weights = name
         self._set_up(path, trained, trained.models[name].to(on), on)
 
     def _set_up(self, path: Path, trained: TrainedModels, model: nn.Module, device: torch.device) -> None:

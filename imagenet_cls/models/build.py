@@ -69,7 +69,7 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
         if model.name.startswith(FOLDER) and isinstance(error, OSError):
             raise CheckpointError(f"model.name: {model.name!r}: {first_line(error)}\ncorrect the path") from error
         is_unreachable = model.name.startswith(HUB) and not isinstance(error, HfHubHTTPError)  # which is an answer
-        if (model.pretrained or is_unreachable) and _is_download_error(error):
+        if (model.pretrained or is_unreachable) and is_download_error(error):
             raise ResourceError(_download_advice(model, error)) from error
         if model.pretrained and isinstance(error, RuntimeError):  # load_state_dict, or torch.hub's check of the hash
             raise CheckpointError(
@@ -157,7 +157,7 @@ def new_head_note(head: Sequence[str], had: int, num_classes: int) -> str:
     return f"the head ({', '.join(head)}) is newly initialized: it had {had} outputs, the model has {num_classes}"
 
 
-def _is_download_error(error: Exception) -> bool:
+def is_download_error(error: Exception) -> bool:
     """Whether a download failed: the libraries' network errors, which are not all OSErrors, or a truncated file."""
     libraries = {"huggingface_hub", "httpx", "httpx2", "httpcore", "requests", "urllib3", "safetensors_rust"}
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in libraries

@@ -66,7 +66,7 @@ def test_exported_model_has_the_top1_of_test(call: Callable, digits: Path, run: 
     "model", [{"model__name": "resnet10t"}, {"model__name": "vit_tiny_patch16_224", "model__kwargs.img_size": 32}]
 )
 def test_timm_model_has_the_top1_of_test(model: dict[str, Any], call: Callable, digits: Path, tmp_path: Path) -> None:
-    sizes = {"augment__size_px": 32, "eval__crop_px": 32, "ema__decay": 0.9, "train__epochs": 6}
+    sizes = {"augment__size_px": 32, "eval__crop_px": 32, "train__epochs": 6}
     train_here(arguments(digits, tmp_path / "run", **model, **sizes))
     check_same_top1(call, digits, tmp_path / "run")
 

@@ -1,0 +1,38 @@
+"""`tools/publish.py`: write a trained timm model as a folder for timm and the Hugging Face Hub, and upload it."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.test import check_exists
+from imagenet_cls.errors import UsageError, printable
+
+_FILES = "model.safetensors, config.json and README.md"
+
+
+def publish_command(argv: Sequence[str]) -> None:
+    """Write the folder. Raises UsageError for models of other libraries, ResourceError if the upload fails."""
+    parser = cli.build_parser("publish", "Write a trained timm model as a folder for timm and the Hugging Face Hub.")
+    cli.add_weights_arguments(parser)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload to this model of the Hugging Face Hub")
+    parser.add_argument("--license", metavar="ID", help="of the model, as the Hub names it, such as apache-2.0")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {_FILES} in DIR")
+    arguments = parser.parse_args(argv)
+    folder, repository = arguments.folder, arguments.push
+    check_exists(arguments.checkpoint)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not arguments.overwrite):
+        raise UsageError(f"{folder} exists and is not empty.\nGive another folder, or --overwrite.")
+    if repository is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise UsageError(f"--push {repository}: not a model of the Hugging Face Hub.\nGive USER/NAME.")
+    from imagenet_cls.engine.inference import Predictor
+    from imagenet_cls.engine.publish import push, write_folder
+
+    predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
+    write_folder(predictor, folder, (repository or folder.name).rpartition("/")[2], arguments.license)
+    for line in predictor.damage:
+        print(printable(line))
+    print(f"wrote {_FILES} of {predictor.path} ({predictor.weights}) to {folder}")
+    if repository is not None:
+        print(f"uploaded to {push(folder, repository)}")

@@ -1,0 +1,153 @@
+"""A trained timm model as a folder that timm and the Hugging Face Hub read: weights, `config.json`, model card."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import timm
+from safetensors import SafetensorError
+from timm.models._hub import generate_readme
+
+from imagenet_cls import __version__
+from imagenet_cls.checkpoint.format import invalid_content_errors, verified_files
+from imagenet_cls.config.keys import keys_with
+from imagenet_cls.engine.inference import Predictor
+from imagenet_cls.errors import ResourceError, UsageError, first_line, printable
+from imagenet_cls.files import explain_write_errors
+from imagenet_cls.models.build import FOLDER, HUB, is_download_error
+from imagenet_cls.report.writers import changed_values
+
+CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
+# Of timm's description of a model: what holds for other weights, too. Tag, license and papers do not.
+_ARCHITECTURE_KEYS = ("architecture", "input_size", "pool_size", "min_input_size", "first_conv", "classifier")
+# Sections whose values a model card lists; others name files and machines.
+_RECIPE = ("augment", "mix", "loss", "distill", "optimizer", "schedule", "train", "ema")
+
+
+def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str | None) -> None:
+    """Write `model.safetensors`, `config.json` and `README.md` by timm's `save_for_hf`.
+
+    predictor: on the CPU. name: of the model, for the card. license_id: of the Hub, such as `apache-2.0`. Raises
+    UsageError for a model that timm alone can't build.
+    """
+    config, model = predictor.config, predictor.model
+    check_timm_model(predictor)
+    source: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    model.pretrained_cfg = {key: source[key] for key in _ARCHITECTURE_KEYS if key in source}  # type: ignore[assignment]
+    preprocessing = {
+        "input_size": (len(predictor.mean), *predictor.transform.crop),
+        "mean": predictor.mean,
+        "std": predictor.std,
+        "interpolation": config.eval.interpolation,
+        "crop_pct": timm_crop_pct(predictor),
+        "crop_mode": CROP_MODES[config.eval.mode],
+    }
+    described: dict[str, Any] = {"label_names": list(predictor.classes)}
+    described["pretrained_cfg"] = {"license": license_id} if license_id else {}
+    try:
+        with (
+            invalid_content_errors(predictor.path, "timm can't describe its model"),
+            explain_write_errors(folder, "Give another folder."),
+        ):
+            timm.models.save_for_hf(
+                model, str(folder), described, config.model.kwargs, safe_serialization=True, data_config=preprocessing
+            )
+            card = model_card(predictor, preprocessing, license_id)
+            (folder / "README.md").write_text(generate_readme(card, name), encoding="utf-8")
+    except SafetensorError as error:
+        raise ResourceError(f"can't write {folder}: {first_line(error)}\nGive another folder.") from error
+
+
+def check_timm_model(predictor: Predictor) -> None:
+    """Raise UsageError where timm alone does not build the model: torchvision's, and code of this project or a user."""
+    name = predictor.config.model.name
+    architecture = (getattr(predictor.model, "pretrained_cfg", None) or {}).get("architecture", "")
+    is_library = name.startswith((HUB, FOLDER)) or ":" not in name
+    is_library &= timm.is_model(architecture) and timm.model_entrypoint(architecture).__module__.startswith("timm.")
+    if not is_library:
+        raise UsageError(
+            f"{predictor.path}: {name} is not a model of timm, so timm can't load it from a folder.\n"
+            "Use tools/export.py, or the weights in the checkpoint."
+        )
+
+
+def timm_crop_pct(predictor: Predictor) -> float:
+    """The share for which timm computes the run's resized size, floor(crop / share).
+
+    Raises UsageError for a rectangular crop after a resize of one side, for which there is none.
+    """
+    crop, resized, evaluation = predictor.transform.crop, predictor.transform.resized, predictor.config.eval
+    share = evaluation.crop_pct if evaluation.resize_px is None else crop[0] / resized[0]
+    if math.floor(crop[0] / share) < resized[0]:  # the quotient was rounded up
+        share = math.nextafter(share, 0)
+    if tuple(math.floor(side / share) for side in crop) != resized:
+        raise UsageError(
+            f"{predictor.path}: timm has no eval.resize_px={evaluation.resize_px} with a crop of {crop} pixels.\n"
+            "Train and evaluate with eval.crop_pct and eval.resize_px=null."
+        )
+    return share
+
+
+def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: str | None) -> dict[str, Any]:
+    """The argument of timm's `generate_readme`: the model, its results, settings and versions; no paths."""
+    config, kind = predictor.config, predictor.weights
+    state = json.loads(verified_files(predictor.path, "state.json")["state.json"])
+    progress, expect = state["progress"], config.expect
+    details: dict[str, Any] = {
+        "Architecture": config.model.name,
+        "Classes": len(predictor.classes),
+        "Weights": f"{kind} of step {state['step']}",
+        "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
+    }
+    if kind in progress["latest"] and progress["evaluated_step"] == progress["step"]:
+        metrics = progress["latest"][kind]
+        details["Result on the validation images of the run"] = (
+            f"top-1 {metrics['top1_pct']:.2f} %, top-5 {metrics['top5_pct']:.2f} %, loss {metrics['loss']:.4f}"
+        )
+    if expect.claimed_top1_pct is not None:
+        details["Top-1 that the source of the recipe claims"] = f"{expect.claimed_top1_pct:g} % ({expect.source})"
+    details |= {"Note on the recipe": expect.note} if expect.note else {}
+    if config.model.pretrained:
+        details["Initial weights"] = f"published for {config.model.name}; see their license"
+    settings = {key: value for key, value in changed_values(config).items() if key.partition(".")[0] in _RECIPE}
+    local = keys_with("per_machine", True) | {"distill.teacher.checkpoint"}
+    details["Settings that differ from the defaults"] = {k: v for k, v in settings.items() if k not in local}
+    details["Ranks"] = state["world_size"]
+    details["Versions"] = state["versions"]
+    usage = (
+        "```python\nimport timm\n\n"
+        'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or hf-hub:USER/NAME\n'
+        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n```"
+    )
+    return {
+        "license": license_id or "unknown",
+        "description": f"An image classifier trained with imagenet-cls {__version__}.",
+        "details": {
+            key: {k: printable(str(v)) for k, v in value.items()} if isinstance(value, dict) else printable(str(value))
+            for key, value in details.items()
+        },
+        "usage": usage,
+    }
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload the files of `write_folder` to the Hub, as the user who is logged in, and return the URL.
+
+    Raises ResourceError without network or login; the folder stays.
+    """
+    try:
+        api = huggingface_hub.HfApi(library_name="imagenet-cls", library_version=__version__)
+        url = api.create_repo(repository, exist_ok=True)
+        files = ["README.md", "config.json", "model.safetensors"]
+        api.upload_folder(repo_id=url.repo_id, folder_path=os.fspath(folder), allow_patterns=files)
+        return str(url)
+    except Exception as error:
+        if not is_download_error(error):
+            raise
+        raise ResourceError(
+            f"can't upload {folder} to {repository}: {first_line(error)}\n"
+            f"The folder is complete. Log in with `hf auth login`, then: hf upload {repository} {folder}"
+        ) from error

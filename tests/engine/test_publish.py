@@ -1,0 +1,94 @@
+"""tools/publish.py: the folder loads in timm, offline, with the same logits and preprocessing."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+from helpers import arguments, train_here
+
+from imagenet_cls.commands.publish import publish_command
+from imagenet_cls.config.schema import EvalConfig
+from imagenet_cls.data.transforms import EvalTransform
+from imagenet_cls.engine.inference import Predictor
+from imagenet_cls.engine.publish import timm_crop_pct
+
+SETTINGS = {"model__name": "vit_tiny_patch16_224.augreg_in21k", "eval__interpolation": "bicubic"}
+
+
+@pytest.fixture(scope="module")
+def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ViT that needs model.kwargs to be built, with its own mean and std."""
+    work_dir = tmp_path_factory.mktemp("publish") / "run"
+    kwargs = {f"model__kwargs.{key}": value for key, value in {"img_size": 16, "patch_size": 4, "depth": 1}.items()}
+    mean_std = {"data__mean": "[0.1, 0.2, 0.3]", "data__std": "[0.4, 0.5, 0.6]"}
+    words = arguments(digits, work_dir, train__max_steps=2, eval__resize_px=19, eval__mode="squash", **SETTINGS)
+    train_here([*words, *(f"{key.replace('__', '.')}={value}" for key, value in (kwargs | mean_std).items())])
+    return work_dir
+
+
+def test_folder_loads_in_timm_with_equal_logits(
+    call: Callable, run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "new" / "vit-digits"
+    code, _, err = call(publish_command, run, folder, "--license", "mit")
+    assert code == 0, err
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "config.json", "README.md"}
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    predictor = Predictor(run, "cpu")
+    images = predictor.prepare(sorted((digits / "train/5").iterdir())[:9])
+    with torch.no_grad():
+        assert torch.equal(model(images), predictor.model(images))
+    data = timm.data.resolve_model_data_config(model)
+    assert [list(data[key]) for key in ("mean", "std", "input_size")] == [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [3, 16, 16]]
+    assert data["crop_mode"] == "squash" and data["interpolation"] == "bicubic"
+    assert math.floor(16 / data["crop_pct"]) == 19
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architecture"] == "vit_tiny_patch16_224" and config["num_classes"] == 10
+    assert config["label_names"] == [str(digit) for digit in range(10)] and config["model_args"]["depth"] == 1
+    pretrained = config["pretrained_cfg"]
+    assert pretrained["license"] == "mit" and pretrained["num_classes"] == 10 and pretrained["classifier"] == "head"
+    assert "tag" not in pretrained and "origin_url" not in pretrained  # of the published weights
+    card = (folder / "README.md").read_text()
+    assert "license: mit" in card and "# Model card for vit-digits" in card and "top-1" in card
+    assert f"torch: {torch.__version__}" in card
+    assert str(digits) not in card and str(run) not in card
+
+
+def test_folder_is_not_overwritten_without_the_option(call: Callable, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    code, _, err = call(publish_command, run, tmp_path)
+    assert code == 2 and "--overwrite" in err and (tmp_path / "README.md").read_text() == "mine"
+    assert call(publish_command, run, tmp_path, "--overwrite")[0] == 0
+    assert "license: unknown" in (tmp_path / "README.md").read_text()
+
+
+def test_push_without_network_is_exit_code_5(
+    call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    code, _, err = call(publish_command, run, tmp_path, "--push", "user/name")
+    assert code == 5 and "hf upload user/name" in err and (tmp_path / "config.json").is_file()
+    assert call(publish_command, run, tmp_path / "new", "--push", "name")[0] == 2
+
+
+@pytest.mark.parametrize("model", ["helpers:noisy", "torchvision:squeezenet1_1", "resnet18_cifar"])
+def test_model_of_another_library_is_exit_code_2(model: str, call: Callable, digits: Path, tmp_path: Path) -> None:
+    sizes = {"augment__size_px": 32, "eval__crop_px": 32}
+    train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=model, **sizes))
+    code, _, err = call(publish_command, tmp_path / "run", tmp_path / "out", "--allow-import", model)
+    assert code == 2 and "not a model of timm" in err and not (tmp_path / "out").exists()
+
+
+def test_crop_pct_gives_the_resized_size_of_the_run() -> None:
+    for crop_px in range(160, 240):
+        for resize_px in range(crop_px, 300):
+            config = EvalConfig(crop_px=crop_px, resize_px=resize_px)
+            predictor = SimpleNamespace(transform=EvalTransform(config), config=SimpleNamespace(eval=config))
+            assert math.floor(crop_px / timm_crop_pct(predictor)) == resize_px  # type: ignore[arg-type]

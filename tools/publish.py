@@ -1,0 +1,12 @@
+"""Write a trained timm model as a folder for the Hugging Face Hub. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.publish import publish_command
+
+if __name__ == "__main__":
+    cli.main(publish_command)
