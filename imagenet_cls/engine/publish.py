@@ -97,7 +97,7 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
     state = json.loads(verified_files(predictor.path, "state.json")["state.json"])
     progress, expect = state["progress"], config.expect
     details: dict[str, Any] = {
-        "Architecture": config.model.name,
+        "Architecture": predictor.model.pretrained_cfg["architecture"],  # type: ignore[index]
         "Classes": len(predictor.classes),
         "Weights": f"{kind} of step {state['step']}",
         "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
@@ -110,11 +110,14 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
     if expect.claimed_top1_pct is not None:
         details["Top-1 that the source of the recipe claims"] = f"{expect.claimed_top1_pct:g} % ({expect.source})"
     details |= {"Note on the recipe": expect.note} if expect.note else {}
-    if config.model.pretrained:
+    if config.model.pretrained and not config.model.name.startswith(FOLDER):
         details["Initial weights"] = f"published for {config.model.name}; see their license"
-    settings = {key: value for key, value in changed_values(config).items() if key.partition(".")[0] in _RECIPE}
     local = keys_with("per_machine", True) | {"distill.teacher.checkpoint"}
-    details["Settings that differ from the defaults"] = {k: v for k, v in settings.items() if k not in local}
+    details["Settings that differ from the defaults"] = {
+        key: value
+        for key, value in changed_values(config).items()
+        if key.partition(".")[0] in _RECIPE and key not in local and not str(value).startswith(FOLDER)
+    }
     details["Ranks"] = state["world_size"]
     details["Versions"] = state["versions"]
     usage = (

@@ -30,7 +30,7 @@ LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 WITHOUT_TORCH = {"config", *LEVELS[5], *LEVELS[6], *LEVELS[7]}
 FORBIDDEN = re.compile(
     r"^\s*(import|from) (c?pickle|cloudpickle|dill|marshal|shelve)\b|(?<![.\w])(eval|exec)\(|\bos\.(system|popen)\("
-    r"|\byaml\.(unsafe_)?load\(|from yaml import|torch\.load\((?!.*weights_only=True)"
+    r"|\byaml\.(unsafe_)?load\(|from yaml import|torch\.load\((?!.*weights_only=True)|torch\.export\.load\("
     r"|weights_only=False|shell=True|allow_pickle=True",
     re.MULTILINE | re.IGNORECASE,
 )
@@ -70,7 +70,14 @@ def test_no_call_executes_files() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["from pickle import loads", "    import pickle as p", "x = torch.load(f)", "eval('1')", "yaml.load(f, Loader)"],
+    [
+        "from pickle import loads",
+        "    import pickle as p",
+        "x = torch.load(f)",
+        "torch.export.load(f)",
+        "eval('1')",
+        "yaml.load(f, Loader)",
+    ],
 )
 def test_forbidden_line_is_found(line: str) -> None:
     assert FORBIDDEN.search(f"import os\n{line}\n")
