@@ -13,11 +13,11 @@ import numpy as np
 from imagenet_cls.commands import cli
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.archives import find_archives, index_archives
+from imagenet_cls.data.archives import index_archives, is_archive
 from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import ImageIndex, scan_images
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
-from imagenet_cls.errors import DataError, ResourceError, UsageError, first_line
+from imagenet_cls.errors import DataError, ResourceError, UsageError, command_line, first_line
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.parallel.environment import cpu_threads
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FILE_SETS = ("folder", "list", "digits")
 Image = tuple["FolderSource", int]  # image of a source
+Key = tuple[str, str, int]  # path in the list of bad images; archive and offset in it, since shards reuse paths
 
 
 def verify_command(argv: Sequence[str]) -> None:
@@ -35,7 +36,9 @@ def verify_command(argv: Sequence[str]) -> None:
         "good, 3 if some are bad.",
         "ROOT | CONFIG [key=value ...] [--out FILE] [--threads N]",
     )
-    parser.add_argument("data", metavar="ROOT | CONFIG", help="a folder or archive, with all images in it; or a config")
+    parser.add_argument(
+        "data", metavar="ROOT | CONFIG", help="a folder or archive, with all images and archives in it; or a config"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with CONFIG, such as data.root=/my/images")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: ROOT/bad_images.txt")
     parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each core")
@@ -49,10 +52,11 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     If all are good, an empty list is written only to a given `out` or over an earlier list. Prints each bad image.
     Raises DataError if there is one, ResourceError if `out` can't be written, and UsageError.
     """
+    config: DataConfig | None = None
     if Path(data).suffix in (".yaml", ".yml"):
-        config = load_config(data, overrides).config
-        root = Path(config.data.root).expanduser()
-        images = images_of(config.data, root)
+        config = load_config(data, overrides).config.data
+        root = Path(config.root).expanduser()
+        images = images_of(config, root)
     elif overrides:
         raise UsageError(f"{overrides[0]!r}: an override of a config, and {data} is none\nname a .yaml file")
     else:
@@ -60,45 +64,55 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         images = images_below(root)
     if not images:
         raise DataError(f"{root}: no image in it\nname the folder that holds the dataset, or a config")
-    names = sorted(images)
+    keys = sorted(images)
     path = out or (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
     if not os.access(path.parent, os.W_OK):
         raise ResourceError(f"can't write {path}\nname another place with --out FILE")
     warnings.simplefilter("ignore")  # decode_rgb suppresses them, but not in several threads at once
-    bad: dict[str, str] = {}
+    bad: list[tuple[str, str]] = []
     with ThreadPoolExecutor(num_threads) as pool:
-        for start in cli.track(range(0, len(names), 32 * num_threads), "reading"):
-            chunk = names[start : start + 32 * num_threads]
-            for name, reason in zip(chunk, pool.map(lambda name: image_problem(*images[name]), chunk), strict=True):
+        for start in cli.track(range(0, len(keys), 32 * num_threads), "reading"):
+            chunk = keys[start : start + 32 * num_threads]
+            problems = pool.map(lambda key: image_problem(*images[key]), chunk)
+            for (name, archive, _), reason in zip(chunk, problems, strict=True):
                 if reason is not None:
-                    bad[name] = reason
-                    print(f"bad: {name}: {reason}")
+                    bad.append((name, f"{reason} (in {archive})" if archive else reason))
+                    print(f"bad: {name}: {bad[-1][1]}")
     written = bool(bad) or out is not None or path.exists()  # an earlier list would leave out replaced images
     if written:
         with explain_write_errors(path, "name another place with --out FILE"):
-            write_file(path, "".join(f"{name}\t{bad[name]}\n" for name in bad).encode("utf-8", "surrogateescape"))
-    print(f"{len(names):,} images, {len(bad):,} bad" + (f"; wrote {path}" if written else ""))
+            lines = "".join(f"{name}\t{reason}\n" for name, reason in bad)
+            write_file(path, lines.encode("utf-8", "surrogateescape"))
+    print(f"{len(keys):,} images, {len(bad):,} bad" + (f"; wrote {path}" if written else ""))
     if bad:
-        raise DataError(
-            f"{len(bad)} of {len(names)} images are bad: {join_names(list(bad))}\n"
-            f"replace them; or leave those of the training part out: data.exclude={path}"
-        )
+        names = list(dict.fromkeys(name for name, _ in bad))
+        remedy = f"leave those of the training part out: data.exclude={path}"
+        if config is None and any(archive for _, archive, _ in keys):  # paths in data.exclude begin with data.train
+            remedy = f"list them for data.exclude with the config: {command_line('verify-data')} CONFIG"
+        raise DataError(f"{len(bad)} of {len(keys)} images are bad: {join_names(names)}\nreplace them; or {remedy}")
 
 
-def images_below(root: Path) -> dict[str, Image]:
-    """The images at any depth below a folder, or in archives, by their paths relative to it. Raises DataError."""
-    from imagenet_cls.data.sources import FolderSource  # imports torch, which --help should not
+def images_below(root: Path) -> dict[Key, Image]:
+    """The images at any depth below a folder, also in archives there, or in the archive `root`. Raises DataError."""
+    if root.is_file() and is_archive(root.name):
+        return _images([index_archives(root.parent, root.name, [root])], root)
+    folders: dict[bytes, os.stat_result | None] = {}
+    names = np.array(scan_images(os.fsencode(root), b".", folders), bytes)
+    indexes = [ImageIndex(root, names, np.zeros(len(names), np.int64), ())]
+    for folder in sorted(root / os.fsdecode(name) for name in folders):
+        names_here = sorted(name for name in os.listdir(folder) if is_archive(name) and name[0] != ".")  # noqa: PTH208
+        archives = [folder / name for name in names_here if (folder / name).is_file()]
+        if not archives:
+            continue
+        try:
+            indexes.append(index_archives(folder.parent, folder.name, archives))
+        except DataError:  # not the shards, or the class tars, of one part
+            indexes += [index_archives(folder, path.name, [path]) for path in archives]
+    return _images(indexes, root)
 
-    if archives := find_archives(root.parent, root.name):
-        source = FolderSource(index_archives(root.parent, root.name, archives))
-    else:
-        names = np.array(scan_images(os.fsencode(root), b"."), bytes)
-        source = FolderSource(ImageIndex(root, names, np.zeros(len(names), np.int64), ()))
-    return {os.path.normpath(source.name(i)): (source, i) for i in range(len(source))}
 
-
-def images_of(data: DataConfig, root: Path) -> dict[str, Image]:
-    """The images of a config's training and validation parts, by their paths relative to `root`.
+def images_of(data: DataConfig, root: Path) -> dict[Key, Image]:
+    """The images of a config's training and validation parts.
 
     Raises UsageError for a dataset that is not made of files, and DataError as `open_datasets` does.
     """
@@ -111,10 +125,20 @@ def images_of(data: DataConfig, root: Path) -> dict[str, Image]:
             f"{', '.join(FILE_SETS)}"
         )
     opened = open_datasets(replace(data, exclude=None), subset=True)
-    images: dict[str, Image] = {}
-    for source in (opened.train, opened.val):
-        assert isinstance(source, FolderSource)
-        images |= {os.path.relpath(source.index.path(i), root): (source, i) for i in range(len(source))}
+    assert isinstance(opened.train, FolderSource) and isinstance(opened.val, FolderSource)
+    return _images([opened.train.index, opened.val.index], root)
+
+
+def _images(indexes: Sequence[ImageIndex], root: Path) -> dict[Key, Image]:
+    """Each image once, with its path relative to `root`."""
+    from imagenet_cls.data.sources import FolderSource  # imports torch, which --help should not
+
+    images: dict[Key, Image] = {}
+    for index in indexes:
+        source, spans = FolderSource(index), index.spans
+        for i in range(len(index)):
+            archive, offset = ("", 0) if spans is None else (spans.archive(i), int(spans.offset[i]))
+            images[os.path.relpath(index.path(i), root), archive, offset] = source, i
     return images
 
 

@@ -160,9 +160,10 @@ def _open_files(
     if "train" in parts and data.fraction < 1:
         train = indexes["train"]
         indexes["train"] = train.select(fraction_rows(train.names, train.targets, data.fraction))
-    verify = command_line("verify-data")
+    verified = "CONFIG" if "train" in indexes and indexes["train"].spans is not None else str(root)
+    verify = f"{command_line('verify-data')} {verified}"
     remedies = {
-        "train": f"replace the file, or list it ({verify} {root}) and set data.exclude to the list",
+        "train": f"replace the file, or list it ({verify}) and set data.exclude to the list",
         "val": "replace the file: validation leaves no image out",
     }
     min_px = {"train": data.min_decoded_px, "val": None}

@@ -398,6 +398,37 @@ def test_verify_data_takes_archives_without_a_config(
         assert code == 0 and f"{count} images, 0 bad" in out, name
 
 
+def test_verify_data_reads_archives_beside_images(
+    image_folder: Path, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
+) -> None:
+    files = files_of(image_folder / "train")
+    write_shards(tmp_path / "train", files, lambda name: name[:3])
+    for name in ("one.zip", "other.zip"):  # of the same names
+        write_zip(tmp_path / name, files[:5])
+    write_zip(tmp_path / "bad.zip", [("cat/empty.jpg", b"")])
+    (tmp_path / "image.jpg").write_bytes(files[0][1])
+    code, out, error = call(verify_command, tmp_path)
+    assert code == 3 and "52 images, 1 bad" in out and f"(in {tmp_path / 'bad.zip'})" in out and "CONFIG" in error
+
+
+def test_verify_data_reads_images_of_the_same_key_in_all_shards(
+    image_folder: Path, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
+) -> None:
+    files = files_of(image_folder / "train")
+    for shard in range(2):
+        samples = [(f"{i:04d}.jpg", files[i][1][: 900 if (shard, i) == (0, 5) else None]) for i in range(20)]
+        write_tar(tmp_path / f"train-{shard}.tar", [s for n, d in samples for s in ((n, d), (f"{n[:4]}.cls", b"0"))])
+    config = tmp_path / "config.yaml"
+    fields = {"root": str(tmp_path), "train": "train-*.tar", "val": "train-1.tar"}
+    config.write_text(json.dumps({"data": fields, "optimizer": {"lr": 0.1}}))
+    for place in (config, tmp_path):
+        code, out, _ = call(verify_command, place)
+        assert code == 3 and "0005.jpg: " in out and f"(in {tmp_path / 'train-0.tar'})" in out
+        assert "60 images, 1 bad" in out if place == config else "40 images, 1 bad" in out
+    with pytest.raises(DataError, match=r"verify.data(\.py)? CONFIG"):
+        open_datasets(DataConfig(**fields)).train.load(5)  # type: ignore[union-attr]
+
+
 # ------------------------------------------------------------------------------------------------- cache, workers
 
 
