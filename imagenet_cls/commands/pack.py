@@ -18,15 +18,16 @@ from imagenet_cls.commands import cli
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import index_archives
+from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import is_image
-from imagenet_cls.errors import DataError, UsageError, first_line, printable
+from imagenet_cls.errors import DataError, UsageError, first_line, printable, shorten
 from imagenet_cls.files import TEMPORARY, explain_write_errors, fsync, take_lock, write_file
 from imagenet_cls.parallel.environment import cpu_threads
 
 PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-")}
 PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
 
-Sample = tuple[str, bytes, int]  # name of an image below its class, the file, target
+Sample = tuple[str, bytes, int, str]  # name of an image below its class, the file, target; its place, for messages
 RowGroup = tuple[Path, int, int]  # file, number, rows
 
 
@@ -94,7 +95,7 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
     def samples(source: FolderSource, start: int) -> Iterator[Sample]:
         for i in range(start, min(start + per_shard, len(source))):
             try:
-                yield source.name(i), source.read(i), int(source.index.targets[i])
+                yield source.name(i), source.read(i), int(source.index.targets[i]), source.index.describe(i)
             except (OSError, DataError) as error:
                 raise DataError(f"{source.index.describe(i)}: {getattr(error, 'strerror', None) or error}") from None
 
@@ -111,28 +112,39 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
 def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard: int) -> Part:
     """The rows of Parquet files with the columns `image` (of `bytes` and `path`) and `label`, by whole row groups.
 
-    classes: the training classes; None: the names that Hugging Face stores, else the numbers that are labels.
+    classes: the training classes, which the names that Hugging Face stores in a file are matched to; None: the names in
+    the first file that has them, else the numbers that are labels.
     """
     try:
         from pyarrow import parquet
     except ImportError:
         raise UsageError("Parquet files need pyarrow.\nInstall it: pip install pyarrow") from None
     groups: list[RowGroup] = []
+    targets: dict[Path, list[int]] = {}  # of the labels in files that store names
     highest = -1
     for path in files:
         with _parquet_errors(path), parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if not {"image", "label"} <= set(schema.names):
-                raise DataError(
-                    f"{path}: its columns are {printable(', '.join(schema.names))}; `image` and `label` are needed\n"
-                    "rename the columns, or give a dataset for image classification"
-                )
-            stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+            if file.metadata.num_rows == 0:
+                continue
+            _check_columns(path, file.schema_arrow)
+            stored = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+            names = stored.get("info", {}).get("features", {}).get("label", {}).get("names")
+            classes = names if classes is None else classes
             if classes is None:
-                classes = stored.get("info", {}).get("features", {}).get("label", {}).get("names")
-            if classes is None:
-                highest = max(highest, *file.read(columns=["label"])["label"].to_pylist())
+                labels = file.read(columns=["label"])["label"].drop_null().to_pylist()
+                highest = max([highest, *labels])
+            elif names is not None:
+                if sorted(names) != sorted(classes):
+                    others = join_names(sorted(set(names) ^ set(classes)))
+                    raise DataError(
+                        f"{path}: its {len(names)} classes are not the {len(classes)} of the files before; not in "
+                        f"both: {others}\ngive files of one dataset"
+                    )
+                position = {name: i for i, name in enumerate(classes)}
+                targets[path] = [position[name] for name in names]
             groups += [(path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)]
+    if not groups:
+        raise DataError(f"{files[0].parent}: no rows in {join_names([path.name for path in files])}\ngive other files")
     classes = classes or [str(number) for number in range(highest + 1)]
     shards: list[list[RowGroup]] = []
     for group in groups:
@@ -145,22 +157,46 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
             with _parquet_errors(path), parquet.ParquetFile(path) as file:
                 rows = file.read_row_group(group, columns=["image", "label"]).to_pylist()
             for number, row in enumerate(rows):
-                name, data, label = _parquet_sample(row, classes, f"{path}: row {number} of row group {group}")
-                yield name or f"{path.stem}-{group}-{number}", data, label
+                place = f"{path}: row {number} of row group {group}"
+                name, data, label = _parquet_row(row, len(classes), place)
+                target = targets[path][label] if path in targets else label
+                yield name or f"{path.stem}-{group}-{number}", data, target, place
 
     source = str([[path.name, path.stat().st_size] for path in files])
     count = sum(rows for _, _, rows in groups)
     return Part(classes, source, count, [partial(samples, shard) for shard in shards])
 
 
-def _parquet_sample(row: dict[str, Any], classes: Sequence[str], place: str) -> Sample:
-    image, label = row["image"], row["label"]
-    data = image.get("bytes") if isinstance(image, dict) else None
-    if not data:
-        raise DataError(f"{place}: no image in it: `image` is not a struct with `bytes`\ndownload the dataset again")
-    if not isinstance(label, int) or not 0 <= label < len(classes):
-        raise DataError(f"{place}: label {label!r} is not one of 0 to {len(classes) - 1}\npack labeled parts only")
-    return image.get("path") or "", data, label
+def _check_columns(path: Path, schema: Any) -> None:
+    """Raise DataError for an Arrow schema without a column of images and one of numbers."""
+    from pyarrow import types
+
+    if not {"image", "label"} <= set(schema.names):
+        raise DataError(
+            f"{path}: its columns are {printable(', '.join(schema.names))}; `image` and `label` are needed\n"
+            "rename the columns, or give a dataset for image classification"
+        )
+    image, label = schema.field("image").type, schema.field("label").type
+    content = image.field("bytes").type if types.is_struct(image) and image.get_field_index("bytes") >= 0 else image
+    has_files = types.is_binary(content) or types.is_large_binary(content)
+    for name, is_right, needed in (
+        ("image", types.is_struct(image) and has_files, "a struct with `bytes`, the file"),
+        ("label", types.is_integer(label), "integers"),
+    ):
+        if not is_right:
+            found = shorten(printable(str(schema.field(name).type)), 200)
+            raise DataError(f"{path}: column `{name}` has type {found}\nconvert it to {needed}")
+
+
+def _parquet_row(row: dict[str, Any], num_classes: int, place: str) -> tuple[str, bytes, int]:
+    """Name (perhaps empty), file and label."""
+    image, label = row["image"] or {}, row["label"]
+    if not image.get("bytes"):
+        raise DataError(f"{place}: no image: `bytes` is empty\ngive files that hold the images, not only their paths")
+    if label is None or not 0 <= label < num_classes:
+        what = "no label" if label is None else f"label {label} is not one of 0 to {num_classes - 1}"
+        raise DataError(f"{place}: {what}\npack labeled parts only")
+    return image.get("path") or "", image["bytes"], label
 
 
 @contextlib.contextmanager
@@ -213,10 +249,12 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
     keys: set[str] = set()
     with path.open("wb") as opened:
         with tarfile.open(fileobj=opened, mode="w") as tar:
-            for name, data, target in files:
+            for name, data, target, place in files:
                 key = name.rpartition(".")[0]
                 if key in keys:
-                    raise DataError(f"{printable(name)}: two images would have this key in a shard\nrename one of them")
+                    raise DataError(
+                        f"{printable(place)}: two images would have this key in a shard\nrename one of them"
+                    )
                 keys.add(key)
                 for member_name, content in ((name, data), (f"{key}.cls", str(target).encode())):
                     member = tarfile.TarInfo(member_name)
@@ -231,7 +269,7 @@ def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: 
 
     Raises DataError where an image that has to be shrunk, or whose format its name does not tell, can't be read.
     """
-    name, data, target = sample
+    name, data, target, place = sample
     folder, _, base = os.path.normpath(f"/{name}")[1:].rpartition("/")
     stem, dot, suffix = base.rpartition(".") if is_image(os.fsencode(base)) else (base, "", "")
     if max_px is not None or not dot:
@@ -245,6 +283,8 @@ def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: 
                     small.save(file, "JPEG", quality=quality)
                     data, suffix = file.getvalue(), suffix if suffix.lower() in ("jpg", "jpeg") else "jpg"
         except Exception as error:  # damaged files make decoders raise anything
-            raise DataError(f"{printable(name)}: {first_line(error)}\nreplace the file") from None
+            is_unknown = isinstance(error, Image.UnidentifiedImageError)
+            reason = "not an image of a known format" if is_unknown else first_line(error)
+            raise DataError(f"{printable(place)}: {reason}\nreplace the file") from None
     folder = folder or classes[target].replace("/", "_")
-    return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target
+    return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target, place

@@ -143,10 +143,19 @@ def test_parquet_becomes_shards_with_its_names(
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "label out of range": ({"labels": [0, 5], "names": ["a", "b"]}, "label 5 is not one of 0 to 1"),
     "without a label": ({"labels": [0, -1], "names": ["a", "b"]}, "label -1"),
-    "null label": ({"labels": [0, None], "names": ["a", "b"]}, "label None"),
+    "null label": ({"labels": [0, None], "names": ["a", "b"]}, "row 1 of row group 0: no label"),
+    "null label, no names": ({"labels": [0, None]}, "row 1 of row group 0: no label"),
+    "only null labels": ({"labels": [None]}, "column `label` has type null"),
+    "labels are text": ({"labels": ["a", "b"]}, "column `label` has type string"),
+    "no rows": ({"labels": []}, "no rows in train-00000-of-00001.parquet"),
     "no bytes": ({"labels": [0], "names": ["a"], "image": [{"bytes": b"", "path": "x"}]}, "no image"),
-    "image is text": ({"labels": [0], "names": ["a"], "image": ["x.jpg"]}, "no image"),
-    "no image": ({"labels": [0], "names": ["a"], "image": [{"bytes": b"12345", "path": None}]}, "cannot identify"),
+    "image is text": ({"labels": [0], "names": ["a"], "image": ["x.jpg"]}, "`image` has type string"),
+    "image is binary": ({"labels": [0], "names": ["a"], "image": [b"x"]}, "column `image` has type binary"),
+    "null image": ({"labels": [0, 0], "names": ["a"], "image": [{"bytes": b"x", "path": "1.jpg"}, None]}, "row 1 of"),
+    "no image": (
+        {"labels": [0], "names": ["a"], "image": [{"bytes": b"12345", "path": None}]},
+        "row 0 of row group 0: not an",
+    ),
 }
 
 
@@ -158,6 +167,20 @@ def test_bad_rows_of_parquet_are_errors(
     code, _, error = call(pack_command, write_parquet(**fields), tmp_path / "out")
     assert code == 3 and text in error
     assert not (tmp_path / "out" / "train").exists()
+
+
+def test_class_names_of_parquet_parts_are_matched(
+    write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
+    write_parquet([0, 1, 1], ["a", "b"])
+    root = write_parquet([0, 1], ["b", "a"], "validation")
+    assert call(pack_command, root, tmp_path / "out")[0] == 0
+    val = open_datasets(DataConfig(root=str(tmp_path / "out"))).val
+    assert isinstance(val, FolderSource) and val.classes == ("a", "b") and val.index.targets.tolist() == [1, 0]
+    write_parquet([0, 1], ["a", "c"], "validation")
+    code, _, error = call(pack_command, root, tmp_path / "other")
+    assert code == 3 and "validation-00000-of-00001.parquet" in error and "b, c" in error
+    assert not (tmp_path / "other").exists()
 
 
 def test_broken_parquet_files_are_errors(write_parquet: Callable[..., Path], tmp_path: Path, call: Call) -> None:
