@@ -133,6 +133,8 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
             content = os.pread(file, size, offset) if size > 512 else buffer[at + 512 : at + 512 + size]
             if kind == _GNU_NAME:
                 override[b"path"] = content.rstrip(b"\0")
+            elif kind == _PAX and b"GNU.sparse." in content:
+                raise DataError(f"{path}: a sparse member at byte {position}\nmake the archive again without --sparse")
             elif kind == _PAX and (b"path=" in content or b"size=" in content):
                 override |= _pax_records(content, path)
             position = offset + (abs(size) + 511 & -512)

@@ -5,6 +5,7 @@ WebDataset.
 """
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import numpy as np
 from imagenet_cls.data.archive_files import Spans, opened, shown, tar_members, zip_members
 from imagenet_cls.data.classes import join_names, match_classes
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
-from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex
+from imagenet_cls.data.index import IMAGE_SUFFIXES, SPLIT_NAMES, ImageIndex
 from imagenet_cls.data.index_cache import Scan, file_status, read_scan, write_scan
 from imagenet_cls.data.lists import NUMBER, label_positions, read_classes
 from imagenet_cls.errors import DataError, format_value
@@ -39,22 +40,30 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
 
     `root/part` is an archive, a folder of archives, or a pattern of them (`*`, `?`, `{0000..1023}`); or `root` is an
     archive, with folder `part` in it; or ImageNet's own archive lies in `root`. Raises DataError for a pattern that
-    names no file.
+    names no file, and for class tars beside class folders, unless each tar was unpacked into a folder of its name.
     """
-    if root.is_file():
+    if os.path.isfile(root):  # noqa: PTH113 (pathlib raises without permission)
         return [root]
     place = root / part
-    if is_archive(place.name) and place.is_file():
+    if is_archive(place.name) and os.path.isfile(place):  # noqa: PTH113
         return [place]
-    if place.is_dir():
-        with os.scandir(place) as entries:
+    if os.path.isdir(place):  # noqa: PTH112
+        found = []
+        with contextlib.suppress(PermissionError), os.scandir(place) as entries:  # `class_folders` raises an error
             found = [entry for entry in entries if not entry.name.startswith(".")]
         archives = sorted(entry.name for entry in found if is_archive(entry.name) and entry.is_file())
-        return [place / name for name in archives] if archives and not any(e.is_dir() for e in found) else None
+        folders = {entry.name for entry in found if entry.is_dir()}
+        packed = [name for name in archives if name.lower().endswith(".tar") and name[:-4] not in folders]
+        if folders and packed:
+            raise DataError(
+                f"{place}: holds class folders, and archives that are not unpacked: {join_names(packed)}\n"
+                "unpack them, move them elsewhere, or keep the archives only"
+            )
+        return None if folders or not archives else [place / name for name in archives]
     if re.search(r"[*?\[]|\{\d+\.\.\d+\}", part):
         return _expand(root, part)
     own = root / {"train": TRAIN_TAR, "val": VAL_TAR}.get(part, "")
-    return [own] if own.is_file() else None
+    return [own] if os.path.isfile(own) else None  # noqa: PTH113
 
 
 def is_archive(name: str) -> bool:
@@ -67,7 +76,9 @@ def _expand(root: Path, pattern: str) -> list[Path]:
         numbers = range(int(first), int(last) + 1)
         names = (f"{pattern[: found.start()]}{n:0{len(first)}}{pattern[found.end() :]}" for n in numbers)
         return [path for name in names for path in _expand(root, name)]
-    paths = sorted(root.glob(pattern)) if re.search(r"[*?\[]", pattern) else [root / pattern]
+    paths = [root / pattern]
+    if re.search(r"[*?\[]", pattern):
+        paths = [root / name for name in sorted(glob.glob(pattern, root_dir=root))]  # noqa: PTH207 (may be absolute)
     if not paths or not paths[0].is_file():
         raise DataError(f"{root / pattern}: no such file\nset data.root, data.train and data.val to archives")
     return paths
@@ -166,11 +177,11 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     if devkit is not None:
         wnids = validation_labels(devkit)
         scanned = [_in_folders(r, [wnid_of(wnids, os.fsdecode(n)).encode() for n in r.names.tolist()]) for r in scanned]
-    elif len(pieces) > 1:  # class tars have no folders in them
-        is_flat = [rows.groups == [b""] and not rows.is_shard for rows in scanned]
+    elif len(pieces) > 1:
+        is_class = [b"" in rows.groups and not rows.is_shard for rows in scanned]
         scanned = [
-            _in_folders(rows, [piece.stem] * len(rows.names)) if flat else rows
-            for rows, piece, flat in zip(scanned, pieces, is_flat, strict=True)
+            _below(rows, piece.stem) if found else rows
+            for rows, piece, found in zip(scanned, pieces, is_class, strict=True)
         ]
     shards = [rows.is_shard for rows in scanned if len(rows.names)]
     if not shards or any(shards) != all(shards):
@@ -186,7 +197,7 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     del scanned
     if shards[0]:
         return Scan([os.fsdecode(label) for label in table], [], names, statuses, started, arrays | {"targets": group})
-    inside = os.fsencode(part) if root.is_file() else b""
+    inside = os.fsencode(part) if root.is_file() and os.path.normpath(part) != "." else b""
     classes, counts, order, skipped = _order_of_folders(place, list(table), group, names, inside)
     del group
     names = names[order]
@@ -300,28 +311,31 @@ def _labels(
 ) -> list[bytes | None]:
     """The label of each image of a shard; None for further images of a sample, such as `KEY.mask.png`.
 
-    Empty if no image has a label. As in WebDataset, a key ends at the first dot of the name.
+    Empty if no image has a label, and all are in folders. As in WebDataset, a key ends at the first dot of the name.
     """
-    samples = [_key(name) for name in names]
-    if not any(key + b".cls" in others or key + b".json" in others for key, _ in samples):
-        return []
     labels: list[bytes | None] = []
     used: set[bytes] = set()
-    for key, suffix in samples:
+    repeated, unlabeled = b"", b""
+    for key, suffix in map(_key, names):
+        label: bytes | None = None
         if suffix.lower() not in IMAGE_SUFFIXES:
             labels.append(None)
             continue
-        if key in used:
-            raise DataError(f"{path}: {shown(key)}: two images have this key\ngive each sample of a shard its own key")
+        repeated = key if key in used else repeated
         used.add(key)
-        label: bytes | None = None
         if (member := others.get(key + b".cls")) is not None:
             label = _content(file, member).strip()
         elif (member := others.get(key + b".json")) is not None:
             label = _json_label(_content(file, member))
-        if not label:
-            raise DataError(f"{path}: {shown(key)}: no label\nadd {shown(key)}.cls, or `label` to its .json")
+        unlabeled = unlabeled if label else key
         labels.append(label)
+    if not any(labels) and all(b"/" in name for name in names):  # class folders with further files in them
+        return []
+    if repeated:
+        text = f"{path}: {shown(repeated)}: two images have this key"
+        raise DataError(f"{text}\ngive each sample of a shard its own key")
+    if unlabeled:
+        raise DataError(f"{path}: {shown(unlabeled)}: no label\nadd {shown(unlabeled)}.cls, or `label` to its .json")
     return labels
 
 
@@ -340,9 +354,16 @@ def _json_label(content: bytes) -> bytes | None:
     try:
         found = json.loads(content)
         label = found.get("label", found.get("cls"))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
     return str(label).encode() if isinstance(label, (int, str)) and not isinstance(label, bool) else None
+
+
+def _below(rows: _Rows, folder: bytes) -> _Rows:
+    """The images of a tar of one class, which has images at its top, below a folder."""
+    names = [b"%b/%b" % (folder, name) for name in rows.names.tolist()]
+    groups = [b"%b/%b" % (folder, group) if group else folder for group in rows.groups]
+    return replace(rows, names=np.array(names or rows.names), groups=groups)
 
 
 def _in_folders(rows: _Rows, folders: Sequence[bytes]) -> _Rows:
@@ -389,3 +410,15 @@ def _order_of_folders(
     for i, count in zip(kept, counts.tolist(), strict=True):
         per_class[class_of[i]] += count
     return list(classes), list(per_class.values()), order, len(prefix)
+
+
+def check_level(index: ImageIndex) -> None:
+    """As `index.check_not_parts`: raise DataError if the classes are `train` and `val`, or one, and hold no images."""
+    if len(index.classes) > 1 and not SPLIT_NAMES.issuperset(map(str.lower, index.classes)):
+        return
+    if (np.char.count(index.names, b"/") > 1).all():
+        raise DataError(
+            f"{index.root}: its folders ({join_names(index.classes)}) hold folders and no images: the classes are a "
+            "level deeper\nset data.root to the archive, and data.train and data.val to the folders in it that hold "
+            "the classes"
+        )

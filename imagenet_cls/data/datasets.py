@@ -12,7 +12,7 @@ import numpy as np
 import torchvision.datasets
 
 from imagenet_cls.config.schema import COUNT, DataConfig
-from imagenet_cls.data.archives import find_archives, index_archives
+from imagenet_cls.data.archives import check_level, find_archives, index_archives
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
 from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.index import ImageIndex, class_folders, index_folder
@@ -191,7 +191,10 @@ def _index_files(
             return index_list(root / part, root, classes)
         archives = find_archives(root, part)
         if archives:
-            return index_archives(root, part, archives, classes, must_match)
+            index = index_archives(root, part, archives, classes, must_match)
+            if classes is None:
+                check_level(index)
+            return index
         return index_folder(root / part, classes if must_match else None)
 
     if data.name == "digits":

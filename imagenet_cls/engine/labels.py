@@ -64,7 +64,7 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
         lists = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{place}: {error.strerror}\ngive real.json of google-research/reassessed-imagenet") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         lists = None
     if not isinstance(lists, list) or not all(isinstance(labels, list) for labels in lists):
         raise DataError(f"{place}: not a list of lists in JSON\ngive real.json of google-research/reassessed-imagenet")

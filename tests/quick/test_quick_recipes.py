@@ -30,7 +30,14 @@ NOT_TRAINED = {
     "train.compile": "takes longer than all of these runs",
     "train.deterministic": "for GPUs",
     "train.max_nonfinite_steps": "for runs that diverge",
+    "train.early_stop.patience_evals": "ends a run early",
+    "train.early_stop.metric": "likewise",
+    "train.early_stop.min_delta": "likewise",
     "eval.batch_size": "only changes memory",
+    "eval.mode": "the default, crop, is used; test_image_geometry evaluates with the others",
+    "eval.classes": "for data with some of the classes",
+    "eval.real_labels": "for ImageNet",
+    "loss.effective_beta": "for class weights of this kind; test_class_imbalance trains with the other",
 }
 # Settings of which quick recipes use every value that a recipe uses; for a policy, its family.
 CHOICES = (

@@ -475,3 +475,61 @@ def test_forked_workers_read_the_same_images_at_once(image_folder: Path, tmp_pat
         with ProcessPoolExecutor(4, get_context("fork")) as pool:
             for order, found in zip(orders, pool.map(_read_all, orders), strict=True):
                 assert found == [expected[i] for i in order]
+
+
+def held_out(root: Path, train: str) -> DataSets:
+    return open_datasets(DataConfig(root=str(root), train=train, val=None, val_fraction=0.2))
+
+
+def test_class_tar_with_subfolders_is_one_class(tmp_path: Path, image_folder: Path) -> None:
+    dog = files_of(image_folder / "train" / "dog")
+    write_tar(tmp_path / "train" / "dog.tar", [*dog[:10], *below("extra/", dog[10:])])
+    write_tar(tmp_path / "train" / "cat.tar", files_of(image_folder / "train" / "cat"))
+    data = held_out(tmp_path, "train")
+    assert data.classes == ("cat", "dog") and data.train is not None and data.val is not None
+    assert len(data.train) + len(data.val) == 20
+
+
+def test_class_tars_beside_other_class_folders_are_an_error(tmp_path: Path, image_folder: Path) -> None:
+    shutil.copytree(image_folder / "train" / "cat", tmp_path / "train" / "cat")
+    write_tar(tmp_path / "train" / "dog.tar", files_of(image_folder / "train" / "dog"))
+    with pytest.raises(DataError, match=r"dog\.tar"):
+        held_out(tmp_path, "train")
+    shutil.copytree(image_folder / "train" / "dog", tmp_path / "train" / "dog")  # unpacked, and not removed
+    assert held_out(tmp_path, "train").classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("prefixes", [("train/", "val/"), ("a/b/", "a/b/")])
+def test_classes_a_level_deeper_are_an_error(tmp_path: Path, image_folder: Path, prefixes: tuple[str, str]) -> None:
+    files = [
+        file
+        for part, prefix in zip(("train", "val"), prefixes, strict=True)
+        for file in below(f"{prefix}{part}_" if prefix[0] == "a" else prefix, files_of(image_folder / part))
+    ]
+    write_zip(tmp_path / "both.zip", files)
+    with pytest.raises(DataError, match="deeper"):
+        held_out(tmp_path, "both.zip")
+
+
+def test_tar_of_class_folders_may_hold_other_files(tmp_path: Path, image_folder: Path) -> None:
+    files = [*files_of(image_folder / "train"), ("cat/000.json", b'{"width": 3}'), ("dog/000.json", b"[" * 100_000)]
+    write_tar(tmp_path / "train.tar", files)
+    assert held_out(tmp_path, "train.tar").classes == ("cat", "dog", "eel")
+
+
+def test_patterns_may_be_absolute(tmp_path: Path, image_folder: Path) -> None:
+    write_shards(tmp_path / "shards", files_of(image_folder / "train"), lambda name: name.partition("/")[0])
+    data = held_out(tmp_path / "elsewhere", f"{tmp_path}/shards/s-*.tar")
+    assert data.classes == ("cat", "dog", "eel")
+
+
+def test_root_may_be_an_archive_of_class_folders(tmp_path: Path, image_folder: Path) -> None:
+    assert held_out(write_zip(tmp_path / "train.zip", files_of(image_folder / "train")), ".").classes[0] == "cat"
+
+
+def test_sparse_members_are_an_error(tmp_path: Path, image_folder: Path) -> None:
+    files = files_of(image_folder / "train")
+    sparse = {"pax_headers": {"GNU.sparse.major": "1", "GNU.sparse.name": files[0][0]}}
+    write_tar(tmp_path / "train.tar", files, **sparse)
+    with pytest.raises(DataError, match="sparse"):
+        held_out(tmp_path, "train.tar")
