@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests:  bash scripts/test.sh [arguments of pytest]
-# Without arguments: all but the nightly tests, at most 6 minutes on two cores. `-m nightly`: the nightly tests. Both run
+# Without arguments: all but the nightly tests, about 10 minutes on two cores. `-m nightly`: the nightly tests. Both run
 # one process per core; other arguments, such as the path of a file or folder, go to pytest as they are.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
