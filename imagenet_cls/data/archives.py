@@ -75,10 +75,11 @@ def _expand(root: Path, pattern: str) -> list[Path]:
         first, last = found.groups()
         numbers = range(int(first), int(last) + 1)
         names = (f"{pattern[: found.start()]}{n:0{len(first)}}{pattern[found.end() :]}" for n in numbers)
-        return [path for name in names for path in _expand(root, name)]
-    paths = [root / pattern]
-    if re.search(r"[*?\[]", pattern):
+        paths = [path for name in names for path in _expand(root, name)]
+    elif re.search(r"[*?\[]", pattern):
         paths = [root / name for name in sorted(glob.glob(pattern, root_dir=root))]  # noqa: PTH207 (may be absolute)
+    else:
+        paths = [root / pattern]
     if not paths or not paths[0].is_file():
         raise DataError(f"{root / pattern}: no such file\nset data.root, data.train and data.val to archives")
     return paths

@@ -91,9 +91,8 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val"), s
     opened = {part: opened[part] for part in ("train", "val") if part in parts}
     for part, source in opened.items():
         if len(source) == 0:
-            raise DataError(
-                f"{data.name}: part {part!r} holds no image\nset data.root, data.{part}, data.val_fraction or data.fold"
-            )
+            keys = f"data.root, data.{part}, data.val_fraction, data.fold" + (", data.group" if data.group else "")
+            raise DataError(f"{data.name}: part {part!r} holds no image\ncorrect one of {keys}")
     return DataSets(opened.get("train"), opened.get("val"), next(iter(opened.values())).classes, note)
 
 
@@ -115,7 +114,8 @@ def data_problems(data: DataConfig) -> list[Problem]:
         if (text := number_problem(value, COUNT, whole=True))
     ]
     if data.min_decoded_px is not None and (data.decode == "whole" or find_turbojpeg() is None):
-        text = "needs data.decode=auto and libjpeg-turbo 3 (pip install turbojpeg), or null"
+        missing = "data.decode=auto" if data.decode == "whole" else "libjpeg-turbo 3 (pip install turbojpeg)"
+        text = f"needs {missing}; or set it to null"
         problems.append(Problem("data.min_decoded_px", text))
     if data.name == "digits" and data.val is not None:
         problems.append(Problem("data.val", "digits have one part only: use data.val=null data.val_fraction=0.2"))

@@ -521,6 +521,8 @@ def test_patterns_may_be_absolute(tmp_path: Path, image_folder: Path) -> None:
     write_shards(tmp_path / "shards", files_of(image_folder / "train"), lambda name: name.partition("/")[0])
     data = held_out(tmp_path / "elsewhere", f"{tmp_path}/shards/s-*.tar")
     assert data.classes == ("cat", "dog", "eel")
+    with pytest.raises(DataError, match="no such file"):
+        held_out(tmp_path, "shards/s-{0002..0001}.tar")
 
 
 def test_root_may_be_an_archive_of_class_folders(tmp_path: Path, image_folder: Path) -> None:
