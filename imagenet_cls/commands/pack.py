@@ -264,6 +264,18 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
         os.fsync(opened.fileno())
 
 
+def shrunk(data: bytes, max_px: int, quality: int) -> bytes:
+    """A JPEG of the pixels that training would decode, which keeps the EXIF orientation."""
+    from imagenet_cls.data.decode import ORIENTATION, decode_rgb, exif_orientation  # imports torch
+
+    image, exif, file = Image.fromarray(decode_rgb(data).permute(1, 2, 0).numpy()), Image.Exif(), io.BytesIO()
+    image.thumbnail((max_px, max_px), Image.Resampling.LANCZOS)
+    if (orientation := exif_orientation(data)) != 1:
+        exif[ORIENTATION] = orientation
+    image.save(file, "JPEG", quality=quality, exif=exif.tobytes() if exif else b"")
+    return file.getvalue()
+
+
 def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: int) -> Sample:
     """The sample as a shard has it: CLASS/NAME.SUFFIX, with no dot but the last; an image that is too large shrunk.
 
@@ -275,13 +287,11 @@ def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: 
     if max_px is not None or not dot:
         try:
             with Image.open(io.BytesIO(data)) as image:
-                suffix = suffix or str(image.format).lower()
-                if max_px is not None and max(image.size) > max_px:
-                    small = image.convert("RGB")
-                    small.thumbnail((max_px, max_px), Image.Resampling.LANCZOS)
-                    file = io.BytesIO()
-                    small.save(file, "JPEG", quality=quality)
-                    data, suffix = file.getvalue(), suffix if suffix.lower() in ("jpg", "jpeg") else "jpg"
+                suffix, size = suffix or {"MPO": "jpg"}.get(str(image.format), str(image.format).lower()), image.size
+            if max_px is not None and max(size) > max_px:
+                data, suffix = shrunk(data, max_px, quality), suffix if suffix.lower() in ("jpg", "jpeg") else "jpg"
+            if not is_image(b"image." + suffix.encode()):
+                raise DataError(f"a {suffix} file, which training does not read")
         except Exception as error:  # damaged files make decoders raise anything
             is_unknown = isinstance(error, Image.UnidentifiedImageError)
             reason = "not an image of a known format" if is_unknown else first_line(error)

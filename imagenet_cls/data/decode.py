@@ -22,7 +22,7 @@ MAX_PIXELS = 178_956_970
 # The operator that torchvision.io.decode_jpeg calls; from 0.29 on, that function warns of its move to torchcodec.
 _DECODE_JPEG = torch.ops.image.decode_jpeg
 
-_ORIENTATION = 0x0112  # the EXIF tag
+ORIENTATION = 0x0112  # the EXIF tag
 # How to show an image of each orientation but 1: whether rows and columns are exchanged, then the dimensions to flip.
 _TURNS: dict[int, tuple[bool, list[int]]] = {
     2: (False, [2]), 3: (False, [1, 2]), 4: (False, [1]), 5: (True, []), 6: (True, [2]), 7: (True, [1, 2]),
@@ -65,7 +65,7 @@ def exif_orientation(data: bytes) -> int:
         warnings.simplefilter("ignore")
         try:
             with Image.open(io.BytesIO(data)) as image:
-                found = 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
+                found = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION, 1)
         except Exception:  # of any type, for damaged EXIF blocks
             return 1
     return found if found in _TURNS else 1

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import REPOSITORY, environment, wait_for
 from PIL import Image
@@ -18,6 +19,7 @@ from imagenet_cls.commands import pack
 from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.decode import decode_upright, exif_orientation
 from imagenet_cls.data.sources import FolderSource
 
 Call = Callable[..., tuple[int, str, str]]
@@ -101,6 +103,24 @@ def test_pack_shrinks_only_large_images(tmp_path: Path, photographs: list[Image.
             assert (image.size, image.format, image.mode) == ((128, 85), "JPEG", "RGB")
 
 
+def test_shrunk_images_keep_gray_of_16_bits_and_orientation(tmp_path: Path, call: Call) -> None:
+    gray = np.tile(np.linspace(0, 65_535, 256).astype(np.uint16), (256, 1))
+    orientation = Image.Exif()
+    orientation[0x0112] = 6
+    for part in ("train", "val"):
+        folder = tmp_path / "data" / part / "0"
+        folder.mkdir(parents=True)
+        Image.fromarray(gray).save(folder / "gray.png")
+        Image.new("RGB", (200, 100)).save(folder / "turned.jpg", exif=orientation)
+    assert call(pack_command, tmp_path / "data", tmp_path / "out", "--max-px", 64, "--quality", 100)[0] == 0
+    source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
+    assert isinstance(source, FolderSource)
+    pixels = source.load(0)[0][0].numpy()
+    assert pixels.shape == (64, 64) and np.abs(pixels - np.linspace(1.5, 253.5, 64)).max() < 4
+    turned = source.read(1)
+    assert exif_orientation(turned) == 6 and decode_upright(turned).shape == (3, 64, 32)
+
+
 # ------------------------------------------------------------------------------------------------- Parquet
 
 
@@ -140,7 +160,22 @@ def test_parquet_becomes_shards_with_its_names(
     assert [source.read(i) for i in range(5)] == [path.read_bytes() for path in files[:5]]
 
 
+def encoded(form: str) -> bytes:
+    file, image = io.BytesIO(), Image.new("RGB", (8, 8))
+    image.save(file, form, save_all=form == "MPO", append_images=[image])
+    return file.getvalue()
+
+
+def test_unnamed_mpo_file_of_parquet_is_a_jpeg(write_parquet: Callable[..., Path], tmp_path: Path, call: Call) -> None:
+    image = [{"bytes": encoded("MPO"), "path": None}]
+    write_parquet([0], ["a"], image=image)
+    assert call(pack_command, write_parquet([0], ["a"], "validation", image=image), tmp_path / "out")[0] == 0
+    source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
+    assert source is not None and source.name(0).endswith(".jpg")
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "PCX": ({"labels": [0], "names": ["a"], "image": [{"bytes": encoded("PCX"), "path": "x"}]}, "a pcx file"),
     "label out of range": ({"labels": [0, 5], "names": ["a", "b"]}, "label 5 is not one of 0 to 1"),
     "without a label": ({"labels": [0, -1], "names": ["a", "b"]}, "label -1"),
     "null label": ({"labels": [0, None], "names": ["a", "b"]}, "row 1 of row group 0: no label"),
