@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import os
+import re
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import index_archives
 from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import is_image
-from imagenet_cls.errors import DataError, UsageError, first_line, printable, shorten
+from imagenet_cls.errors import DataError, UsageError, first_line, format_value, printable, shorten
 from imagenet_cls.files import TEMPORARY, explain_write_errors, fsync, take_lock, write_file
 from imagenet_cls.parallel.environment import cpu_threads
 
@@ -62,11 +64,23 @@ def pack_command(argv: Sequence[str]) -> None:
     arguments = parser.parse_intermixed_args(argv)
     out, options = arguments.out, (arguments.max_px, arguments.quality, arguments.images_per_shard)
     parts = open_parts(arguments.source, arguments.overrides, arguments.images_per_shard)
+    for part in parts.values():
+        check_class_names(part.classes, arguments.source)
     with explain_write_errors(out, "correct that; the same command then continues"):
         out.mkdir(parents=True, exist_ok=True)
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
             for name, part in parts.items():
                 write_part(out, name, part, *options, arguments.threads or cpu_threads(1))
+
+
+def check_class_names(classes: Sequence[str], source: str) -> None:
+    """Raise DataError for a name that `read_classes` would not read back from the classes.txt of the shards."""
+    for name, count in Counter(classes).items():
+        if count > 1 or name.strip() != name or name.splitlines() != [name] or "\0" in name:
+            what = "is there twice" if count > 1 else "is empty, or has white space at an end, a line break or a NUL"
+            raise DataError(
+                f"{source}: the class {format_value(name)} {what}\nrename it: shards list their classes in classes.txt"
+            )
 
 
 def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[str, Part]:
@@ -297,4 +311,5 @@ def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: 
             reason = "not an image of a known format" if is_unknown else first_line(error)
             raise DataError(f"{printable(place)}: {reason}\nreplace the file") from None
     folder = folder or classes[target].replace("/", "_")
+    folder = re.sub(r"(^|/)\.", r"\1_", folder)  # hidden files are not read
     return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target, place

@@ -121,6 +121,23 @@ def test_shrunk_images_keep_gray_of_16_bits_and_orientation(tmp_path: Path, call
     assert exif_orientation(turned) == 6 and decode_upright(turned).shape == (3, 64, 32)
 
 
+@pytest.mark.parametrize("name", [" b", "b ", "b\nc", "b\u2028c", "", "a", "b\0"])
+def test_class_names_that_shards_cannot_hold_are_errors_before_packing(
+    name: str, write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
+    code, _, error = call(pack_command, write_parquet([0, 1], ["a", name]), tmp_path / "out")
+    assert code == 3 and f"the class {name!r}" in error and not (tmp_path / "out").exists()
+
+
+def test_class_name_with_a_dot_at_its_start_is_packed(
+    write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
+    write_parquet([0, 1], [".net", "a"], "validation")
+    assert call(pack_command, write_parquet([0, 1], [".net", "a"]), tmp_path / "out")[0] == 0
+    source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
+    assert isinstance(source, FolderSource) and source.classes == (".net", "a") and source.name(0).startswith("_net/")
+
+
 # ------------------------------------------------------------------------------------------------- Parquet
 
 
