@@ -13,9 +13,10 @@ import numpy as np
 from imagenet_cls.commands import cli
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.archive_files import opened, tar_members, zip_members
 from imagenet_cls.data.archives import index_archives, is_archive
 from imagenet_cls.data.classes import join_names
-from imagenet_cls.data.index import ImageIndex, scan_images
+from imagenet_cls.data.index import ImageIndex, is_image, scan_images
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.errors import DataError, ResourceError, UsageError, command_line, first_line
 from imagenet_cls.files import explain_write_errors, write_file
@@ -101,7 +102,7 @@ def images_below(root: Path) -> dict[Key, Image]:
     indexes = [ImageIndex(root, names, np.zeros(len(names), np.int64), ())]
     for folder in sorted(root / os.fsdecode(name) for name in folders):
         names_here = sorted(name for name in os.listdir(folder) if is_archive(name) and name[0] != ".")  # noqa: PTH208
-        archives = [folder / name for name in names_here if (folder / name).is_file()]
+        archives = [folder / name for name in names_here if (folder / name).is_file() and has_images(folder / name)]
         if not archives:
             continue
         try:
@@ -109,6 +110,13 @@ def images_below(root: Path) -> dict[Key, Image]:
         except DataError:  # not the shards, or the class tars, of one part
             indexes += [index_archives(folder, path.name, [path]) for path in archives]
     return _images(indexes, root)
+
+
+def has_images(archive: Path) -> bool:
+    """Whether an archive holds images, or tars. Raises DataError if it is damaged before the first one."""
+    with opened(str(archive)) as file:
+        members = (zip_members if archive.suffix.lower() == ".zip" else tar_members)(file, str(archive))
+        return any(is_image(name.rpartition(b"/")[2]) or name.endswith(b".tar") for name, *_ in members)
 
 
 def images_of(data: DataConfig, root: Path) -> dict[Key, Image]:
@@ -124,9 +132,9 @@ def images_of(data: DataConfig, root: Path) -> dict[Key, Image]:
             f"data.name {data.name!r} is not made of image files\ngive a folder, or a config with one of "
             f"{', '.join(FILE_SETS)}"
         )
-    opened = open_datasets(replace(data, exclude=None), subset=True)
-    assert isinstance(opened.train, FolderSource) and isinstance(opened.val, FolderSource)
-    return _images([opened.train.index, opened.val.index], root)
+    sets = open_datasets(replace(data, exclude=None), subset=True)
+    assert isinstance(sets.train, FolderSource) and isinstance(sets.val, FolderSource)
+    return _images([sets.train.index, sets.val.index], root)
 
 
 def _images(indexes: Sequence[ImageIndex], root: Path) -> dict[Key, Image]:

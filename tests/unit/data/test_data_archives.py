@@ -406,6 +406,7 @@ def test_verify_data_reads_archives_beside_images(
     for name in ("one.zip", "other.zip"):  # of the same names
         write_zip(tmp_path / name, files[:5])
     write_zip(tmp_path / "bad.zip", [("cat/empty.jpg", b"")])
+    write_zip(tmp_path / "notes.zip", [("notes.txt", b"")])
     (tmp_path / "image.jpg").write_bytes(files[0][1])
     code, out, error = call(verify_command, tmp_path)
     assert code == 3 and "52 images, 1 bad" in out and f"(in {tmp_path / 'bad.zip'})" in out and "CONFIG" in error
