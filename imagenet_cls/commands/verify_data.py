@@ -95,7 +95,9 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
 
 def images_below(root: Path) -> dict[Key, Image]:
     """The images at any depth below a folder, also in archives there, or in the archive `root`. Raises DataError."""
-    if root.is_file() and is_archive(root.name):
+    if root.is_file():
+        if not is_archive(root.name):
+            raise DataError(f"{root}: a file, but no .tar or .zip\ngive a folder, an archive that ends so, or a config")
         return _images([index_archives(root.parent, root.name, [root])], root)
     folders: dict[bytes, os.stat_result | None] = {}
     names = np.array(scan_images(os.fsencode(root), b".", folders), bytes)

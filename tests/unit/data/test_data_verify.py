@@ -67,6 +67,13 @@ def test_verify_data_bad_arguments_exit_with_their_code(image_folder: Path, argu
     assert verify(*(argument.format(root=image_folder) for argument in arguments)) == code
 
 
+def test_verify_data_of_a_compressed_tar_names_the_archives_it_reads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "images.tar.gz").touch()
+    assert verify(tmp_path / "images.tar.gz") == 3 and "no .tar or .zip" in capfd.readouterr().err
+
+
 def test_verify_data_of_a_config_reads_the_images_of_its_lists(image_folder: Path, tmp_path: Path) -> None:
     """Absolute paths, an image listed twice, one that is missing, and one that is a folder."""
     root = tmp_path / "root"
