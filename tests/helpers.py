@@ -64,12 +64,14 @@ def noisy(
     pause_after: int = 0,
     pause_until: str = "",
     pause_rank: int | None = None,
+    pause_marker: str = "",
     dropout: float = 0.2,
 ) -> Any:
     """With BatchNorm and dropout: state in buffers, random draws in every step.
 
     pause_sec: sleep in each forward pass, so that tests can kill the run there. pause_after: passes without it.
     pause_until: a file; once it exists there are no more pauses. pause_rank: the only rank that pauses; None: all.
+    pause_marker: a file that is written before a pause.
     """
     from torch import nn
 
@@ -80,6 +82,8 @@ def noisy(
             if self.training:
                 pauses = self.passed >= pause_after and not (pause_until and Path(pause_until).exists())
                 pauses = pauses and (pause_rank is None or os.environ["RANK"] == str(pause_rank))
+                if pauses and pause_marker:
+                    Path(pause_marker).touch()
                 time.sleep(pause_sec if pauses else 0.0)
                 self.passed += 1
             return images

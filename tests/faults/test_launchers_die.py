@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, pids_by_rank, steps_done, wait_for
@@ -27,7 +28,7 @@ MARK = "TESTS_MARK"
 EPOCHS, STEPS_PER_EPOCH = 40, 11
 
 
-def command_for(launcher: str, digits: Path, folder: Path, **kwargs: float) -> list[str]:
+def command_for(launcher: str, digits: Path, folder: Path, **kwargs: Any) -> list[str]:
     """kwargs: of `bed.noisy`."""
     network = {f"model__kwargs__{name}": value for name, value in kwargs.items()}
     config, *rest = arguments(
@@ -61,7 +62,7 @@ def watched(command: Sequence[str], folder: Path, output: int | None = None) -> 
 
 @contextmanager
 def started(
-    launcher: str, digits: Path, folder: Path, prefix: Sequence[str] = (), pause_sec: float = 0.05, **kwargs: float
+    launcher: str, digits: Path, folder: Path, prefix: Sequence[str] = (), pause_sec: float = 0.05, **kwargs: Any
 ) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
     """(launching process, process ids by rank) once the first step is done."""
     with watched([*prefix, *command_for(launcher, digits, folder, pause_sec=pause_sec, **kwargs)], folder) as process:
@@ -170,7 +171,9 @@ def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path, launche
     """The second step never ends: the first Ctrl-C waits for it, the second does not."""
     folder = tmp_path / "run"
     first_step = 1 if launcher == "alone" else 3  # with the two forwards of rebuild_ddp_buckets
-    with started(launcher, digits, folder, pause_sec=3600, pause_after=first_step) as (process, _):
+    pause: dict[str, Any] = {"pause_sec": 3600, "pause_after": first_step, "pause_marker": tmp_path / "pauses"}
+    with started(launcher, digits, folder, **pause) as (process, _):
+        wait_for((tmp_path / "pauses").exists, "the second step")  # the first one's last check is behind it
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.7)
         assert process.poll() is None, "it completes the step"
