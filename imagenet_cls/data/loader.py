@@ -269,6 +269,10 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
 
     def expire() -> None:
         expired.set()
+        if (iterator := loader._iterator) is not None:
+            # torch's handler would raise once for each killed worker, also while the first error is handled. Without
+            # it torch notices within five seconds.
+            _ignore_worker_deaths(iterator)
         for worker in _workers(loader):
             worker.kill()
 
@@ -310,9 +314,7 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
     loader._iterator = None
     if iterator is None:
         return
-    if iterator._worker_pids_set:  # otherwise torch's SIGCHLD handler would raise, wherever this process is
-        iterator._worker_pids_set = False
-        signal_handling._remove_worker_pids(id(iterator))
+    _ignore_worker_deaths(iterator)
     iterator._shutdown = True
     if hasattr(iterator, "_pin_memory_thread_done_event"):
         iterator._pin_memory_thread_done_event.set()
@@ -320,6 +322,13 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
         worker.kill()
     for worker in iterator._workers:
         worker.join(_JOIN_SEC)
+
+
+def _ignore_worker_deaths(iterator: Any) -> None:
+    """Keep torch's SIGCHLD handler from raising for the workers of this iterator, wherever this process is."""
+    if iterator._worker_pids_set:
+        iterator._worker_pids_set = False
+        signal_handling._remove_worker_pids(id(iterator))
 
 
 def init_worker(worker_id: int) -> None:

@@ -9,12 +9,14 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import environment
 
 from imagenet_cls.config.schema import AugmentConfig
+from imagenet_cls.data import loader as data_loader
 from imagenet_cls.data.loader import TrainLoader, WorkerOptions, killed_worker_error
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import ImageSource
@@ -156,6 +158,29 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(capfd: pytes
     assert len(list(loader.epoch(0))) == 4  # with new workers
     loader.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_signal_of_a_worker_that_timed_out_does_not_replace_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed first, and torch's SIGCHLD handler runs while that error is handled."""
+    loader, _ = first_batch(Images(), timeout_sec=60.0)
+    workers = loader.loader._iterator._workers  # type: ignore[union-attr]
+    handler: Any = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    awaited_worker = data_loader._awaited_worker
+
+    def with_the_signal(found: Any) -> str:
+        handler(signal.SIGCHLD, None)
+        return awaited_worker(found)
+
+    monkeypatch.setattr(data_loader, "_awaited_worker", with_the_signal)
+    with (
+        pytest.raises(ResourceError, match=r"returned no batch for 0\.5 s"),
+        data_loader._worker_errors(loader.loader, timeout_sec=0.5),
+    ):
+        for worker in workers:
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        raise EOFError
+    signal.signal(signal.SIGCHLD, handler)
+    loader.close()
 
 
 @pytest.mark.nightly
