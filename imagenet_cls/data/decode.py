@@ -83,7 +83,7 @@ def decode_region(
     choose: called once. turbojpeg: decodes only the region of most JPEGs; then an error elsewhere in the file may not
     be noticed. None decodes every file whole. Other files, and those with errors or warnings, are decoded whole.
     min_px: decode JPEGs at the smallest of 1/2, 1/4 and 1/8 of their size at which both sides of the box have at least
-    so many pixels; the image and the box that are returned have that size. exif: `data.exif`; with `apply`, files to
+    `min_px` pixels; the returned image and box are of that size. exif: `data.exif`; with `apply`, files to
     rotate are decoded whole.
     """
     if exif == "apply" and exif_orientation(data) != 1:

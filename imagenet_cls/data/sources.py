@@ -30,8 +30,8 @@ from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular
 
-_MOST_SIZES = 1000
-_MOST_ORIENTATIONS, _ORIENTATIONS_SEC = 200, 3.0
+_MAX_SIZES = 1000
+_MAX_ORIENTATIONS, _ORIENTATIONS_SEC = 200, 3.0
 T = TypeVar("T")
 
 
@@ -121,7 +121,7 @@ def describe_sizes(source: ImageSource) -> str | None:
     """
     if not isinstance(source, FolderSource):
         return None
-    rows = np.linspace(0, len(source) - 1, min(len(source), _MOST_SIZES)).astype(int)
+    rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_SIZES)).astype(int)
     if source.index.spans is not None:
         sizes = source.index.spans.size[rows].tolist()
     else:
@@ -137,7 +137,7 @@ def exif_warning(source: ImageSource) -> str | None:
     """
     if not isinstance(source, FolderSource) or source.exif == "apply":
         return None
-    rows = np.linspace(0, len(source) - 1, min(len(source), _MOST_ORIENTATIONS)).astype(int)
+    rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_ORIENTATIONS)).astype(int)
     end, found = time.monotonic() + _ORIENTATIONS_SEC, list[int]()
 
     def examine() -> None:

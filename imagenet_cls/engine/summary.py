@@ -17,7 +17,7 @@ from imagenet_cls.engine.plan import part_sizes
 from imagenet_cls.models.adapt import frozen_batch_norm
 
 # Of an epoch's images; more are worth a warning.
-_MOST_LEFT_OUT = 0.1
+_MAX_LEFT_OUT = 0.1
 
 
 def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progress) -> list[tuple[str, str]]:
@@ -108,7 +108,7 @@ def start_warnings(parts: TrainingParts) -> list[str]:
     assert parts.data.train is not None
     samples = samples_per_epoch(len(parts.data.train), config.data.repeats_multiple)
     left_out = samples - plan.steps_per_epoch * plan.global_batch
-    if left_out > _MOST_LEFT_OUT * samples:
+    if left_out > _MAX_LEFT_OUT * samples:
         warnings.append(
             f"each epoch leaves out {left_out} of {samples} images, which do not fill a batch; "
             "a smaller train.global_batch_size leaves out fewer"

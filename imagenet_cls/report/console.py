@@ -29,7 +29,7 @@ from imagenet_cls.report.jsonl import Record
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
-_MOST_WAITING = 10_000  # texts that wait for a slow reader
+_MAX_WAITING = 10_000  # texts that wait for a slow reader
 _LAST_TEXT_SEC = 5.0  # the longest wait for a slow reader at the end
 
 
@@ -41,7 +41,7 @@ class BackgroundStream:
 
     def __init__(self, stream: io.TextIOWrapper):
         self._stream = stream
-        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
 
     def __getattr__(self, name: str) -> Any:

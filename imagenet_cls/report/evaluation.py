@@ -22,9 +22,9 @@ Figures = dict[str, Any]
 
 _CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
 _SIZE_BINS = 5
-_MOST_PAIRS, _MOST_EXAMPLES = 20, 12
-_MOST_CELLS = 50  # of a side of the confusion matrix's picture
-_MOST_NUMBERS = 20  # with at most so many classes, the cells have numbers
+_MAX_PAIRS, _MAX_EXAMPLES = 20, 12
+_MAX_CELLS = 50  # of a side of the confusion matrix's picture
+_MAX_NUMBERS = 20  # classes, up to which the cells of the confusion matrix show numbers
 _PERCENT, _COUNT = ".2f", ",d"
 _DETAILS = (
     ("images", "images", _COUNT),
@@ -63,7 +63,7 @@ def evaluation_figures(
         return [
             {"index": int(index[i]), "image": text(name_of(int(index[i]))), "target": labels[target[i]],
              "prediction": labels[prediction[i]], "confidence": float(confidence[i])}
-            for i in order[:_MOST_EXAMPLES]
+            for i in order[:_MAX_EXAMPLES]
         ]  # fmt: skip
 
     falling = np.argsort(-confidence, kind="stable")
@@ -123,7 +123,7 @@ def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Figures
     """The most frequent mistakes: true class, predicted class, images, and their share of the true class."""
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:_MOST_PAIRS]
+    order = np.argsort(-wrong, axis=None, kind="stable")[:_MAX_PAIRS]
     pairs = [divmod(int(place), len(labels)) for place in order]
     return [
         {"target": labels[k], "prediction": labels[m], "images": int(wrong[k, m]),
@@ -139,7 +139,7 @@ def evaluation_page(figures: Mapping[str, Any], confusion: np.ndarray, thumbnail
     """
     classes = figures["classes"]
     by_f1 = sorted(classes, key=lambda row: (row["f1_pct"] is None, row["f1_pct"]))
-    block = -(-len(classes) // _MOST_CELLS)
+    block = -(-len(classes) // _MAX_CELLS)
     reduced = f"A cell sums up {block} by {block} neighboring classes. " if block > 1 else ""
     metrics = {"weights": "", "top-1 %": ".3f", "top-5 %": ".3f", "loss": ".4f", "images": _COUNT}
     keys = ["top1_pct", "top5_pct", "loss", "images"]
@@ -220,7 +220,7 @@ def _draw_confusion(counts: np.ndarray, labels: Sequence[str], figure: "Figure")
     else:
         axes.set_xticks([])
         axes.set_yticks([])
-    for k, m in np.argwhere(counts) if len(counts) <= _MOST_NUMBERS else ():
+    for k, m in np.argwhere(counts) if len(counts) <= _MAX_NUMBERS else ():
         axes.text(m, k, str(counts[k, m]), ha="center", va="center")
 
 

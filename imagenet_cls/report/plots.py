@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_LABEL = 24  # characters of a line
-_MOST_WINDOWS = 200  # of the running mean: fewer hide changes, more show the noise of single batches
+_MAX_WINDOWS = 200  # of the running mean: fewer hide changes, more show the noise of single batches
 
 
 def plot_run(metrics: Sequence[Record], folder: Path) -> None:
@@ -30,7 +30,7 @@ def plot_run(metrics: Sequence[Record], folder: Path) -> None:
     train = [record for record in metrics if record["kind"] == "train"]
     steps, losses = _column(train, "step"), _column(train, "loss")
     with _plot(folder / "loss.png", "loss") as axes:
-        window = math.ceil(len(train) / _MOST_WINDOWS)
+        window = math.ceil(len(train) / _MAX_WINDOWS)
         if window > 1:
             axes.plot(steps, losses, alpha=0.25, linewidth=0.8, color="C0")
             mean_losses = np.convolve(losses, np.full(window, 1 / window), mode="valid")

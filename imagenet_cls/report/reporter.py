@@ -19,7 +19,7 @@ from imagenet_cls.report.writers import Row, Writer, open_writers
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_IMAGES = 32
+_MAX_IMAGES = 32
 _TAGS = {
     "train": ("loss", "top1_pct", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib"),
     "val": ("top1_pct", "top5_pct", "loss", "real_pct"),
@@ -83,8 +83,8 @@ class Reporter:
 
         images: uint8 (B, 3, H, W), on any device. targets: int64 (B,). classes: the name of each target.
         """
-        labels = [classes[target] for target in targets[:_MOST_IMAGES].tolist()]
-        shown = images[:_MOST_IMAGES].cpu().clone()  # a writer may change it
+        labels = [classes[target] for target in targets[:_MAX_IMAGES].tolist()]
+        shown = images[:_MAX_IMAGES].cpu().clone()  # a writer may change it
         self._to_writers(lambda writer: writer.first_batch(shown, labels))
 
     def report_steps(self, records: Sequence[Record]) -> None:

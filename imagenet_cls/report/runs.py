@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_POINTS = 300  # of a curve; each is a mean
-_MOST_EVENTS = 100  # of TensorBoard's file that are searched for the first batch, which is among the first
+_MAX_POINTS = 300  # of a curve; each is a mean
+_MAX_EVENTS = 100  # of TensorBoard's file that are searched for the first batch, which is among the first
 _BATCH_PX = 1000
 _CURVES = {"lr": "learning rate", "images_per_sec": "images per second", "data_wait_pct": "waiting for data (%)"}
 
@@ -189,9 +189,9 @@ def _draw_curve(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
 
 
 def _draw_means(axes: "Axes", records: Sequence[Record], key: str, color: str, label: str) -> None:
-    """A line through the means of at most `_MOST_POINTS` parts of the records, at their last steps."""
+    """A line through the means of at most `_MAX_POINTS` parts of the records, at their last steps."""
     if records:
-        parts = [np.array_split(column, min(_MOST_POINTS, len(records))) for column in _columns(records, key)]
+        parts = [np.array_split(column, min(_MAX_POINTS, len(records))) for column in _columns(records, key)]
         axes.plot([part[-1] for part in parts[0]], [part.mean() for part in parts[1]], color=color, label=label)
 
 
@@ -222,7 +222,7 @@ def _first_batch(folder: Path) -> bytes | None:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     for file in sorted(folder.glob("events.*"))[:1]:
-        for event in islice(LegacyEventFileLoader(str(file)).Load(), _MOST_EVENTS):
+        for event in islice(LegacyEventFileLoader(str(file)).Load(), _MAX_EVENTS):
             for value in event.summary.value:
                 if value.tag == "train/first_batch":
                     return to_jpeg(Image.open(io.BytesIO(value.image.encoded_image_string)), _BATCH_PX)
