@@ -55,6 +55,10 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
             timm.models.save_for_hf(
                 model, str(folder), described, config.model.kwargs, safe_serialization=True, data_config=preprocessing
             )
+            # timm reads the number of classes beside model_args; transformers' wrapper passes it and model_args on.
+            stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            stored.get("model_args", {}).pop("num_classes", None)
+            (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
             card = model_card(predictor, preprocessing, license_id)
             (folder / "README.md").write_text(generate_readme(card, name), encoding="utf-8")
     except SafetensorError as error:

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from helpers import arguments, train_here
+from PIL import Image
 
 from imagenet_cls.commands.publish import publish_command
 from imagenet_cls.config.schema import EvalConfig
@@ -59,6 +60,24 @@ def test_folder_loads_in_timm_with_equal_logits(
     assert "license: mit" in card and "# Model card for vit-digits" in card and "top-1" in card
     assert f"torch: {torch.__version__}" in card
     assert str(digits) not in card and str(run) not in card
+
+
+@pytest.mark.nightly
+def test_folder_loads_in_transformers_with_equal_logits_and_pixels(
+    call: Callable, run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert call(publish_command, run, tmp_path)[0] == 0
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert model.config.id2label == {i: str(i) for i in range(10)}
+    of_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(of_timm))
+    images = [Image.open(path).convert("RGB") for path in sorted((digits / "train/5").iterdir())[:9]]
+    pixels = transformers.AutoImageProcessor.from_pretrained(tmp_path)(images, return_tensors="pt")["pixel_values"]
+    assert torch.equal(pixels, torch.stack([transform(image) for image in images]))
+    with torch.no_grad():
+        assert torch.equal(model(pixels).logits, of_timm(pixels))
 
 
 def test_folder_is_not_overwritten_without_the_option(call: Callable, run: Path, tmp_path: Path) -> None:
