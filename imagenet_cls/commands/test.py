@@ -68,7 +68,7 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
 
 def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
     """Raise CheckpointError if the config in a run folder names code that is not in `allowed`, as `check_trusted`."""
-    values = [str(value) for value in comparable_values(loaded.config).values()]
+    values = [str(value) for value in comparable_values(loaded.config).values()] + loaded.config.eval.metrics
     names = [*loaded.config.imports, *(name for name in values if is_factory_name(name) or is_model_source(name))]
     code = [name for name in names if not name.startswith(("timm:", "torchvision:")) and name not in allowed]
     if code:
@@ -123,6 +123,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.engine.inference import evaluate_weights
     from imagenet_cls.guards.memory import explain_resource_errors
     from imagenet_cls.parallel.collectives import run_on_main
+    from imagenet_cls.report.jsonl import own_metrics
 
     check_agreement(loaded, group, training=False)
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
@@ -143,6 +144,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
             f"{name}: top-1 {metrics['top1_pct']:.3f} %  top-5 {metrics['top5_pct']:.3f} %  "
             f"loss {metrics['loss']:.4f}  "
             + (f"ReaL {metrics['real_pct']:.3f} % of {metrics['real_images']}  " if "real_pct" in metrics else "")
+            + "".join(f"{field} {value:.5f}  " for field, value in own_metrics(metrics).items())
             + (f"classes: {metrics['classes']}  " if "classes" in metrics else "")
             + f"over {metrics['images']} images in {metrics['seconds']:.1f} s"
         )

@@ -122,6 +122,10 @@ INIT_METHOD = (
     "env://, tcp://host:port or file:///path",
 )
 MODULES = (r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a list of modules, such as [my_package.my_models]")
+FACTORIES = (
+    r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*",
+    "a list of factories, such as [my_module:my_factory]",
+)
 
 # When keys have an effect.
 READS_FILES = Condition("data.name folder, list or digits", lambda c: c.data.name in ("folder", "list", "digits"))
@@ -595,6 +599,9 @@ class EvalConfig:
     # real.json of google-research/reassessed-imagenet: several labels for each of ImageNet's validation images. Then
     # the share of predictions among them is reported, too (`real_pct`). null: none.
     real_labels: str | None = key(None, recipe=False, per_machine=True)
+    # Metrics of your own or of torchmetrics, each `my_module:my_factory` (docs/extending.md): their values are reported
+    # with each evaluation.
+    metrics: list[str] = key([], form=FACTORIES, recipe=False)
     # Images in one forward pass of a device.
     batch_size: int = key(256, BATCH, recipe=False)
     # Evaluate every this many epochs, and after the last one.

@@ -16,6 +16,7 @@ from imagenet_cls.data.sources import ImageSource, describe_sizes, exif_warning,
 from imagenet_cls.engine.evaluate import EvaluationParts
 from imagenet_cls.engine.labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_train_loader, build_val_batches, prefetched_images
+from imagenet_cls.engine.metrics import build_metrics
 from imagenet_cls.engine.model import (
     build_distillation_teacher,
     build_training_model,
@@ -180,6 +181,9 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
             mean=mean,
             std=std,
             labels=evaluation_labels(config.eval, data.val, data.classes),
+            metrics=build_metrics(
+                config.eval.metrics, num_classes, ["raw"] if ema.module is None else ["raw", "ema"], group
+            ),
         ),
     )
 

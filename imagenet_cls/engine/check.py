@@ -8,6 +8,7 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import data_problems
 from imagenet_cls.data.policies import policy_problems
 from imagenet_cls.engine.build import num_devices
+from imagenet_cls.engine.metrics import metric_problems
 from imagenet_cls.engine.plan import batch_problem
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.guards.agreement import check_same_code, check_same_config
@@ -53,6 +54,7 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
     problems = model_problems(config.model, training and config.train.grad_checkpointing, channels)
     problems += data_problems(config.data) + policy_problems(config.augment, channels)
     problems += loss_problems(config.loss) + distillation_problems(config.distill)
+    problems += metric_problems(config.eval.metrics)
     lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
     problems += schedule_problems(config.schedule, config.train.epochs, lr)
     problems += optimizer_problems(config.optimizer) or momentum_problems(config)

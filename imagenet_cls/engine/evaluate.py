@@ -6,6 +6,7 @@ Shards are not padded, models run without their DDP wrapper, and all counts are 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from imagenet_cls.checkpoint.format import METRICS, score
 from imagenet_cls.config.schema import EarlyStopConfig
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.engine.labels import EvaluationLabels
+from imagenet_cls.engine.metrics import Metrics, compute_metrics
 from imagenet_cls.engine.step import autocast
 from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.process_group import Group
@@ -32,7 +34,7 @@ class EvaluationParts:
     """What an evaluation needs besides the models.
 
     batches: a new iterator over this rank's shard at each call. on_devices: the module to call for a model, which is
-    DataParallel on several GPUs of one process, else the model itself.
+    DataParallel on several GPUs of one process, else the model itself. metrics: own ones, for each model.
     """
 
     batches: Callable[[], Iterable[Batch]]
@@ -43,6 +45,7 @@ class EvaluationParts:
     mean: list[float]
     std: list[float]
     labels: EvaluationLabels
+    metrics: dict[str, Metrics]
 
 
 @torch.no_grad()
@@ -90,16 +93,25 @@ def evaluate(
     outputs: Iterable[Outputs],
     names: Sequence[str],
     group: Group,
+    num_classes: int,
     labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
+    metrics: Mapping[str, Metrics] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Metrics of each model over the shards of all ranks. A collective: a rank with an empty shard calls it, too.
 
-    names: of the models. Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are
-    fewer than five); loss (mean cross-entropy without smoothing); images (how many were counted); seconds (for all
-    models together). With ReaL labels also real_images, the number of images that have such labels, and real_pct, the
-    share of these whose prediction is one of them.
+    names: of the models. num_classes: their outputs. metrics: own ones, for each model.
+
+    Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are fewer than five); loss (mean
+    cross-entropy without smoothing); images (how many were counted); seconds (for all models together). With ReaL
+    labels also real_images, the number of images that have such labels, and real_pct, the share of these whose
+    prediction is one of them. The values of own metrics follow.
     """
     started = time.perf_counter()
+    own = {name: metrics[name] if metrics else {} for name in names}
+    all_own = [metric for of_model in own.values() for metric in of_model.values()]
+    for metric in all_own:
+        metric.reset()
+    targets = None
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24. One row for each model, so that
     # one tensor is reduced.
     dtype = torch.float32 if group.device.type == "mps" else torch.float64
@@ -115,6 +127,13 @@ def evaluate(
                 real = labels.real[indices].to(logits.device)
                 counts += [real.eq(best[:, :1]).any(1).sum(), real.ge(0).any(1).sum()]
             row[: len(counts)] += torch.stack([count.to(dtype) for count in counts])
+            for metric in own[name].values():
+                metric.update(logits, targets)
+    if targets is None:  # an empty shard: metrics that gather lists need the dtype and dimensions of outputs
+        no_logits = torch.zeros(0, num_classes, device=group.device)
+        for metric in all_own:
+            with suppress(Exception):  # others of torchmetrics, which count, can't take it
+                metric.update(no_logits, no_logits.new_zeros(0, dtype=torch.int64))
     seconds = time.perf_counter() - started
     results = {}
     for name, (top1, top5, loss_sum, images, real_hits, real_images) in zip(
@@ -129,6 +148,7 @@ def evaluate(
         }
         if labels.real is not None:
             results[name] |= {"real_pct": 100 * real_hits / real_images, "real_images": int(real_images)}
+        results[name] |= compute_metrics(own[name], group)
     return results
 
 

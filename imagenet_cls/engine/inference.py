@@ -30,6 +30,7 @@ from imagenet_cls.engine.evaluate import Outputs, compute_logits, evaluate, mode
 from imagenet_cls.engine.evaluation_report import MeasuredSource, record_rows, write_report
 from imagenet_cls.engine.labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_val_batches
+from imagenet_cls.engine.metrics import build_metrics
 from imagenet_cls.engine.model import choose_mean_std, class_difference, memory_format, read_stored_weights
 from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, ConfigError, DataError, UsageError, command_line, format_value
@@ -143,7 +144,8 @@ def evaluate_weights(
     parts: list[np.ndarray] = []
     if isinstance(source, MeasuredSource):
         outputs = record_rows(outputs, names[-1], source.sizes, parts)
-    metrics = evaluate(outputs, names, group, labels)
+    own = build_metrics(config.eval.metrics, trained.num_classes, names, group)
+    metrics = evaluate(outputs, names, group, trained.num_classes, labels, own)
     if shown := labels.describe(trained.num_classes):
         metrics = {name: result | {"classes": shown} for name, result in metrics.items()}
     if report is not None and (gathered := gather_to_main(parts, group)):

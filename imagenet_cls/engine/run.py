@@ -310,7 +310,8 @@ class Run:
         position = {"step": progress.step, "epoch": (progress.step - 1) // parts.plan.steps_per_epoch}
         improved, metric = False, METRICS[parts.config.checkpoint.best]
         labels = parts.evaluation.labels
-        for name, result in evaluate(outputs, list(models), parts.group, labels).items():
+        own = parts.evaluation.metrics
+        for name, result in evaluate(outputs, list(models), parts.group, parts.num_classes, labels, own).items():
             if shown := labels.describe(parts.num_classes):
                 result["classes"] = shown
             self.reporter.eval_result({"kind": "eval", **position, "weights": name, **result})

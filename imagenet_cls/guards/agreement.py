@@ -56,7 +56,8 @@ def user_modules(config: Config) -> dict[str, Path]:
     Modules that can't be imported are left out: the check of names reports them.
     """
     texts = [value for value in values_by_key(config).values() if isinstance(value, str)]
-    names = {text.partition(":")[0] for text in texts if is_factory_name(text)} | set(config.imports)
+    names = {text.partition(":")[0] for text in texts if is_factory_name(text)}
+    names |= {name.partition(":")[0] for name in config.eval.metrics} | set(config.imports)
     found = {}
     for name in sorted(names - {"torch", "torchvision", "timm"}):
         with suppress(Exception):

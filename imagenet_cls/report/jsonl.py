@@ -6,7 +6,8 @@
                                                        interval also has "images_per_sec", "data_wait_pct", "memory_mib"
     {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "images", "seconds"}
                                           with eval.real_labels also "real_pct", "real_images"; with
-                                          eval.classes=present also "classes", such as "200 of 1000"
+                                          eval.classes=present also "classes", such as "200 of 1000"; with
+                                          eval.metrics also their values
     {"kind": "event", "step", "message"}
 
 The train record of a step whose update was skipped, because the gradient was not finite, has "skipped": true. With
@@ -19,7 +20,7 @@ Python and `Number()` of JavaScript accept. `read_metrics` converts them back to
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -29,7 +30,16 @@ from imagenet_cls.files import write_file
 
 Record = dict[str, Any]
 
-_TEXT_KEYS = ("kind", "weights", "message")
+_TEXT_KEYS = ("kind", "weights", "message", "classes")
+EVAL_FIELDS = (
+    *("kind", "step", "epoch", "weights", "top1_pct", "top5_pct", "loss", "images", "seconds"),
+    *("real_pct", "real_images", "classes"),
+)
+
+
+def own_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """The values of `eval.metrics` in the result of an evaluation."""
+    return {field: value for field, value in record.items() if field not in EVAL_FIELDS}
 
 
 class MetricsFile:

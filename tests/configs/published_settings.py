@@ -64,7 +64,7 @@ NOT_HELD = (
         f"parallel.{key}"
         for key in ("mode", "backend", "device_ids", "output_device", "init", "timeout", "check", "uneven")
     ),
-    *("eval.batch_size", "eval.every_epochs", "checkpoint.", "log.", "expect.", "seed", "device"),
+    *("eval.batch_size", "eval.every_epochs", "eval.metrics", "checkpoint.", "log.", "expect.", "seed", "device"),
 )
 SPARED = ("norm", "bias", "token", "scale")  # kinds of parameters that may have a weight decay of their own
 

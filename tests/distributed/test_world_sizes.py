@@ -29,8 +29,9 @@ from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
+from imagenet_cls.engine.metrics import build_metrics
 from imagenet_cls.engine.train import train
-from imagenet_cls.errors import ResourceError
+from imagenet_cls.errors import ConfigError, ResourceError
 from imagenet_cls.guards.replicas import check_same_weights
 from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main
 from imagenet_cls.parallel.process_group import Group
@@ -40,7 +41,7 @@ from imagenet_cls.seeding import hash_key, seed_generators
 
 WORLD_SIZES = (1, 2, 3, 4)
 BATCHES = {12: 1, 48: 2, 25: 2}  # and in how many micro-batches each
-TEST_IMAGES = (359, 361)
+TEST_IMAGES = (2, 359, 361)  # with two, some ranks have no image
 
 
 class Numbered(ImageSource):
@@ -88,8 +89,48 @@ def counts(group: Group, num_images: int) -> dict[str, Any]:
     unchanged = EvalTransform(EvalConfig(crop_px=2, resize_px=2))
     batches = eval_batches(source, unchanged, shard, 50, WorkerOptions())
     outputs = model_outputs({"raw": model}, batches, lambda images: images.float() / 255, group.device, None)
-    result = evaluate(outputs, ["raw"], group)["raw"]
+    own = build_metrics(OWN_METRICS, 7, ["raw"], group)
+    result = evaluate(outputs, ["raw"], group, 7, metrics=own)["raw"]
     return {name: value for name, value in result.items() if name != "seconds"}
+
+
+class Hits(nn.Module):
+    """Hits and images, in a buffer and, with `local`, in an attribute that no other rank sees."""
+
+    def __init__(self, num_classes: int, local: bool = False):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+        self.local = local
+        self.images = 0
+
+    def update(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        self.counts += torch.tensor([(logits.argmax(1) == targets).sum(), len(targets)])
+        self.images += len(targets)
+
+    def compute(self) -> dict[str, Any]:
+        return {"hits": self.counts[0], "hit_images": self.images if self.local else self.counts[1]}
+
+    def reset(self) -> None:
+        self.counts.zero_()
+        self.images = 0
+
+
+def local_hits(num_classes: int) -> Hits:
+    return Hits(num_classes, local=True)
+
+
+# Of torchmetrics: sums, and all outputs in lists.
+OWN_METRICS = [
+    *("torchmetrics.classification:MulticlassF1Score", "torchmetrics.classification:MulticlassAUROC"),
+    "test_world_sizes:Hits",
+]
+
+
+def counts_of_each_rank_alone_end_the_run(group: Group) -> None:
+    own = build_metrics(["test_world_sizes:local_hits"], 7, ["raw"], group)
+    batches = [({"raw": torch.eye(7)[: group.rank]}, torch.arange(group.rank), torch.arange(group.rank))]
+    with pytest.raises(ConfigError, match=r"eval\.metrics: 'hit_images' differs between ranks"):
+        evaluate(batches, ["raw"], group, 7, metrics=own)
 
 
 def starting_weights(group: Group) -> None:
@@ -146,6 +187,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
                 (folder / f"{size}.json").write_text(json.dumps(found))
             if size > 1:
                 starting_weights(group)
+                counts_of_each_rank_alone_end_the_run(group)
                 synchronized_statistics_stay(group)
                 destroy_group(group)
 
@@ -168,13 +210,13 @@ def test_steps_read_the_same_samples_on_any_ranks(found: dict[int, dict[str, Any
 @pytest.mark.parametrize("images", TEST_IMAGES)
 def test_evaluations_count_the_same_on_any_ranks(found: dict[int, dict[str, Any]], images: int) -> None:
     alone = found[1]["counted"][str(images)]
-    assert alone["images"] == images and 0 < alone["top1_pct"] < 100
+    assert alone["images"] == alone["hit_images"] == images
+    assert alone["top1_pct"] == 100 * alone["hits"] / images and (images == 2 or 0 < alone["top1_pct"] < 100)
     for size in WORLD_SIZES:
         result = found[size]["counted"][str(images)]
-        assert [result[name] for name in ("images", "top1_pct", "top5_pct")] == [
-            alone[name] for name in ("images", "top1_pct", "top5_pct")
-        ]
-        assert result["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert result.keys() == alone.keys() >= {"MulticlassF1Score", "MulticlassAUROC"}
+        assert result == pytest.approx(alone, rel=1e-6)
+        assert all(result[name] == alone[name] for name in result.keys() - {"loss", "MulticlassAUROC"})
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The examples of docs/extending.md, run as they stand there: each part is really used, the own loop is the loop."""
 
+import csv
 import json
 import re
 import runpy
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY, arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file
+from sklearn.metrics import f1_score, recall_score
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
@@ -50,7 +53,7 @@ def small_model() -> list[str]:
 
 def test_every_block_of_the_page_is_a_file_that_a_test_runs() -> None:
     assert PAGE.count("```python\n") + PAGE.count("```yaml\n") == len(FILES)
-    parts = ("model", "data", "policy", "optimizer", "loss", "schedule", "writer")
+    parts = ("model", "data", "policy", "optimizer", "loss", "schedule", "metric", "writer")
     assert sorted(FILES) == sorted([*(f"my_{part}.{end}" for part in parts for end in ("py", "yaml")), "my_loop.py"])
 
 
@@ -114,6 +117,28 @@ def test_own_schedule(beside_the_page: Path) -> None:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [record["lr"] for record in records if record["kind"] == "train"]
     assert rates == pytest.approx([0.03] * 5 + [0.03 * (10 - step) / 5 for step in range(5, 10)])
+
+
+def test_own_metrics(beside_the_page: Path, call: Callable) -> None:
+    """In the records, in TensorBoard and in the line of test.py; as scikit-learn counts them."""
+    rows = beside_the_page / "rows.csv"
+    train_here(["my_metric.yaml", *small_model(), "ema.decay=0.5", "train.max_steps=12", "data.num_workers=0"])
+    run = Path("work_dirs") / "my_metric"
+    code, out, err = call(evaluate_command, "my_metric.yaml", run, "--out", rows, *small_model())
+    assert code == 0, err
+    with rows.open() as file:
+        rows_read = [(int(row["target"]), int(row["class_1"])) for row in csv.DictReader(file)]
+    targets, predicted = zip(*rows_read, strict=True)
+    expected = {"macro_f1": f1_score(targets, predicted, average="macro")}
+    recalls = recall_score(targets, predicted, average=None)
+    expected |= {"worst_class": recalls.argmin(), "worst_recall": recalls.min()}
+    raw, ema = evaluations(run)[-2:]
+    assert {field: ema[field] for field in expected} == pytest.approx(expected, abs=1e-6)
+    assert raw["macro_f1"] != ema["macro_f1"] and 0.5 < ema["MulticlassAUROC"] < 1
+    assert f"macro_f1 {ema['macro_f1']:.5f}  worst_class {ema['worst_class']:.5f}" in out.splitlines()[-2]
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("val_ema/worst_recall")[-1].value == pytest.approx(ema["worst_recall"])
 
 
 def test_own_writer(beside_the_page: Path) -> None:

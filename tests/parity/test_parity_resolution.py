@@ -123,7 +123,9 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
             ours = torch.cat([out[kind] for out, _, _ in flipped])
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
             assert not torch.allclose(ours, logits(dtype, False, kind), rtol=0, atol=1e-6)
-    results = evaluate(iter(flipped), list(models), Group(RankInfo(), CPU))
+    results = evaluate(
+        iter(flipped), list(models), Group(RankInfo(), CPU), num_classes=next(iter(flipped))[0]["raw"].shape[1]
+    )
     assert [result["images"] for result in results.values()] == [10, 10]
 
 

@@ -34,6 +34,7 @@ NOT_TRAINED = {
     "train.early_stop.metric": "likewise",
     "train.early_stop.min_delta": "likewise",
     "eval.batch_size": "only changes memory",
+    "eval.metrics": "your own code; test_extending reports some",
     "eval.mode": "the default, crop, is used; test_image_geometry evaluates with the others",
     "eval.classes": "for data with some of the classes",
     "eval.real_labels": "for ImageNet",

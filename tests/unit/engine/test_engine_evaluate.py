@@ -30,7 +30,8 @@ def test_counts_equal_those_of_a_plain_loop(num_classes: int, batch_size: int) -
     targets = torch.randint(0, num_classes, (37,), generator=source)
     model, other = network(num_classes), network(num_classes, seed=1)
     models, batches = {"other": other, "one": model}, batches_of(images, targets, batch_size)
-    results = evaluate(model_outputs(models, batches, lambda x: x.float() / 255, CPU, None), list(models), ALONE)
+    outputs = model_outputs(models, batches, lambda x: x.float() / 255, CPU, None)
+    results = evaluate(outputs, list(models), ALONE, num_classes)
     result = results["one"]
     assert list(results) == ["other", "one"] and results["other"]["loss"] != result["loss"]
 

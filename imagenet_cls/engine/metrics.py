@@ -1,0 +1,107 @@
+"""Own metrics of an evaluation, `eval.metrics`: objects with `update`, `compute` and `reset`, such as torchmetrics'."""
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from imagenet_cls.errors import ConfigError, Problem
+from imagenet_cls.lookup import import_factory
+from imagenet_cls.parallel.collectives import all_reduce_sum, gather_to_main, run_on_main
+from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.report.jsonl import EVAL_FIELDS
+
+Metrics = dict[str, Any]
+"""Metrics of one set of weights, by the names of their factories."""
+
+_METHODS = ("update", "compute", "reset")
+_TRIAL_IMAGES = 8
+
+
+def metric_problems(names: Sequence[str]) -> list[Problem]:
+    """Factories that are missing or take other arguments. They are not called."""
+    problems = []
+    for name in names:
+        try:
+            inspect.signature(import_factory(name)).bind(num_classes=1)
+        except (LookupError, TypeError) as error:
+            problems.append(Problem("eval.metrics", f"{name!r}: {error}"))
+    return problems
+
+
+def build_metrics(names: Sequence[str], num_classes: int, weights: Sequence[str], group: Group) -> dict[str, Metrics]:
+    """The metrics of each set of weights. A collective. Raises ConfigError for an object that can't be used.
+
+    They are tried on a few images, so that a result that is no number ends the run at its start. An exception there may
+    come from the number of images, and is ignored.
+    """
+    metrics = {kind: {name: build_metric(name, num_classes).to(group.device) for name in names} for kind in weights}
+    targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=group.device)
+    logits = torch.eye(len(targets), num_classes, device=group.device)
+    results = {}
+    for name, metric in metrics[weights[0]].items():
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):
+            metric.update(logits, targets)
+            results[name] = metric.compute()
+    values_by_field(results)
+    return metrics
+
+
+def build_metric(name: str, num_classes: int) -> Any:
+    """A `torch.nn.Module` with the methods of a metric. Raises ConfigError."""
+    metric = import_factory(name)(num_classes=num_classes)
+    missing = [method for method in _METHODS if not callable(getattr(metric, method, None))]
+    if missing or not isinstance(metric, nn.Module):
+        fault = f"has no method {missing[0]!r}" if missing else "is no torch.nn.Module"
+        text = f"{name!r} returned a {type(metric).__name__}, which {fault}; see docs/extending.md, A metric"
+        raise ConfigError([f"eval.metrics: {text}"])
+    return metric
+
+
+def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
+    """The values over the images of all ranks, by field. A collective.
+
+    The tensors in each `state_dict()` are summed over the ranks. That of a `torchmetrics.Metric` is empty: it gathers
+    its state in `compute`. Raises ConfigError if the values differ between ranks or are no numbers.
+    """
+    if not metrics:
+        return {}
+    for metric in metrics.values():
+        for tensor in metric.state_dict().values():
+            all_reduce_sum(tensor, group)
+    values = values_by_field({name: metric.compute() for name, metric in metrics.items()})
+    of_ranks = gather_to_main([values], group)
+
+    def check_equal() -> None:
+        for field, value in values.items():
+            if not np.allclose([found.get(field, np.inf) for found in of_ranks], value, rtol=1e-3, equal_nan=True):
+                text = f"{field!r} differs between ranks; keep its counts in buffers, which are summed over the ranks"
+                raise ConfigError([f"eval.metrics: {text}"])
+
+    run_on_main(group, check_equal)
+    return values
+
+
+def values_by_field(results: Mapping[str, Any]) -> dict[str, float]:
+    """The fields of a record. results: what `compute` returned, by factory. Raises ConfigError."""
+    values: dict[str, float] = {}
+    for name, result in results.items():
+        fields = result if isinstance(result, Mapping) else {name.rpartition(":")[2].rpartition(".")[2]: result}
+        for field, value in fields.items():
+            number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+            if not isinstance(number, Real) or isinstance(number, bool):
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                text = f"{field!r} is a {type(value).__name__}{shape}, no number; return one from compute()"
+            elif not isinstance(field, str) or field in EVAL_FIELDS or field in values:
+                text = f"the name {field!r} is taken or no text; rename the factory or the entry of its dict"
+            else:
+                values[field] = float(number)
+                continue
+            raise ConfigError([f"eval.metrics: {name!r}: {text}"])
+    return values

@@ -1,0 +1,126 @@
+"""Own metrics: which objects and values are accepted, and the errors."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import arguments
+
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
+from imagenet_cls.engine.metrics import build_metrics, metric_problems, values_by_field
+from imagenet_cls.errors import ConfigError
+from imagenet_cls.lookup import import_from_cwd
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import Group
+
+ALONE = Group(RankInfo(), torch.device("cpu"))
+MODULE = """
+import torch
+from torch import nn
+
+class Good(nn.Module):
+    value = 0.5
+    def __init__(self, num_classes, **values):
+        super().__init__()
+        self.classes = num_classes
+        self.__dict__.update(values)
+    def update(self, logits, targets):
+        self.shapes = [*logits.shape, *targets.shape]
+    def compute(self):
+        return self.value
+    def reset(self):
+        pass
+
+class Incomplete(Good):
+    compute = None
+
+class Plain:
+    def __init__(self, num_classes): pass
+    update = compute = reset = lambda self, *_: None
+
+def text(num_classes): return Good(num_classes, value="high")
+def several(num_classes): return Good(num_classes, value=torch.zeros(2))
+def taken(num_classes): return Good(num_classes, value={"top1_pct": 1.0})
+def loss(num_classes): return Good(num_classes)
+def twice(num_classes): return Good(num_classes, value={"Good": 1.0})
+def of_classes(classes): return Good(classes)
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "own_metric.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "own_metric"
+    sys.modules.pop("own_metric", None)
+
+
+def test_each_set_of_weights_has_its_own_objects(own_module: str) -> None:
+    metrics = build_metrics(["own_metric:Good"], 3, ["raw", "ema"], ALONE)
+    raw, ema = (metrics[name]["own_metric:Good"] for name in ("raw", "ema"))
+    assert raw is not ema and raw.classes == ema.classes == 3
+
+
+def test_numbers_of_any_kind_are_values() -> None:
+    results = {"a:f1": torch.tensor(1), "b.c:D.recall": np.float32(0.5), "d:e": {"x": 2, "y": torch.tensor(0.25)}}
+    assert values_by_field(results) == {"f1": 1.0, "recall": 0.5, "x": 2.0, "y": 0.25}
+    assert all(type(value) is float for value in values_by_field(results).values())
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("Incomplete", "'own_metric:Incomplete' returned a Incomplete, which has no method 'compute'"),
+        ("Plain", "which is no torch.nn.Module"),
+        ("text", "'text' is a str, no number"),
+        ("several", "'several' is a Tensor of shape (2,), no number"),
+        ("taken", "'own_metric:taken': the name 'top1_pct' is taken"),
+        ("loss", "the name 'loss' is taken"),
+        ("Good,own_metric:twice", "'own_metric:twice': the name 'Good' is taken"),
+        ("Goood", "no 'Goood'; did you mean 'Good'?"),
+        ("of_classes", "missing a required argument: 'classes'"),
+    ],
+)
+def test_unusable_metric_ends_training_and_evaluation_at_the_start(
+    own_module: str, digits: Path, tmp_path: Path, call: Callable[..., Any], names: str, words: str
+) -> None:
+    run = tmp_path / "run"
+    own = f"eval.metrics=[own_metric:{names}]"
+    code, _, err = call(train_command, *arguments(digits, run, train__max_steps=1), own, "--dry-run")
+    assert code == 2 and "eval.metrics: " in err and words in err, err
+
+
+def test_a_name_that_is_no_factory_is_an_error_of_the_config(digits: Path, tmp_path: Path, call: Callable) -> None:
+    code, _, err = call(train_command, *arguments(digits, tmp_path / "run"), "eval.metrics=[f1]", "--dry-run")
+    assert code == 2 and "eval.metrics" in err and "[my_module:my_factory]" in err
+    assert "no module 'no_such'" in metric_problems(["no_such:f1"])[0].message
+
+
+def test_run_folder_whose_config_names_a_metric_needs_permission(
+    own_module: str, digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    """Its code is not imported: a run folder may come from someone else."""
+    words = arguments(digits, tmp_path / "run", train__max_steps=1)
+    assert call(train_command, *words, "eval.metrics=[own_metric:Good]")[0] == 0
+    sys.modules.pop("own_metric")
+    code, _, err = call(evaluate_command, tmp_path / "run", "--allow-import", "helpers:plain")
+    assert code == 4 and "--allow-import own_metric:Good" in err and "own_metric" not in sys.modules
+    allowed = ["--allow-import", "helpers:plain", "--allow-import", "own_metric:Good"]
+    code, out, err = call(evaluate_command, tmp_path / "run", *allowed)
+    assert code == 0 and "Good 0.50000" in out, err
+
+
+def test_failure_on_the_few_images_of_the_trial_is_ignored(own_module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_from_cwd(own_module).Good, "compute", lambda self: 1 / 0)
+    assert build_metrics(["own_metric:Good"], 3, ["raw"], ALONE)
+
+
+def test_value_that_is_true_is_no_number() -> None:
+    with pytest.raises(ConfigError, match="'b' is a bool, no number"):
+        values_by_field({"a:b": True})
