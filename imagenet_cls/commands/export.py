@@ -18,8 +18,9 @@ def export_command(argv: Sequence[str]) -> None:
     parser.add_argument("--format", choices=tuple(SUFFIXES), required=True, help="onnx, or torch for torch.export")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: model.onnx or model.pt2, in this folder")
     parser.add_argument(
-        "--preprocess", action="store_true",
-        help="normalize in the graph: its input is uint8, resized and cropped; without, normalized float32",
+        "--preprocess", choices=("none", "normalize", "resize"), nargs="?", const="normalize", default="none",
+        help="what the graph does. none: its input is normalized float32; normalize: uint8, resized and cropped; "
+        "resize: uint8 of any size, resized, cropped and normalized. Default: none; without a value: normalize",
     )  # fmt: skip
     parser.add_argument("--opset", type=cli.positive, metavar="N", help="of ONNX; default: that of torch")
     arguments = parser.parse_args(argv)
@@ -36,9 +37,9 @@ def export_command(argv: Sequence[str]) -> None:
     if arguments.format == "onnx":
         check_packages("onnx", "onnxscript", "onnxruntime")
     predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
-    content, run = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
+    content, run, resize = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
     images, described = comparison_images(predictor, arguments.allow_import)
-    lines = compare(predictor, run, images, arguments.preprocess)
+    lines = compare(predictor, run, resize, images, arguments.preprocess)
     with explain_write_errors(out, "Name another file with --out."):
         write_file(out, content)
     batches = " and ".join(map(str, BATCHES))

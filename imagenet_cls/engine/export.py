@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors, mean_std, size_bytes
 from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.export_transform import MAX_PIXEL_DIFFERENCE, ExportTransform
+from imagenet_cls.data.transforms import to_channels
 from imagenet_cls.engine.inference import AnyImage, Predictor, TrainedModels, read_image
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
 from imagenet_cls.files import check_regular
@@ -33,59 +36,76 @@ _EXAMPLE_BATCH = 2  # the exporter takes sizes of 0 and 1 for constants
 
 
 class ExportedModel(nn.Module):
-    """A model with one input, `images`: normalized float32, or with `preprocess` uint8 (N, C, H, W)."""
+    """A model with one input, `images`.
+
+    preprocess: what the graph does first. `none`: images are normalized float32 (N, C, *crop_px). `normalize`: they are
+    uint8. `resize`: they are uint8 (N, C, H, W) of any size, and the graph also resizes and crops them.
+    """
 
     shift: Tensor
     scale: Tensor
 
-    def __init__(self, predictor: Predictor, preprocess: bool):
+    def __init__(self, predictor: Predictor, preprocess: str):
         super().__init__()
         self.model = predictor.model.requires_grad_(False)
-        self.preprocess = preprocess
-        if preprocess:
+        self.normalizes = preprocess != "none"
+        self.resize = ExportTransform(predictor.transform) if preprocess == "resize" else nn.Identity()
+        if self.normalizes:
             self.register_buffer("shift", predictor.preprocess.shift)
             self.register_buffer("scale", predictor.preprocess.scale)
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.preprocess:
+        images = self.resize(images)
+        if self.normalizes:
             images = images.to(torch.float32).sub(self.shift).mul(self.scale)
         return self.model(images).float()
 
 
-def export_model(predictor: Predictor, form: str, preprocess: bool, opset: int | None) -> tuple[bytes, Callable]:
-    """The content of a file, and a function from its input to its logits, which runs what is in the file.
+TensorFunction = Callable[[Tensor], Tensor]
 
-    predictor: on the CPU. form: `onnx` or `torch`. preprocess: whether the graph normalizes. opset: of ONNX; None for
-    torch's default. Raises CheckpointError if the model can't be exported.
+
+def export_model(
+    predictor: Predictor, form: str, preprocess: str, opset: int | None
+) -> tuple[bytes, TensorFunction, TensorFunction]:
+    """The content of a file, a function from its input to its logits, which runs what is in the file, and one to the
+    pixels that the graph's resize and crop would return.
+
+    predictor: on the CPU. form: `onnx` or `torch`. preprocess: see `ExportedModel`. opset: of ONNX; None for torch's
+    default. Raises CheckpointError if the model can't be exported.
     """
     exported = ExportedModel(predictor, preprocess).eval()
     if form == "onnx" and size_bytes(exported.state_dict()) >= _ONNX_BYTES:
         raise UsageError(f"{predictor.path}: an ONNX file holds at most 2 GiB.\nUse --format torch.")
+    sides = {} if preprocess != "resize" else {2: torch.export.Dim("height"), 3: torch.export.Dim("width")}
     shape = (_EXAMPLE_BATCH, len(predictor.mean), *predictor.transform.crop)
-    images = torch.zeros(shape, dtype=torch.uint8 if preprocess else torch.float32)
-    batch = ({0: torch.export.Dim("batch")},)
-    remedy = "Its code may depend neither on the values of images nor on the size of a batch."
-    with _export_errors(predictor, form, remedy):
-        program = torch.export.export(exported, (images,), dynamic_shapes=batch)
-    values = metadata(predictor, preprocess)
-    if form == "torch":
-        file = io.BytesIO()
-        torch.export.save(program, file, extra_files={METADATA: json.dumps(values)})
-        return file.getvalue(), program.module()
-    remedy = "Replace that operator in the model, or give another --opset, or use --format torch."
-    with _export_errors(predictor, form, remedy):
-        onnx = torch.onnx.export(
-            program, dynamo=True, opset_version=opset, input_names=["images"], output_names=["logits"],
-            dynamic_shapes=batch, verbose=False,
-        )  # fmt: skip
-        assert onnx is not None
-        onnx.model.metadata_props.update({key: json.dumps(value) for key, value in values.items()})
-        content = onnx.model_proto.SerializeToString()
-        return content, OnnxModel(content)
+    images = torch.zeros(shape, dtype=torch.uint8 if exported.normalizes else torch.float32)
+
+    def export(module: nn.Module, values: dict[str, Any]) -> tuple[bytes, TensorFunction]:
+        dynamic = ({0: torch.export.Dim("batch"), **sides},)
+        remedy = "Its code may depend neither on the values of images nor on the size of a batch."
+        with _export_errors(predictor, form, remedy):
+            program = torch.export.export(module, (images,), dynamic_shapes=dynamic)
+        if form == "torch":
+            file = io.BytesIO()
+            torch.export.save(program, file, extra_files={METADATA: json.dumps(values)})
+            return file.getvalue(), program.module()
+        remedy = "Replace that operator in the model, or give another --opset, or use --format torch."
+        with _export_errors(predictor, form, remedy):
+            onnx = torch.onnx.export(
+                program, dynamo=True, opset_version=opset, input_names=["images"], output_names=["logits"],
+                dynamic_shapes=dynamic, verbose=False,
+            )  # fmt: skip
+            assert onnx is not None
+            onnx.model.metadata_props.update({key: json.dumps(value) for key, value in values.items()})
+            content = onnx.model_proto.SerializeToString()
+            return content, OnnxModel(content)
+
+    content, run = export(exported, metadata(predictor, preprocess))
+    return content, run, export(exported.resize, {})[1] if preprocess == "resize" else exported.resize
 
 
-def metadata(predictor: Predictor, preprocess: bool) -> dict[str, Any]:
-    """What a program needs to prepare images and to name classes. normalizes: whether the graph does."""
+def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
+    """What a program needs to prepare images and to name classes."""
     config = predictor.config
     evaluation = {key: value for key, value in asdict(config.eval).items() if key in _EVAL_KEYS}
     return {
@@ -96,7 +116,7 @@ def metadata(predictor: Predictor, preprocess: bool) -> dict[str, Any]:
         "std": predictor.std,
         "eval": evaluation,
         "exif": config.data.exif,
-        "normalizes": preprocess,
+        "preprocess": preprocess,
     }
 
 
@@ -108,28 +128,39 @@ def check_packages(*names: str) -> None:
 
 @contextmanager
 def _export_errors(predictor: Predictor, form: str, remedy: str) -> Iterator[None]:
-    """Turn the errors of exporters into a CheckpointError with the reason of the first one, without their output."""
+    """Turn the errors of exporters into a CheckpointError with the reason of the first one and the line of the model's
+    code, without their output.
+    """
     logging.disable()
     try:
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
             yield
     except Exception as error:
         first: BaseException = error
+        frames = traceback.extract_tb(error.__traceback__)
         while first.__cause__ is not None:
             first = first.__cause__
-        name = predictor.config.model.name
-        raise CheckpointError(f"{name} can't be exported ({form}): {first_line(first)}\n{remedy}") from error
+            frames.extend(traceback.extract_tb(first.__traceback__))
+        outside = (Path(__file__), Path(torch.__file__).parent)
+        lines = [
+            f"{frame.filename}, line {frame.lineno}: {frame.line}\n"
+            for frame in frames
+            if Path(frame.filename).is_file() and not any(map(Path(frame.filename).is_relative_to, outside))
+        ]
+        where = lines[-1] if lines else ""
+        reason = f"{predictor.config.model.name} can't be exported ({form}): {first_line(first)}"
+        raise CheckpointError(f"{reason}\n{where}{remedy}") from error
     finally:
         logging.disable(logging.NOTSET)
 
 
-def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) -> tuple[Tensor, str]:
-    """Images of the run's validation data, uint8 (7, C, H, W) of the crop, and a description; random ones without it.
+def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) -> tuple[list[Tensor], str]:
+    """Images of the run's validation data, uint8 (C, H, W), and a description; random ones without it.
 
     Data that code of the user reads is opened only if `allow_import` names that code.
     """
-    data, transform = predictor.config.data, predictor.transform
-    count = max(BATCHES)
+    data, (height, width) = predictor.config.data, predictor.transform.crop
+    count, channels = max(BATCHES), len(predictor.mean)
     is_code = is_factory_name(data.name) and not data.name.startswith("torchvision:") and data.name not in allow_import
     try:
         if is_code or not Path(data.root).expanduser().exists():
@@ -137,37 +168,58 @@ def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) 
         source = open_datasets(data, ("val",), subset=True).val
         assert source is not None
         indices = [i * len(source) // count for i in range(count)]
-        return torch.stack([transform(source.load(i)[0]) for i in indices]), f"{count} held-out images"
+        return [to_channels(source.load(i)[0], channels) for i in indices], f"{count} held-out images"
     except (DataError, OSError) as error:
-        shape = (count, len(predictor.mean), *transform.crop)
-        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(channels, height + 9 * i, width + 17 * i) for i in range(count)]
+        images = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for shape in shapes]
         return images, f"{count} random images ({first_line(error)})"
 
 
 @torch.no_grad()
-def compare(predictor: Predictor, run: Callable[[Tensor], Tensor], images: Tensor, preprocess: bool) -> list[str]:
+def compare(
+    predictor: Predictor, run: TensorFunction, resize: TensorFunction, images: Sequence[Tensor], preprocess: str
+) -> list[str]:
     """Lines about the difference of the logits of `run` and of PyTorch, in batches of `BATCHES`.
 
-    images: uint8, as of `comparison_images`. Raises CheckpointError if they differ by more than the tolerance.
+    run, resize: of `export_model`. images: as of `comparison_images`. Raises CheckpointError if logits of the same
+    pixels differ by more than the tolerance, or pixels by more than `MAX_PIXEL_DIFFERENCE`.
     """
-    largest = scale = 0.0
+    name, resizes = predictor.config.model.name, preprocess == "resize"
+    alike = [i for i, image in enumerate(images) if not resizes or image.shape == images[0].shape]
+    batches = [[i] for i in (range(len(images)) if resizes else alike[:1])]
+    batches.append([alike[i % len(alike)] for i in range(max(BATCHES))])
+    largest = scale = pixels_differ = 0.0
     lines = []
-    for size in BATCHES:
-        prepared = predictor.preprocess(images[:size]).contiguous()
+    for batch in batches:
+        expected_pixels = torch.stack([predictor.transform(images[i]) for i in batch])
+        inputs = torch.stack([images[i] for i in batch]) if resizes else expected_pixels
+        pixels = resize(inputs).to(torch.uint8)
+        pixels_differ = max(pixels_differ, (pixels.float() - expected_pixels.float()).abs().max().item())
+        prepared = predictor.preprocess(pixels).contiguous()
         expected = predictor.model(prepared).float()
-        got = run(images[:size] if preprocess else prepared)
+        got = run(inputs if preprocess != "none" else prepared)
         # NaN must not compare as equal: it is neither larger nor smaller than a tolerance.
         difference = (got - expected).abs().nan_to_num(nan=float("inf")).max().item()
         largest, scale = max(largest, difference), max(scale, expected.abs().max().item())
+        if resizes:
+            expected = predictor.model(predictor.preprocess(expected_pixels).contiguous()).float()
         for number, (ours, theirs) in enumerate(zip(expected, got.argmax(dim=1), strict=True)):
             if theirs != (best := ours.argmax()):
                 margin = (ours[best] - ours[theirs]).item()
-                lines.append(f"image {number} of {size}: another top-1; its logit is {margin:.3g} lower in PyTorch")
+                lines.append(
+                    f"image {number} of {len(batch)}: another top-1; its logit is {margin:.3g} lower in PyTorch"
+                )
     tolerance = TOLERANCE * scale
     verdict = f"logits differ by up to {largest:.3g}; tolerance {tolerance:.3g} ({TOLERANCE:g} of the largest logit)"
+    if resizes:
+        verdict = f"pixels differ by up to {pixels_differ:g} of 255; of the same pixels, {verdict}"
     if not largest <= tolerance:
         shown = [f"{verdict}.", *lines[:1], "No file was written. Other versions of torch or onnxruntime may agree."]
-        raise CheckpointError(f"{predictor.config.model.name}: " + "\n".join(shown))
+        raise CheckpointError(f"{name}: " + "\n".join(shown))
+    if pixels_differ > MAX_PIXEL_DIFFERENCE:
+        remedy = "No file was written. Resize outside of the graph (--preprocess normalize)."
+        raise CheckpointError(f"{name}: {verdict}.\nPixels may differ by {MAX_PIXEL_DIFFERENCE}.\n{remedy}")
     return [*lines, verdict]
 
 
@@ -201,10 +253,18 @@ class OnnxPredictor(Predictor):
             classes, (mean, std) = tuple(map(str, values["classes"])), mean_std({"preprocessing": values})
             trained = TrainedModels({}, config, len(classes), classes, mean, std, origin=str(file))
             self._set_up(file, trained, model, torch.device("cpu"))
-            self.normalizes = bool(values["normalizes"])
+            self.in_graph = str(values["preprocess"])
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
-        """As of Predictor, or cropped uint8 images where the graph normalizes."""
-        if not self.normalizes:
+        """As of Predictor, or uint8 images: cropped where the graph normalizes, of any one size where it resizes."""
+        if self.in_graph == "none":
             return super().prepare(images)
-        return torch.stack([self.transform(read_image(image, self.exif)) for image in images])
+        pixels = [read_image(image, self.exif) for image in images]
+        if self.in_graph == "resize":
+            return torch.stack([to_channels(image, len(self.mean)) for image in pixels])
+        return torch.stack([self.transform(image) for image in pixels])
+
+    def logits(self, images: Sequence[AnyImage]) -> Tensor:
+        """As of Predictor; images that the graph resizes are passed one by one, since their sizes differ."""
+        batches = [[image] for image in images] if self.in_graph == "resize" else [images]
+        return torch.cat([super(OnnxPredictor, self).logits(batch) for batch in batches])
