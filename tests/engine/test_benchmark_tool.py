@@ -42,6 +42,7 @@ def checks(result: dict) -> dict[str, bool]:
     return {row["row"]: row["met"] for row in result["tables"]["Equality"]}
 
 
+@pytest.mark.nightly
 def test_decode_compares_decoders(tool, folder):
     code, result = benchmark(
         tool, folder, "decode", "--only", "*, whole", "ours, *", "--peer", f"nvimgcodec={sys.executable}"
