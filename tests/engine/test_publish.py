@@ -99,7 +99,7 @@ def test_push_without_network_is_exit_code_5(
 
 @pytest.mark.parametrize("model", ["helpers:noisy", "torchvision:squeezenet1_1", "resnet18_cifar"])
 def test_model_of_another_library_is_exit_code_2(model: str, call: Callable, digits: Path, tmp_path: Path) -> None:
-    sizes = {"augment__size_px": 32, "eval__crop_px": 32, "data__val_fraction": 0.01}
+    sizes = {"augment__size_px": 32, "eval__crop_px": 32, "data__val_fraction": 0.01, "train__global_batch_size": 8}
     train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=model, **sizes))
     code, _, err = call(publish_command, tmp_path / "run", tmp_path / "out", "--allow-import", model)
     assert code == 2 and "not a model of timm" in err and not (tmp_path / "out").exists()
