@@ -77,6 +77,21 @@ def take_lock(folder: Path, remedy: str) -> IO[str]:
     return lock
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether another process has the lock of `take_lock`. The lock itself is not touched.
+
+    Not for the process that has it: closing any descriptor of the file would release it.
+    """
+    try:
+        with (folder / ".lock").open("rb") as lock:
+            os.lockf(lock.fileno(), os.F_TEST, 0)
+    except (PermissionError, BlockingIOError) as error:
+        return error.filename is None  # else the file can't be opened
+    except OSError:
+        pass
+    return False
+
+
 def remove(path: Path) -> None:
     """Remove a folder, or a file or link if there is one. The target of a link stays. Raises OSError.
 

@@ -11,12 +11,13 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from imagenet_cls.checkpoint.folders import finish_interrupted_writes, list_checkpoints, step_of
 from imagenet_cls.config.schema import Config
@@ -145,9 +146,10 @@ class RunFolder:
     def write_metadata(self, launchers: Collection[str], config_yaml: str, versions: Mapping[str, str]) -> None:
         """Write `.job` (see `was_started_by`), `config.yaml` and `env.json`. Raises ResourceError.
 
-        `env.json` has the versions, the machine and some environment variables.
+        `env.json` has the commit, the versions, the machine and some environment variables.
         """
         env = {
+            "code": code_version(),
             "versions": dict(versions) | {"python": platform.python_version()},
             "host": socket.gethostname(),
             "machine": platform.machine(),
@@ -185,6 +187,25 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def code_version() -> dict[str, Any] | None:
+    """The commit of the checkout that holds this package, and whether the package differs; None without one or git."""
+    folder = Path(__file__).parents[1]
+    # Variables such as GIT_DIR, which git sets for hooks, name another repository. `status` must not write an index.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env["GIT_OPTIONAL_LOCKS"] = "0"
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "check": True, "timeout": 10}
+        return subprocess.run(command, env=env, **options).stdout.decode(errors="replace").strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails for an installed package in another repository
+        return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def open_run_folder(config: Config, options: RunOptions, group: "Group") -> tuple[RunFolder, RunOptions, bool]:

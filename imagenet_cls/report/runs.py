@@ -15,6 +15,7 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
+from imagenet_cls.files import is_locked
 from imagenet_cls.report.jsonl import Record, read_metrics
 from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, to_jpeg
 
@@ -32,13 +33,14 @@ _CURVES = {"lr": "learning rate", "images_per_sec": "images per second", "data_w
 class RunRecords:
     """What a run folder holds, finished or not. Files that are missing or can't be parsed count as empty.
 
-    is_cut: the last line of metrics.jsonl is incomplete. environment: `env.json`. state: of the newest checkpoint that
-    has a readable one. checkpoints: newest first.
+    is_cut: the last line of metrics.jsonl is incomplete. is_running: its process has the lock. environment: `env.json`.
+    state: of the newest checkpoint that has a readable one. checkpoints: newest first.
     """
 
     name: str
     metrics: Sequence[Record]
     is_cut: bool
+    is_running: bool
     environment: Mapping[str, Any]
     state: Mapping[str, Any]
     checkpoints: Sequence[Path]
@@ -56,6 +58,7 @@ def read_run(folder: Path, checkpoints: Sequence[Path]) -> RunRecords:
         str(folder),
         read_metrics(file),
         not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0,
+        is_locked(folder),
         _read_json(folder / "env.json"),
         next(filter(None, states), {}),
         checkpoints,
@@ -117,8 +120,8 @@ def runs_page(
         "images_per_sec",
     )
     keys = (*keys, "data_wait_pct", "ranks")
-    rows = [[run.name, _state(f), *(f[key] for key in keys)] for run, f in zip(runs, figures, strict=True)]
-    versions = [run.environment.get("versions", {}) for run in runs]
+    rows = [[run.name, _state(run, f), *(f[key] for key in keys)] for run, f in zip(runs, figures, strict=True)]
+    versions = [{"commit": _commit(run)} | run.environment.get("versions", {}) for run in runs]
     parts = [
         heading("Results", *notes, *cut),
         table(columns, rows),
@@ -137,7 +140,10 @@ def runs_page(
     if differences:
         parts += [table({"": ""} | by_run, [[key, *values] for key, values in differences.items()])]
     listed = dict.fromkeys(name for version in versions for name in version)
-    parts += [heading("Versions"), table({"": ""} | by_run, [[n, *(v.get(n) for v in versions)] for n in listed])]
+    parts += [
+        heading("Code and versions"),
+        table({"": ""} | by_run, [[n, *(v.get(n) for v in versions)] for n in listed]),
+    ]
     parts += [heading("Checkpoints"), table({"run": "", "checkpoint": ""}, _checkpoint_rows(runs, figures, folder))]
     for run in runs:
         if run.first_batch is not None:
@@ -145,11 +151,23 @@ def runs_page(
     return page(names[0] if len(runs) == 1 else f"{len(runs)} runs", parts)
 
 
-def _state(figures: Mapping[str, Any]) -> str:
+def _state(run: RunRecords, figures: Mapping[str, Any]) -> str:
     step, total = figures["step"], figures["total_steps"]
-    if total is None:
-        return f"step {step:,}, no checkpoint"
-    return f"done, {step:,} steps" if step >= total else f"step {step:,} of {total:,}: running or interrupted"
+    progress = run.state.get("progress", {})
+    reached = f"step {step:,} of {total:,}" if total else f"step {step:,}, no checkpoint"
+    if run.is_running:
+        return f"running: {reached}"
+    if total and progress.get("step") == step:
+        if step >= total:
+            return f"done, {step:,} steps"
+        if progress.get("stopped_early"):
+            return f"stopped early: {reached}"
+    return f"interrupted: {reached}"
+
+
+def _commit(run: RunRecords) -> str | None:
+    code = run.environment.get("code")
+    return code and code["commit"][:12] + (", with changes" if code["uncommitted_changes"] else "")
 
 
 def _checkpoint_rows(

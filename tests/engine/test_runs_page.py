@@ -3,16 +3,19 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from helpers import arguments, train_here
+from helpers import REPOSITORY, arguments, train_here
 
 from imagenet_cls.commands.print_config import differing_values
 from imagenet_cls.commands.report import report_command
 from imagenet_cls.config.load import load_config
+from imagenet_cls.files import is_locked
 from imagenet_cls.report.jsonl import read_metrics
 from imagenet_cls.report.runs import read_run, run_figures
 
@@ -32,6 +35,8 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, ca
     other = Path(shutil.copytree(run, tmp_path / "other"))
     config = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(config.replace("lr: 0.03", "lr: 0.07", 1))
+    code = {"commit": "0123456789abcdef", "uncommitted_changes": True}
+    (other / "env.json").write_text(json.dumps({"code": code, "versions": {"torch": "9.9"}}))
     lines = (other / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (other / "metrics.jsonl").write_bytes(b"".join(lines[:8]) + lines[8][:20])
     code, out, _ = call(report_command, run, other, "--out", tmp_path / "new" / "page.html")
@@ -39,8 +44,9 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, ca
     page = (tmp_path / "new" / "page.html").read_text()
     assert page.count("<svg") == 5 and page.count("data:image/jpeg") == 2 and "<script" not in page
     assert "<b>first" not in page and "a &lt;b&gt;first" in page
-    assert {"done, 22 steps", "step 8 of 22: running or interrupted"} <= {*cells(page)}
+    assert {"done, 22 steps", "interrupted: step 8 of 22"} <= {*cells(page)}
     assert f"{other}: the last line of metrics.jsonl is incomplete" in page and page.count("is incomplete") == 1
+    assert {"0123456789ab, with changes", "9.9"} <= {*cells(page)}
     row = cells(page)[cells(page).index("optimizer.lr") :][:3]
     assert row == ["optimizer.lr", "0.03", "0.07"]
     evaluations = [record for record in read_metrics(run) if record["kind"] == "eval"]
@@ -49,6 +55,30 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, ca
         if not link.startswith(("#", "data:")):
             assert (tmp_path / "new" / unquote(link) / "manifest.json").is_file()
     assert "step-0000022" in page
+
+
+def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
+    """Running while another process has the lock, which the page leaves in place; stopped early."""
+    early = Path(shutil.copytree(run, tmp_path / "early"))
+    state = early / "checkpoints" / "step-0000022" / "state.json"
+    content = json.loads(state.read_text())
+    content["progress"]["stopped_early"], content["plan"]["total_steps"] = True, 44
+    state.write_text(json.dumps(content))
+    holder = (
+        "import sys, pathlib\nfrom imagenet_cls.files import take_lock\n"
+        "lock = take_lock(pathlib.Path(sys.argv[1]), '')\nprint(flush=True)\nsys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holder, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "\n"
+        for _ in range(2):
+            assert call(report_command, run, early, "--out", tmp_path / "page.html")[0] == 0
+            found = cells((tmp_path / "page.html").read_text())
+            assert "running: step 22 of 22" in found and "stopped early: step 22 of 44" in found
+            assert is_locked(run) and not is_locked(early) and not is_locked(tmp_path)
+        other.communicate()
+    assert not is_locked(run)
 
 
 def test_figures_of_a_run(run: Path) -> None:
@@ -75,7 +105,7 @@ def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable
     code, _, err = call(report_command, run, tmp_path / "empty", tmp_path / "new", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert code == 0, err
-    assert "step 1, no checkpoint" in page and page.count("is not compared") == 2
+    assert "interrupted: step 1, no checkpoint" in page and page.count("is not compared") == 2
 
 
 def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path, call: Callable) -> None:
