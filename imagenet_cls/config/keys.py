@@ -5,6 +5,7 @@ import types
 import typing
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any, Literal
 
 from imagenet_cls.config.schema import Config, KeyInfo, Kwargs
@@ -96,9 +97,11 @@ def default_of(key: str) -> Any:
 
 @cache
 def keys_with(flag: Literal["recipe", "per_machine"], value: bool) -> frozenset[str]:
-    """The keys that have this value of a flag of `KeyInfo`, for themselves or for their section."""
+    """The keys that have this value of a flag of `KeyInfo`, for themselves or for a section that holds them."""
     return frozenset(
-        key for key in value_types() if value in (getattr(info(part), flag) for part in (key, key.partition(".")[0]))
+        key
+        for key in value_types()
+        if value in (getattr(info(part), flag) for part in accumulate(key.split("."), "{}.{}".format))
     )
 
 

@@ -246,4 +246,5 @@ def test_flags_of_keys() -> None:
     per_machine, free = keys.keys_with("per_machine", True), keys.keys_with("recipe", False)
     assert {"data.root", "data.exclude", "expect.note", "imports"} <= per_machine
     assert {"checkpoint.keep_last", "log.plots", "train.compile", "data.exclude"} <= free
+    assert {"train.early_stop.patience_evals", "eval.metrics"} <= free
     assert not {"optimizer.lr", "seed", "model.name"} & (per_machine | free)
