@@ -35,7 +35,7 @@ from imagenet_cls.files import TEMPORARY, check_regular, fsync, remove
 FORMAT = 1
 
 # Results of an evaluation by their names in configs (`checkpoint.best`, `train.early_stop.metric`).
-METRICS = {"top1": "top1_pct", "top5": "top5_pct", "loss": "loss"}
+METRICS = {"top1": "top1_pct", "top5": "top5_pct", "loss": "loss", "balanced_accuracy": "balanced_accuracy_pct"}
 
 
 @dataclass
@@ -139,7 +139,7 @@ def check_progress(progress: Progress) -> None:
     numbers: list[float] = [progress.step, progress.evaluated_step]
     numbers += [step + top1_pct for step, top1_pct in progress.evaluations]
     numbers += [best["step"] + best_score(best) for best in progress.best.values()]
-    numbers += [score(results, metric) for results in progress.history for metric in METRICS.values()]
+    numbers += [score(results, metric) for results in progress.history for metric in results]
     sum(numbers + [metrics["top1_pct"] + metrics["loss"] for metrics in progress.latest.values()])
 
 

@@ -123,7 +123,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.engine.inference import evaluate_weights
     from imagenet_cls.guards.memory import explain_resource_errors
     from imagenet_cls.parallel.collectives import run_on_main
-    from imagenet_cls.report.jsonl import own_metrics
+    from imagenet_cls.report.jsonl import describe_metrics
 
     check_agreement(loaded, group, training=False)
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
@@ -144,7 +144,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
             f"{name}: top-1 {metrics['top1_pct']:.3f} %  top-5 {metrics['top5_pct']:.3f} %  "
             f"loss {metrics['loss']:.4f}  "
             + (f"ReaL {metrics['real_pct']:.3f} % of {metrics['real_images']}  " if "real_pct" in metrics else "")
-            + "".join(f"{field} {value:.5f}  " for field, value in own_metrics(metrics).items())
+            + "".join(f"{text}  " for text in describe_metrics(metrics, digits=3))
             + (f"classes: {metrics['classes']}  " if "classes" in metrics else "")
             + f"over {metrics['images']} images in {metrics['seconds']:.1f} s"
         )

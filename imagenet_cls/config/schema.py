@@ -508,7 +508,7 @@ class EarlyStopConfig:
     # End after this many evaluations in a row without a better one. null: train to the last epoch.
     patience_evals: int | None = key(None, COUNT)
     # What is compared: of the moving average if there is one, else of the raw weights.
-    metric: Literal["top1", "top5", "loss"] = key("top1", needs=STOPS_EARLY)
+    metric: Literal["top1", "top5", "loss", "balanced_accuracy"] = key("top1", needs=STOPS_EARLY)
     # A smaller gain is none: in percentage points, or of the loss.
     min_delta: float = key(0.0, NOT_NEGATIVE, needs=STOPS_EARLY)
 
@@ -646,9 +646,10 @@ class CheckpointConfig:
     every_steps: int | None = key(None, COUNT)
     # Number of newest checkpoints to keep, besides the best one. null: all.
     keep_last: int | None = key(2, COUNT)
-    # Which evaluation is the best: that with the highest top-1 or top-5 accuracy, or with the lowest loss. The best raw
-    # weights and the best moving average are kept.
-    best: Literal["top1", "top5", "loss"] = "top1"
+    # Which evaluation is the best: that with the highest top-1, top-5 or balanced accuracy, or with the lowest loss.
+    # Balanced accuracy is the mean of the recall of the classes. The best raw weights and the best moving average are
+    # kept.
+    best: Literal["top1", "top5", "loss", "balanced_accuracy"] = "top1"
     # What to do when saving fails (a full disk, a missing folder). stop: end the run with exit code 5. continue: log
     # it, train on and save at the next time; if the last save of the run fails, it ends with exit code 5 too.
     on_error: Literal["stop", "continue"] = "stop"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -102,9 +103,10 @@ def evaluate(
     names: of the models. num_classes: their outputs. metrics: own ones, for each model.
 
     Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are fewer than five); loss (mean
-    cross-entropy without smoothing); images (how many were counted); seconds (for all models together). With ReaL
-    labels also real_images, the number of images that have such labels, and real_pct, the share of these whose
-    prediction is one of them. The values of own metrics follow.
+    cross-entropy without smoothing); balanced_accuracy_pct (mean recall of the classes that have images); images (how
+    many were counted); seconds (for all models together). With ReaL labels also real_images, the number of images that
+    have such labels, and real_pct, the share of these whose prediction is one of them. The values of own metrics
+    follow.
     """
     started = time.perf_counter()
     own = {name: metrics[name] if metrics else {} for name in names}
@@ -115,7 +117,7 @@ def evaluate(
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24. One row for each model, so that
     # one tensor is reduced.
     dtype = torch.float32 if group.device.type == "mps" else torch.float64
-    sums = torch.zeros(len(names), 6, dtype=dtype, device=group.device)
+    sums = torch.zeros(len(names), 6 + 2 * num_classes, dtype=dtype, device=group.device)
     for logits_by_name, targets, indices in outputs:
         for row, name in zip(sums, names, strict=True):
             logits = logits_by_name[name]
@@ -127,6 +129,9 @@ def evaluate(
                 real = labels.real[indices].to(logits.device)
                 counts += [real.eq(best[:, :1]).any(1).sum(), real.ge(0).any(1).sum()]
             row[: len(counts)] += torch.stack([count.to(dtype) for count in counts])
+            hits_of_classes, images_of_classes = row[6:].view(2, num_classes)
+            hits_of_classes.index_add_(0, targets, top[:, 0].to(dtype))
+            images_of_classes.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
             for metric in own[name].values():
                 metric.update(logits, targets)
     if targets is None:  # an empty shard: metrics that gather lists need the dtype and dimensions of outputs
@@ -136,13 +141,14 @@ def evaluate(
                 metric.update(no_logits, no_logits.new_zeros(0, dtype=torch.int64))
     seconds = time.perf_counter() - started
     results = {}
-    for name, (top1, top5, loss_sum, images, real_hits, real_images) in zip(
-        names, all_reduce_sum(sums, group).tolist(), strict=True
-    ):
+    for name, row in zip(names, all_reduce_sum(sums, group).tolist(), strict=True):
+        top1, top5, loss_sum, images, real_hits, real_images = row[:6]
+        of_classes = zip(row[6 : 6 + num_classes], row[6 + num_classes :], strict=True)
         results[name] = {
             "top1_pct": 100 * top1 / images,
             "top5_pct": 100 * top5 / images,
             "loss": loss_sum / images,
+            "balanced_accuracy_pct": 100 * fmean(hits / count for hits, count in of_classes if count),
             "images": int(images),
             "seconds": seconds,
         }
@@ -155,13 +161,13 @@ def evaluate(
 def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig) -> bool:
     """Whether the last `patience_evals` evaluations, or more, were no better than the best one before them.
 
-    history: the metrics of all evaluations, in order. A result that is NaN is no better than any other.
+    history: the metrics of all evaluations, in order. A result that is NaN is no better than any other. Evaluations
+    from before the metric was recorded are left out.
     """
     if config.patience_evals is None:
         return False
-    best, waited = -math.inf, 0
-    for results in history:
-        value = score(results, METRICS[config.metric])
+    best, waited, metric = -math.inf, 0, METRICS[config.metric]
+    for value in (score(results, metric) for results in history if metric in results):
         is_better = value > best + config.min_delta
         best, waited = (value, 0) if is_better else (best, waited + 1)
     return waited >= config.patience_evals

@@ -158,6 +158,7 @@ def final_message(progress: Progress, work_dir: Path, meter: Meter) -> str:
             "top1_pct": ("top-1", "{:.2f} %"),
             "top5_pct": ("top-5", "{:.2f} %"),
             "loss": ("loss", "{:.4f}"),
+            "balanced_accuracy_pct": ("balanced accuracy", "{:.2f} %"),
         }[metric]
         last, top = (form.format(results[metric]) for results in (progress.latest[name], best))
         lines.append(f"{name} weights: {title} {last} at the end, best {top} at step {best['step']} in {saved}")

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from imagenet_cls.errors import printable
 from imagenet_cls.files import explain_write_errors
-from imagenet_cls.report.jsonl import Record, own_metrics
+from imagenet_cls.report.jsonl import Record, describe_metrics
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
@@ -149,7 +149,7 @@ class Console:
             f"top-5 {record['top5_pct']:.2f} %",
             f"loss {record['loss']:.4f}",
             *([f"ReaL {record['real_pct']:.2f} %"] if "real_pct" in record else []),
-            *(f"{name} {value:.4f}" for name, value in own_metrics(record).items()),
+            *describe_metrics(record, digits=2),
             *([f"classes: {record['classes']}"] if "classes" in record else []),
             f"{record['images']} images in {record['seconds']:.1f} s",
         ]

@@ -4,7 +4,8 @@
 
     {"kind": "train", "step", "epoch", "loss", "top1_pct", "lr", "grad_norm"}  for every step; the last of each logging
                                                        interval also has "images_per_sec", "data_wait_pct", "memory_mib"
-    {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "images", "seconds"}
+    {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss",
+                                          "balanced_accuracy_pct", "images", "seconds"}
                                           with eval.real_labels also "real_pct", "real_images"; with
                                           eval.classes=present also "classes", such as "200 of 1000"; with
                                           eval.metrics also their values
@@ -33,13 +34,24 @@ Record = dict[str, Any]
 _TEXT_KEYS = ("kind", "weights", "message", "classes")
 EVAL_FIELDS = (
     *("kind", "step", "epoch", "weights", "top1_pct", "top5_pct", "loss", "images", "seconds"),
-    *("real_pct", "real_images", "classes"),
+    *("balanced_accuracy_pct", "real_pct", "real_images", "classes"),
 )
 
 
 def own_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """The values of `eval.metrics` in the result of an evaluation."""
     return {field: value for field, value in record.items() if field not in EVAL_FIELDS}
+
+
+def describe_metrics(result: Mapping[str, Any], digits: int) -> list[str]:
+    """Texts about own metrics, and about balanced accuracy if it differs from top-1 by 0.1 percentage points or more.
+
+    digits: after the point of a percentage.
+    """
+    balanced = result.get("balanced_accuracy_pct", result["top1_pct"])
+    differs = abs(balanced - result["top1_pct"]) >= 0.1
+    texts = [f"balanced accuracy {balanced:.{digits}f} %"] if differs else []
+    return texts + [f"{name} {value:.{digits + 2}f}" for name, value in own_metrics(result).items()]
 
 
 class MetricsFile:

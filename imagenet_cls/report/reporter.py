@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _MAX_IMAGES = 32
 _TAGS = {
     "train": ("loss", "top1_pct", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib"),
-    "val": ("top1_pct", "top5_pct", "loss", "real_pct"),
-    "val_ema": ("top1_pct", "top5_pct", "loss", "real_pct"),
+    "val": ("top1_pct", "top5_pct", "loss", "balanced_accuracy_pct", "real_pct"),
+    "val_ema": ("top1_pct", "top5_pct", "loss", "balanced_accuracy_pct", "real_pct"),
 }
 
 

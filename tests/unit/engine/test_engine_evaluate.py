@@ -1,7 +1,10 @@
 """Counts of an evaluation, against a plain loop over single images."""
 
+import warnings
+
 import pytest
 import torch
+from sklearn.metrics import balanced_accuracy_score
 from torch import nn
 
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
@@ -45,6 +48,10 @@ def test_counts_equal_those_of_a_plain_loop(num_classes: int, batch_size: int) -
     assert (result["top1_pct"], result["top5_pct"]) == (pytest.approx(100 * top1 / 37), pytest.approx(100 * top5 / 37))
     assert result["loss"] == pytest.approx(loss / 37, rel=1e-5)
     assert 0 < result["top1_pct"] < 100
+    predicted = model(images.float() / 255).argmax(1)
+    with warnings.catch_warnings(action="ignore"):  # classes without images are left out
+        expected = 100 * balanced_accuracy_score(targets, predicted)
+    assert result["balanced_accuracy_pct"] == pytest.approx(expected, rel=1e-12) and expected != result["top1_pct"]
 
 
 def test_logits_under_autocast_are_float32_without_gradient() -> None:
