@@ -3,12 +3,17 @@
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.test import check_exists, write_predictions
+from imagenet_cls.commands.test import check_exists, check_output_path, explain_output_errors, write_predictions
 from imagenet_cls.config.schema import DEVICE
 from imagenet_cls.errors import DataError, UsageError, first_line, printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def predict_command(argv: Sequence[str]) -> None:
@@ -23,9 +28,14 @@ def predict_command(argv: Sequence[str]) -> None:
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="one JSON object on each line")
     shape.add_argument("--csv", action="store_true", help="one row for each image")
+    shape.add_argument(
+        "--features", type=Path, metavar="FILE.npz",
+        help="write the input of the classifier, float32 (N, D), and the names of the images, instead of predictions",
+    )  # fmt: skip
     parser.add_argument("--logits", action="store_true", help="with --json: the logits of all classes, too")
     arguments = parser.parse_args(argv)
     check_exists(arguments.checkpoint)
+    check_output_path(arguments.features, "--features")
     from imagenet_cls.engine.inference import Predictor, find_images
 
     paths = find_images(arguments.images)
@@ -34,6 +44,8 @@ def predict_command(argv: Sequence[str]) -> None:
             raise UsageError(
                 "an ONNX file holds one set of weights, and is run on the CPU.\nOmit --weights and --device."
             )
+        if arguments.features:
+            raise UsageError("an ONNX file holds no features, only logits.\nUse --features with a checkpoint.")
         from imagenet_cls.engine.export import OnnxPredictor
 
         predictor: Predictor = OnnxPredictor(arguments.checkpoint)
@@ -42,18 +54,37 @@ def predict_command(argv: Sequence[str]) -> None:
     for line in predictor.damage:
         print(printable(line), file=sys.stderr)
     bad: list[DataError] = []
-    rows = predictor.predict(paths, arguments.top, arguments.logits, bad)
-    if arguments.csv or arguments.json:
-        write_predictions(sys.stdout, rows, arguments.csv)
+    if arguments.features is not None:
+        write_features(arguments.features, list(predictor.in_batches(paths, predictor.features, bad)))
     else:
-        for row in rows:
-            shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
-            print(printable(f"{row['image']}: {shares}"))
+        print_predictions(arguments, predictor.predict(paths, arguments.top, arguments.logits, bad))
     if len(bad) > 1:
         listed = "\n".join(map(first_line, bad[:2]))
         raise DataError(f"{listed}\n{len(bad)} of {len(paths)} images can't be read.")
     if bad:
         raise bad[0]
+
+
+def print_predictions(arguments: argparse.Namespace, rows: Iterable[dict]) -> None:
+    if arguments.csv or arguments.json:
+        write_predictions(sys.stdout, rows, arguments.csv)
+        return
+    for row in rows:
+        shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
+        print(printable(f"{row['image']}: {shares}"))
+
+
+def write_features(path: Path, batches: Sequence[tuple[list, "Tensor"]]) -> None:
+    """Write an .npz file with `features`, float32 (N, D), and `images`, their names; nothing without images."""
+    if not batches:
+        return
+    import numpy as np
+
+    images = np.array([name for names, _ in batches for name in names], dtype=str)
+    features = np.concatenate([values.numpy() for _, values in batches])
+    with explain_output_errors(path, "--features"), path.open("wb") as file:  # savez appends .npz to other names
+        np.savez(file, features=features, images=images)
+    print(printable(f"wrote {features.shape[1]} features of {len(images)} images to {path}"))
 
 
 def device_name(text: str) -> str:

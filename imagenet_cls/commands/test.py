@@ -3,7 +3,9 @@
 import argparse
 import csv
 import json
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -43,9 +45,28 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "--report", type=Path, metavar="DIR",
         help="write report.html, report.json and confusion.csv: classes, confusion, calibration, mistakes",
     )  # fmt: skip
+    parser.add_argument(
+        "--knn", type=cli.positive, metavar="K",
+        help="classify by the K nearest training images, by the input of the classifier, instead of the classifier",
+    )  # fmt: skip
+    parser.add_argument(
+        "--linear-probe", type=positive_number, nargs="?", const=0.316, metavar="C",
+        help="fit a logistic regression to the training images, likewise; C: inverse of the L2 penalty (0.316)",
+    )  # fmt: skip
     cli.add_allow_import(parser)
     add_rank_options(parser)
     return parser
+
+
+def positive_number(text: str) -> float:
+    """An argparse type: the value of --linear-probe."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0; without one, write the option last")
+    return number
 
 
 def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
@@ -81,6 +102,8 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError for a missing checkpoint or unusable --out, on the first machine. Imports no torch."""
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
+    if uses_features(arguments) and (arguments.out or arguments.report):
+        raise UsageError("--knn and --linear-probe have no --out and no --report.\nLeave these out.")
     if len(paths) > 1 and arguments.node_rank == 0:
         check_exists(Path(paths[1]))
     if arguments.node_rank == 0:
@@ -88,18 +111,32 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         check_report_folder(arguments.report)
 
 
+def uses_features(arguments: argparse.Namespace) -> bool:
+    return arguments.knn is not None or arguments.linear_probe is not None
+
+
 def check_exists(checkpoint: Path) -> None:
     if not checkpoint.exists():
         raise CheckpointError(f"no checkpoint {str(checkpoint)!r}: no such file or folder; check the path")
 
 
-def check_output_path(path: Path | None) -> None:
-    """Raise UsageError, before a long evaluation, if --out can't be written or would replace a file. Leaves no file."""
+def check_output_path(path: Path | None, option: str = "--out") -> None:
+    """Raise UsageError, before a long computation, if a file can't be written or would be replaced. Leaves no file."""
     if path is not None and (path.is_file() or path.is_dir()):
-        raise UsageError(f"{path} already exists.\nName another file with --out, or move that one away.")
+        raise UsageError(f"{path} already exists.\nName another file with {option}, or move that one away.")
     if path is not None and not path.exists():
-        write_file(path, [])
+        with explain_output_errors(path, option):
+            path.open("w").close()
         path.unlink()
+
+
+@contextmanager
+def explain_output_errors(path: Path, option: str = "--out") -> Iterator[None]:
+    """Turn an OSError into a UsageError that names the file and the option."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"can't write {path}: {error.strerror}\nName another file with {option}.") from error
 
 
 def check_report_folder(folder: Path | None) -> None:
@@ -129,6 +166,16 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
+    if uses_features(arguments):
+        from imagenet_cls.engine.features import evaluate_features
+
+        with explain_resource_errors(killed_worker_error):
+            lines = evaluate_features(
+                loaded.config, checkpoint, group, arguments.knn, arguments.linear_probe, arguments.allow_import
+            )
+        if group.is_main:
+            print("\n".join(map(printable, lines)))
+        return
     run_on_main(group, lambda: check_output_path(arguments.out))
     run_on_main(group, lambda: check_report_folder(arguments.report))
     with explain_resource_errors(killed_worker_error):
@@ -157,12 +204,12 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
 
 def write_file(path: Path, rows: Iterable[dict]) -> None:
     """Write predictions: as CSV if the file is called .csv, else one JSON object on each line."""
-    try:
-        # surrogateescape: an image's name may be any bytes.
-        with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            write_predictions(file, rows, path.suffix == ".csv")
-    except OSError as error:
-        raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
+    # surrogateescape: an image's name may be any bytes.
+    with (
+        explain_output_errors(path),
+        path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        write_predictions(file, rows, path.suffix == ".csv")
 
 
 def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from imagenet_cls.files import check_regular
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.build import build_model, check_trusted, published_weights
+from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_classes, match_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors, state_dict_mismatch, without_split_bn
 from imagenet_cls.parallel.collectives import broadcast_tensors, gather_to_main, run_on_main
@@ -115,18 +117,7 @@ def evaluate_weights(
     val = with_classes(data.val, classes, f"data.val {config.data.val}", subset)
     labels = evaluation_labels(config.eval, val, classes)
     devices = rank_devices(config, group)
-    crop_px = config.eval.crop_px
-    for model in trained.models.values():
-        try:
-            note = resize_model(model, crop_px, len(trained.mean))
-        except ValueError as error:
-            text = (
-                f"{trained.config.model.name} can't take {format_size(crop_px)}: {error}{size_remedy(model, crop_px)}"
-            )
-            raise ConfigError([f"eval.crop_px: {text}"]) from error
-        if note is not None and note not in messages:
-            messages.append(note)
-        model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+    messages += prepare_models(trained, config, group)
     source = val if report is None else MeasuredSource(val)
     outputs = model_outputs(
         {name: wrap_data_parallel(model, devices) for name, model in trained.models.items()},
@@ -154,6 +145,22 @@ def evaluate_weights(
         about["settings"] = settings
         write_report(report, np.concatenate(gathered), val, labels.present, about)
     return messages, metrics, sorted(gather_to_main(rows, group), key=lambda row: row["index"])
+
+
+def prepare_models(trained: TrainedModels, config: Config, group: Group) -> list[str]:
+    """Fit the models to the images of `config.eval` and move them to the device, in place. Returns messages."""
+    crop_px, notes = config.eval.crop_px, dict[str, None]()
+    for model in trained.models.values():
+        try:
+            note = resize_model(model, crop_px, len(trained.mean))
+        except ValueError as error:
+            text = (
+                f"{trained.config.model.name} can't take {format_size(crop_px)}: {error}{size_remedy(model, crop_px)}"
+            )
+            raise ConfigError([f"eval.crop_px: {text}"]) from error
+        notes |= {note: None} if note is not None else {}
+        model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+    return list(notes)
 
 
 def classes_of_outputs(config: Config, found: tuple[str, ...]) -> tuple[str, ...]:
@@ -188,12 +195,17 @@ def record_predictions(
 
 
 def load_on_all_ranks(
-    config: Config, checkpoint: Path | None, classes: Sequence[str], group: Group, allow_import: Collection[str] = ()
+    config: Config,
+    checkpoint: Path | None,
+    classes: Sequence[str],
+    group: Group,
+    allow_import: Collection[str] = (),
+    any_head: bool = False,
 ) -> tuple[TrainedModels, list[str]]:
     """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network. A collective.
 
-    classes: of the data. Returns messages too: damaged checkpoints, the origin, and what differs from the evaluations
-    of the run.
+    classes: of the data. any_head: see `load_foreign_weights`. Returns messages too: damaged checkpoints, the origin,
+    and what differs from the evaluations of the run.
     """
     loaded: TrainedModels | None = None
 
@@ -203,7 +215,7 @@ def load_on_all_ranks(
             loaded, path = load_checkpoint(checkpoint, {config.model.name, *config.imports, *allow_import})
             differences = evaluation_differences(config, loaded, path)
         else:
-            loaded, differences = load_foreign_weights(config, checkpoint, classes), []
+            loaded, differences = load_foreign_weights(config, checkpoint, classes, any_head), []
         return replace(loaded, models={}), list(loaded.models), [*loaded.damage, loaded.origin, *differences]
 
     received, names, messages = run_on_main(group, read)
@@ -267,10 +279,13 @@ def build_bare_model(config: Config, num_classes: int) -> nn.Module:
     return build_model(model, num_classes, config.data.channels).eval()
 
 
-def load_foreign_weights(config: Config, file: Path | None, classes: Sequence[str]) -> TrainedModels:
+def load_foreign_weights(
+    config: Config, file: Path | None, classes: Sequence[str], any_head: bool = False
+) -> TrainedModels:
     """The config's model with the weights of a file, else with those that the config names.
 
-    classes: of the data. Raises CheckpointError if the weights do not fit the model, UsageError if there are none, and
+    classes: of the data. any_head: the head is not used, so that it may be missing or have other outputs. Raises
+    CheckpointError if the weights do not fit the model, UsageError if there are none, and
     DataError where they were published for ImageNet-1k and the classes have other names.
     """
     if file is None and not config.model.pretrained and config.model.checkpoint is None:
@@ -285,18 +300,19 @@ def load_foreign_weights(config: Config, file: Path | None, classes: Sequence[st
     mean, std = choose_mean_std(config, model)
     if path is None:
         source, had = published_weights(config.model, model)
-        if had != count:
+        if had != count and not any_head:
             raise CheckpointError(
                 f"model.pretrained: the published weights ({source}) have {had} outputs, not {count}.\n"
                 f"Set model.num_classes={had}, or evaluate a checkpoint that was trained on these classes."
             )
-        note = match_outputs(model, classes) if had == IMAGENET_CLASSES else ""
+        note = match_outputs(model, classes) if had == IMAGENET_CLASSES and not any_head else ""
         return TrainedModels({"raw": model}, config, count, None, mean, std, f"published weights ({source}){note}")
     with nullcontext() if file is not None else prefix_errors("model.checkpoint"):
         stored = read_stored_weights(path)
         # A new, random head is fine for training, but its predictions are chance.
-        sentence = load_weights(model, stored.tensors, count, head_may_differ=False)
-    origin = f"{stored.origin}: {sentence}; its outputs are taken for the classes in this order: {join_names(classes)}"
+        sentence = load_weights(model, stored.tensors, count, head_may_differ=any_head)
+    order = "" if any_head else f"; its outputs are taken for the classes in this order: {join_names(classes)}"
+    origin = f"{stored.origin}: {sentence}{order}"
     return TrainedModels({"raw": model}, config, count, None, mean, std, origin, stored.damage)
 
 
@@ -369,6 +385,7 @@ class Predictor:
     def _set_up(self, path: Path, trained: TrainedModels, model: nn.Module, device: torch.device) -> None:
         self.path, self.model, self.config, self.damage = path, model, trained.config, trained.damage
         self.classes, self.mean, self.std = trained.classes or (), trained.mean, trained.std
+        self.num_classes = trained.num_classes
         self.exif, self.flip = self.config.data.exif, self.config.eval.flip_tta
         self.transform = EvalTransform(self.config.eval, self.mean)
         self.preprocess = Preprocess(self.mean, self.std, device, self.config.train.channels_last)
@@ -384,6 +401,21 @@ class Predictor:
         with invalid_content_errors(self.path):
             return compute_logits(self.model, pixels, self.flip).cpu()
 
+    @torch.no_grad()
+    def features(self, images: Sequence[AnyImage]) -> Tensor:
+        """fp32 features (B, D) on the CPU: the input of the classifier, see `FeatureModel`. Raises as `logits`, and
+        UsageError where the model has no classifier that is known.
+
+        With `eval.flip_tta` the mean of the features of each image and of its mirror image, as of the logits.
+        """
+        pixels = self.prepare(images)
+        with invalid_content_errors(self.path):
+            return compute_logits(self._feature_model, pixels, self.flip).cpu()
+
+    @cached_property
+    def _feature_model(self) -> FeatureModel:
+        return FeatureModel(self.model, self.num_classes)
+
     def predict(
         self, images: Sequence[AnyImage], top: int = 5, with_logits: bool = False, bad: list[DataError] | None = None
     ) -> Iterator[dict[str, Any]]:
@@ -394,23 +426,32 @@ class Predictor:
         """
         if isinstance(images, str | Path):
             raise TypeError(f"predict takes a list of images, not {images!r}")
+        for names, logits in self.in_batches(images, self.logits, bad):
+            ranked = top_classes(logits, self.classes, top)
+            for name, best, outputs in zip(names, ranked, logits.tolist(), strict=True):
+                yield {"image": name, "top": best} | ({"logits": outputs} if with_logits else {})
+
+    def in_batches(
+        self,
+        images: Sequence[AnyImage],
+        compute: Callable[[Sequence[AnyImage]], Tensor],
+        bad: list[DataError] | None = None,
+    ) -> Iterator[tuple[list[str | int], Tensor]]:
+        """For each batch of images their names, as of `predict`, and `compute` of them: `logits` or `features`."""
         for start in range(0, len(images), _BATCH):
-            batch: dict[int, Tensor] = {}
+            names: list[str | int] = []
+            batch: list[Tensor] = []
             for number, image in enumerate(images[start : start + _BATCH], start):
                 try:
-                    batch[number] = read_image(image, self.exif)
+                    batch.append(read_image(image, self.exif))
                 except DataError as error:
                     if bad is None:
                         raise
                     bad.append(error)
-            if not batch:
-                continue
-            logits = self.logits(list(batch.values()))
-            ranked = top_classes(logits, self.classes, top)
-            for number, best, outputs in zip(batch, ranked, logits.tolist(), strict=True):
-                image = images[number]
-                name = str(image) if isinstance(image, str | Path) else number
-                yield {"image": name, "top": best} | ({"logits": outputs} if with_logits else {})
+                else:
+                    names.append(str(image) if isinstance(image, str | Path) else number)
+            if batch:
+                yield names, compute(batch)
 
 
 def load_model(

@@ -35,6 +35,24 @@ def gather_to_main(rows: list, group: Group) -> list:
     return [row for part in parts or [] for row in part]
 
 
+def gather_shards(shard: Tensor, num_rows: int, group: Group) -> Tensor:
+    """On rank 0 the rows of all ranks, (num_rows, ...) on the CPU, of which row i is of rank i % world_size; `shard`
+    elsewhere. Rank 0 holds the result and one shard at a time."""
+    if group.cpu_group is None:
+        return shard
+    if not group.is_main:
+        if len(shard):
+            dist.send(shard, 0, group=group.cpu_group)
+        return shard
+    gathered = shard.new_empty(num_rows, *shard.shape[1:])
+    gathered[:: group.world_size] = shard
+    for rank in range(1, min(group.world_size, num_rows)):
+        received = torch.empty_like(gathered[rank :: group.world_size], memory_format=torch.contiguous_format)
+        dist.recv(received, rank, group=group.cpu_group)
+        gathered[rank :: group.world_size] = received
+    return gathered
+
+
 def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int]]:
     """Names of values that differ from rank 0's, with the ranks where they do; the same result on every rank."""
     if group.cpu_group is None:

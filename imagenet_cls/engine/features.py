@@ -1,0 +1,139 @@
+"""How well frozen features classify: k-nearest neighbors and logistic regression, from the training to the validation
+images."""
+
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from imagenet_cls.config.schema import Config
+from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.samplers import shard_for_eval
+from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.engine.build import rank_devices
+from imagenet_cls.engine.evaluate import model_outputs
+from imagenet_cls.engine.inference import TrainedModels, load_on_all_ranks, prepare_models
+from imagenet_cls.engine.loaders import build_val_batches
+from imagenet_cls.engine.step import choose_precision
+from imagenet_cls.errors import UsageError, first_line
+from imagenet_cls.models.features import FeatureModel
+from imagenet_cls.parallel.collectives import gather_shards
+from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.wrap import wrap_data_parallel
+
+_TEMPERATURE = 0.07
+_CHUNK = 1024
+_PROBE_ITERATIONS = 1000
+
+
+def evaluate_features(
+    config: Config,
+    checkpoint: Path | None,
+    group: Group,
+    neighbors: int | None = None,
+    probe_c: float | None = None,
+    allow_import: Collection[str] = (),
+) -> list[str]:
+    """Classify the validation images by the features of the training images, both prepared as for evaluation. The
+    classifier of the model is not used, so its classes may be others. A collective.
+
+    neighbors: for `knn_classes`; probe_c: for `linear_probe`; None leaves one out. The others: of `evaluate_weights`.
+    Returns messages about the weights, and on rank 0 a line for each result.
+    """
+    data = open_datasets(config.data, subset=config.eval.classes == "present")
+    assert data.train is not None and data.val is not None
+    if neighbors is not None and neighbors > len(data.train):
+        raise UsageError(f"--knn {neighbors}: there are {len(data.train)} training images.\nGive at most as many.")
+    trained, messages = load_on_all_ranks(config, checkpoint, data.classes, group, allow_import, any_head=True)
+    messages += prepare_models(trained, config, group)
+    models = {name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()}
+    train, train_targets = compute_features(config, trained, models, data.train, group)
+    val, targets = compute_features(config, trained, models, data.val, group)
+    for name in models if group.is_main else ():
+        if neighbors is not None:
+            predicted = knn_classes(train[name], train_targets, val[name], neighbors, group.device)
+            messages.append(f"{name}: k-NN {describe(predicted, targets)}, k={neighbors}")
+        if probe_c is not None:
+            predicted, note = linear_probe(train[name], train_targets, val[name], probe_c)
+            messages.append(f"{name}: linear probe {describe(predicted, targets)}, C={probe_c:g}, {note}")
+    return messages
+
+
+def describe(predicted: Tensor, targets: Tensor) -> str:
+    return f"top-1 {100 * (predicted == targets).double().mean():.3f} % over {len(targets)} images"
+
+
+def compute_features(
+    config: Config, trained: TrainedModels, models: Mapping[str, nn.Module], source: ImageSource, group: Group
+) -> tuple[dict[str, Tensor], Tensor]:
+    """On rank 0 the features of all images by each model, fp32 (N, D), and their targets, int64 (N,), in the order of
+    `source`; elsewhere those of this rank's shard. Each image is read once, on one rank. A collective.
+    """
+    devices = rank_devices(config, group)
+    outputs = model_outputs(
+        {name: wrap_data_parallel(model, devices) for name, model in models.items()},
+        build_val_batches(config, source, group, len(devices.all), trained.mean),
+        Preprocess(trained.mean, trained.std, group.device, config.train.channels_last),
+        group.device,
+        choose_precision(config.train.precision, group.device),
+        flip=config.eval.flip_tta,
+    )
+    num_rows = len(shard_for_eval(len(source), group.rank, group.world_size))
+    shard: dict[str, Tensor] = {}
+    row = 0
+    for features, targets, indices in outputs:
+        for name, rows in {**features, "targets": targets, "indices": indices}.items():
+            if name not in shard:
+                shard[name] = torch.empty(num_rows, *rows.shape[1:], dtype=rows.dtype)
+            shard[name][row : row + len(rows)] = rows
+        row += len(indices)
+    names = [*models, "targets", "indices"]
+    gathered = {name: gather_shards(shard.get(name, torch.empty(0)), len(source), group) for name in names}
+    targets, indices = gathered.pop("targets"), gathered.pop("indices")
+    assert not group.is_main or torch.equal(indices, torch.arange(len(source)))
+    return gathered, targets
+
+
+def knn_classes(train: Tensor, targets: Tensor, val: Tensor, neighbors: int, device: torch.device) -> Tensor:
+    """The class of each image of `val` by a vote of its nearest images of `train` by cosine similarity, weighted by
+    exp(similarity / 0.07): int64 (M,) on the CPU.
+
+    train, val: features (N, D) and (M, D) on the CPU. targets: int64 (N,). Wu et al., "Unsupervised feature learning
+    via non-parametric instance discrimination", 2018, as in eval_knn.py of DINO (Caron et al. 2021). Unlike there, the
+    training images are compared in parts, so that the device holds M x D and M x 1,024 values, not N x D.
+    """
+    queries = functional.normalize(val.to(device))
+    best = torch.empty(len(val), 0, device=device)
+    classes = torch.empty(len(val), 0, dtype=torch.int64, device=device)
+    for features, of_features in zip(train.split(_CHUNK), targets.to(device).split(_CHUNK), strict=True):
+        similarity = torch.cat([best, queries @ functional.normalize(features.to(device)).T], dim=1)
+        candidates = torch.cat([classes, of_features.expand(len(val), -1)], dim=1)
+        best, columns = similarity.topk(min(neighbors, similarity.shape[1]), dim=1)
+        classes = candidates.gather(1, columns)
+    votes = torch.zeros(len(val), int(targets.max()) + 1)
+    return votes.scatter_add_(1, classes.cpu(), best.div(_TEMPERATURE).exp().cpu()).argmax(dim=1)
+
+
+def linear_probe(train: Tensor, targets: Tensor, val: Tensor, c: float) -> tuple[Tensor, str]:
+    """The class of each image of `val` by scikit-learn's logistic regression on `train`, int64 (M,), and a note on its
+    iterations. Arguments as of `knn_classes`. Raises UsageError where it can't be fitted.
+
+    Radford et al., "Learning transferable visual models from natural language supervision" (CLIP), 2021: L-BFGS of at
+    most 1,000 iterations on features that are not normalized. c: inverse of the L2 penalty; 0.316 is that of CLIP's
+    README. Unlike in the paper, it is not searched on the validation images.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(C=c, max_iter=_PROBE_ITERATIONS)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the iterations, which the note says
+            model.fit(train.numpy(), targets.numpy())
+    except ValueError as error:  # a single class, features that are not finite
+        raise UsageError(f"--linear-probe: scikit-learn can't fit the features: {first_line(error)}") from error
+    iterations = int(model.n_iter_.max())
+    note = f"{iterations} iterations" + (", not converged" if iterations >= _PROBE_ITERATIONS else "")
+    return torch.from_numpy(model.predict(val.numpy())), note

@@ -1,0 +1,211 @@
+"""Features: equal to timm's, written by predict.py, and classified by k-NN and a linear probe as by scikit-learn."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from forked_ranks import RankServer, destroy_group, join_group
+from helpers import arguments, plain, train_here
+from safetensors.torch import save_file
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor, nn
+
+import imagenet_cls
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.config.load import load_config
+from imagenet_cls.engine.evaluate import compute_logits
+from imagenet_cls.engine.features import evaluate_features, knn_classes, linear_probe
+from imagenet_cls.errors import UsageError
+from imagenet_cls.models.features import FeatureModel
+
+SMALL = {"img_size": 32, "patch_size": 8}
+MODELS = {
+    "test_resnet": {},
+    "test_vit": {},
+    "test_convnext": {},
+    "test_efficientnet": {},
+    "deit_tiny_distilled_patch16_224": SMALL,  # two classifiers, whose inputs differ
+    "crossvit_tiny_240": {},  # two of different widths
+    "volo_d1_224": {"img_size": 64},  # an auxiliary one at each position
+    "dla46_c": {},  # a convolution
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_features_are_those_of_timm(name: str) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=7, **MODELS[name]).eval()
+    images = torch.randn(3, *model.pretrained_cfg["input_size"])
+    size = MODELS[name].get("img_size") or (None if name.startswith("crossvit") else 64)
+    images = images[..., :size, :size]
+    expected = model.forward_head(model.forward_features(images), pre_logits=True)
+    features = FeatureModel(model, 7)
+    for _ in range(2):  # the input of one pass is not that of another
+        assert torch.allclose(features(images), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(features(images[:1]), features(images[:1])) and len(features(images[:1])) == 1
+
+
+class Scaled(nn.Module):
+    """A model of one's own: something follows its last linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = plain(12), nn.Linear(12, 7)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return 10 * self.last(self.body(images)).log_softmax(dim=1)
+
+
+@torch.no_grad()
+def test_features_of_other_models() -> None:
+    images = torch.randn(2, 3, 64, 64)
+    resnet = torchvision.models.resnet18(num_classes=7).eval()
+    got = FeatureModel(resnet, 7)(images)
+    resnet.fc = nn.Identity()
+    assert torch.equal(got, resnet(images))
+    squeezenet = torchvision.models.squeezenet1_1(num_classes=7).eval()  # a convolution at each position
+    assert torch.allclose(FeatureModel(squeezenet, 7)(images), squeezenet.features(images).mean((2, 3)))
+    scaled = Scaled().eval()
+    features = FeatureModel(scaled, 7)
+    assert torch.equal(features(images[..., :16, :16]), scaled.body(images[..., :16, :16]))
+    flipped = compute_logits(features, images[..., :16, :16], flip=True)
+    mirrored = scaled.body(images[..., :16, :16].flip(3))
+    assert torch.allclose(flipped, (scaled.body(images[..., :16, :16]) + mirrored) / 2)
+    with pytest.raises(UsageError, match="Sequential has none that is known"):
+        FeatureModel(nn.Sequential(nn.Conv2d(3, 8, 3)), 7)(images)
+
+
+@pytest.fixture(scope="module")
+def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run of a small network of timm, with EMA."""
+    folder = tmp_path_factory.mktemp("features") / "run"
+    changes = {"model__name": "test_resnet", "ema__decay": 0.5, "eval__flip_tta": "true"}
+    words = arguments(digits, folder, **changes, train__max_steps=3, augment__size_px=32, eval__crop_px=32)
+    train_here(words)
+    return folder
+
+
+def test_predict_writes_features_of_the_good_images(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    for number, file in enumerate(sorted((digits / "train/3").iterdir())[:40]):
+        shutil.copy(file, images / f"{number:02}.jpg")
+    (images / "05.jpg").write_bytes(b"no image")
+    code, out, err = call(predict_command, run, images, "--features", tmp_path / "out.npy")
+    assert code == 3 and "05.jpg" in err and out == f"wrote 96 features of 39 images to {tmp_path / 'out.npy'}\n"
+    with np.load(tmp_path / "out.npy", allow_pickle=False) as written:
+        names, features = written["images"], written["features"]
+    assert names.tolist() == [str(images / f"{n:02}.jpg") for n in range(40) if n != 5]
+    assert features.shape == (39, 96) and features.dtype == np.float32
+    predictor = imagenet_cls.Predictor(run)
+    pixels = predictor.prepare(names.tolist())
+    with torch.no_grad():
+        expected = [predictor.model.forward_features(x).mean((2, 3)) for x in (pixels, pixels.flip(3))]
+    assert np.allclose(features, sum(expected) / 2, rtol=1e-4, atol=1e-5)
+    assert np.allclose(features[:3], predictor.features(names[:3].tolist()), rtol=1e-4, atol=1e-5)
+
+
+def test_predict_keeps_existing_files(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+    image = next((digits / "train/3").iterdir())
+    (tmp_path / "out.npz").write_text("mine")
+    code, _, err = call(predict_command, run, image, "--features", tmp_path / "out.npz")
+    assert (
+        code == 2 and "already exists" in err and "--features" in err and (tmp_path / "out.npz").read_text() == "mine"
+    )
+    code, _, err = call(predict_command, run, image, "--features", tmp_path / "none/out.npz")
+    assert code == 2 and "can't write" in err and "--features" in err
+    (tmp_path / "model.onnx").write_text("")
+    code, _, err = call(predict_command, tmp_path / "model.onnx", image, "--features", tmp_path / "new.npz")
+    assert code == 2 and "no features" in err and not (tmp_path / "new.npz").exists()
+
+
+def split_digits() -> tuple[Tensor, Tensor, Tensor]:
+    """Pixels as features of 1,400 digits, their targets, and features of the other digits."""
+    values, targets = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    return values[:1400].float(), targets[:1400], values[1400:].float()
+
+
+@pytest.mark.parametrize("neighbors", [1, 20, 1100, 1400])
+def test_knn_is_that_of_scikit_learn(neighbors: int) -> None:
+    train, targets, val = split_digits()
+    got = knn_classes(train, targets, val, neighbors, torch.device("cpu"))
+    reference = KNeighborsClassifier(
+        neighbors, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
+    )
+    expected = reference.fit(train.double(), targets).predict(val.double())
+    assert np.array_equal(got, expected)
+    unweighted = KNeighborsClassifier(neighbors, metric="cosine").fit(train, targets).predict(val)
+    assert neighbors < 1100 or not np.array_equal(got, unweighted)
+
+
+@pytest.mark.parametrize("c", [0.316, 1e-6])
+def test_linear_probe_is_that_of_scikit_learn(c: float) -> None:
+    train, targets, val = split_digits()
+    got, note = linear_probe(train, targets, val, c)
+    reference = LogisticRegression(C=c, max_iter=1000, solver="lbfgs").fit(train.numpy(), targets.numpy())
+    assert np.array_equal(got, reference.predict(val.numpy()))
+    assert note == f"{reference.n_iter_[0]} iterations"
+
+
+def test_linear_probe_errors() -> None:
+    values, targets = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+    for features in (values, values / 0):
+        with pytest.raises(UsageError, match="scikit-learn can't fit"):
+            linear_probe(features, targets, values, 1.0)
+
+
+def lines_on_ranks(rank: int, ranks: int, folder: Path) -> None:
+    group = join_group(rank, ranks, folder / f"store{ranks}")
+    file, *overrides = arguments(folder / "digits", folder, data__fraction=0.2)[:-2]
+    config = load_config(file, [*overrides, f"model.checkpoint={folder}/weights.safetensors"]).config
+    lines = evaluate_features(config, None, group, neighbors=20, probe_c=0.1)
+    if rank == 0:
+        (folder / f"lines{ranks}").write_text("\n".join(lines))
+    if ranks > 1:
+        destroy_group(group)
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.nightly)])
+def test_result_does_not_depend_on_the_ranks(ranks: int, digits: Path, tmp_path: Path, rank_server: RankServer) -> None:
+    (tmp_path / "digits").symlink_to(digits)
+    torch.manual_seed(0)
+    save_file(plain(7).state_dict(), tmp_path / "weights.safetensors")  # a head for other classes
+    lines_on_ranks(0, 1, tmp_path)
+    rank_server.call(lines_on_ranks, ranks, tmp_path)
+    expected, lines = ((tmp_path / f"lines{number}").read_text().splitlines() for number in (1, ranks))
+    assert lines == expected and len(lines) == 3 and "newly initialized" in lines[0]
+    assert all("over 359 images" in line for line in lines[1:])
+
+
+def test_command_evaluates_raw_and_ema_weights(run: Path, call: Callable, tmp_path: Path) -> None:
+    code, out, _ = call(evaluate_command, run, "--linear-probe", "1", "--knn", 20)
+    assert code == 0 and [line.partition(" top-1")[0] for line in out.splitlines()[1:]] == [
+        "raw: k-NN", "raw: linear probe", "ema: k-NN", "ema: linear probe"
+    ]  # fmt: skip
+    code, out, _ = call(evaluate_command, run, "data.fraction=0.02", "--linear-probe")
+    assert code == 0 and "C=0.316" in out and "k-NN" not in out
+    for words, message in {
+        ("--knn", 1439): "there are 1438 training images",
+        ("--knn", 0): "0",
+        ("--linear-probe", "-1"): "not a number above 0",
+        ("--knn", 2, "--out", tmp_path / "rows.csv"): "no --out",
+    }.items():
+        code, _, err = call(evaluate_command, run, *words)
+        assert code == 2 and message in err
+
+
+def test_command_needs_training_images(digits: Path, call: Callable, tmp_path: Path) -> None:
+    (tmp_path / "val").symlink_to(digits / "train")
+    save_file(plain(10).state_dict(), tmp_path / "weights.safetensors")
+    words = arguments(tmp_path, tmp_path, data__name="folder", data__val="val", data__val_fraction="null")[:-2]
+    code, _, err = call(evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
+    assert code == 3 and "data.train" in err
