@@ -556,6 +556,9 @@ class TrainConfig:
     # End the run (exit code 6) after this many consecutive steps with a loss or gradient that is NaN or infinite. Such
     # steps don't change the weights.
     max_nonfinite_steps: int = key(10, COUNT, recipe=False)
+    # Profile these steps, `[first, last]`, counted from 1, by torch.profiler, on rank 0: `profile/` in the run folder
+    # then has a trace and a table of the ten most expensive operators. A trace has some megabytes per step. null: none.
+    profile: list[int] | None = key(None, COUNT, count=2, ascending=True, recipe=False)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs, stops_e
 from imagenet_cls.engine.loaders import DataWaitCheck
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import micro_batch_for
+from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions, open_run_folder
 from imagenet_cls.engine.state import disk_space_warning, open_saver, restore
 from imagenet_cls.engine.summary import class_counts, final_message, start_warnings, startup_table
@@ -89,7 +90,9 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
                 reporter.event(progress.step, message)
             # Before the collectives of the other ranks time out and the launcher ends this process.
             hang_log = HangLog(log_file(options.work_dir, group.rank), 0.9 * config.parallel.timeout_sec)
-            run = Run(parts, progress, reporter, saver, stop_signals, hang_log)
+            profiled = config.train.profile if group.is_main else None
+            profiler = StepProfiler(profiled, options.work_dir / "profile", group.device.type)
+            run = Run(parts, progress, reporter, saver, stop_signals, hang_log, profiler)
             with hang_log:
                 run.train_to_last_step(folder)
             run_on_main(group, saver.wait)
@@ -164,11 +167,12 @@ class Run:
         saver: CheckpointSaver,
         stop_signals: StopSignalHandler,
         hang_log: HangLog | None = None,
+        profiler: StepProfiler | None = None,
     ):
         self.parts, self.progress = parts, progress
         self.reporter, self.saver, self.stop_signals = reporter, saver, stop_signals
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
-        self.hang_log = hang_log
+        self.hang_log, self.profiler = hang_log, profiler
         self.meter = Meter(parts.group, parts.plan.global_batch)
         self.nonfinite_guard = NonFiniteGuard(
             parts.group,
@@ -189,6 +193,7 @@ class Run:
         """Train to the last step. Raises Stopped, after a save, if a signal stops the run."""
         try:
             self.evaluate_if_due()  # the run may have stopped between the last step of an epoch and its evaluation
+            self.profile()
             train(self)
         except StopRequested as request:
             self.log_steps()
@@ -200,6 +205,8 @@ class Run:
                 f"saved in {checkpoint_path(folder.checkpoints, step)}\nResume with the same command and --resume.",
                 request.signal_number,
             ) from None
+        finally:
+            self.profile(ends=True)
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         """This rank's micro-batches of an epoch from `first_step` on. TensorBoard shows the first one of a run."""
@@ -233,6 +240,7 @@ class Run:
             if self.save_due():
                 self.save()
             self.meter.restart_clock()
+        self.profile()
 
     def after_epoch(self) -> None:
         """Log the epoch's last steps; evaluate and save if that is due."""
@@ -245,6 +253,13 @@ class Run:
             improved = self.evaluate()
             if improved or self.save_due():
                 self.save()
+
+    def profile(self, ends: bool = False) -> None:
+        """Start or end the profile of `train.profile` if that is due. ends: end it in any case."""
+        profiler, step = self.profiler, self.progress.step
+        if profiler and (message := profiler.end(step) if ends else profiler.update(step)):
+            self.reporter.event(step, message)
+            self.meter.restart_clock()
 
     def log_steps(self) -> None:
         """Report the steps since the last call, and raise NonFiniteError after too many non-finite ones in a row."""

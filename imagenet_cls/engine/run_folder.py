@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # to, and exist before a run has begun. Checkpoints come first: a run without them can't be resumed.
 _WRITTEN = (
     "checkpoints", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "wandb", "mlflow", "writers", "plots",
+    "profile",
 )  # fmt: skip
 
 _REMEDY = "Free space, or give another folder with --work-dir."

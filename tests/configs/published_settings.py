@@ -58,7 +58,16 @@ NOT_HELD = (
     ),
     *(
         f"train.{key}"
-        for key in ("precision", "compile", "channels_last", "grad_checkp", "deterministic", "max_nonf", "early_stop")
+        for key in (
+            "precision",
+            "compile",
+            "channels_last",
+            "grad_checkp",
+            "deterministic",
+            "max_nonf",
+            "early_stop",
+            "profile",
+        )
     ),
     *(
         f"parallel.{key}"

@@ -30,6 +30,7 @@ NOT_TRAINED = {
     "train.compile": "takes longer than all of these runs",
     "train.deterministic": "for GPUs",
     "train.max_nonfinite_steps": "for runs that diverge",
+    "train.profile": "changes no weights; test_step_profiles",
     "train.early_stop.patience_evals": "ends a run early",
     "train.early_stop.metric": "likewise",
     "train.early_stop.min_delta": "likewise",

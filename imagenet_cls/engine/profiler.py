@@ -1,0 +1,56 @@
+"""A profile of some steps, `train.profile`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from imagenet_cls.errors import first_line
+
+_SHOWN_OPERATORS = 10
+
+
+class StepProfiler:
+    """Profiles a range of steps of this rank by `torch.profiler` and writes a trace and a table of operators.
+
+    steps: first and last, counted from 1; None: none, at no cost. folder: for the files, whose names have the first and
+    the last profiled step.
+    """
+
+    def __init__(self, steps: Sequence[int] | None, folder: Path, device_type: str):
+        self._steps, self._folder, self._device_type = steps, folder, device_type
+        self._profile: Any = None
+        self._first = 0
+
+    def update(self, step: int) -> str | None:
+        """Start or end where that is due. step: how many steps are done. Returns a message about files, if written."""
+        if self._steps is None:
+            return None
+        if self._profile is None and self._steps[0] - 1 <= step < self._steps[1]:
+            from torch.profiler import ProfilerActivity, profile
+
+            activities = [ProfilerActivity.CPU]
+            activities += [ProfilerActivity.CUDA] if self._device_type == "cuda" else []
+            self._profile, self._first = profile(activities=activities), step + 1
+            self._profile.start()
+        elif self._profile is not None and step >= self._steps[1]:
+            return self.end(step)
+        return None
+
+    def end(self, step: int) -> str | None:
+        """End a profile that is in progress, and write its files. Returns a message about them, or why it failed."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return None
+        profile.stop()
+        if step < self._first:
+            return None
+        name = f"steps-{self._first:07d}-{step:07d}"
+        trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
+        order = f"self_{'cuda' if self._device_type == 'cuda' else 'cpu'}_time_total"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(trace))
+            table.write_text(profile.key_averages().table(sort_by=order, row_limit=_SHOWN_OPERATORS) + "\n")
+        except (OSError, RuntimeError) as error:
+            return f"warning: train.profile: could not write {trace}: {first_line(error)}"
+        return f"profile of steps {self._first} to {step}: {trace} (for ui.perfetto.dev), {table}"

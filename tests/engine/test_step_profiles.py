@@ -1,0 +1,58 @@
+"""`train.profile`: the files, after a resume inside the range too, and the same bits."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY, arguments, environment, state_digest, train_here
+
+from imagenet_cls.engine.profiler import StepProfiler
+
+
+def traced_updates(run: Path, name: str) -> int:
+    """How many optimizer steps a trace has."""
+    with gzip.open(run / "profile" / f"{name}.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    return len({event["ts"] for event in events if event.get("name", "").startswith("Optimizer.step#")})
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
+def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    """Over the end of an epoch, where workers start, and with a resume in the range."""
+    plain, profiled = tmp_path / "plain", tmp_path / "profiled"
+    train_here(arguments(digits, plain, ema__decay=0.5, data__num_workers=workers))
+    words = arguments(digits, profiled, ema__decay=0.5, train__profile="[9, 14]", data__num_workers=workers)
+    train_here([*words, "train.max_steps=10"])
+    train_here([*words, "--resume"])
+    assert state_digest(profiled) == state_digest(plain)
+    names = ["steps-0000009-0000010", "steps-0000011-0000014"]
+    files = sorted(path.name for path in (profiled / "profile").iterdir())
+    assert files == sorted(f"{name}.{end}" for name in names for end in ("json.gz", "txt"))
+    assert [traced_updates(profiled, name) for name in names] == [2, 4]
+    table = (profiled / "profile" / f"{names[1]}.txt").read_text()
+    rows = [line for line in table.splitlines() if line.lstrip().startswith(("aten::", "Optimizer", "Autograd"))]
+    assert 3 < len(rows) <= 10 and any("conv" in row for row in rows), table
+    assert f"profile of steps 11 to 14: {profiled}/profile/{names[1]}.json.gz" in capsys.readouterr().out
+    train_here([*arguments(digits, profiled, train__max_steps=1), "--overwrite"])
+    assert not (profiled / "profile").exists()
+
+
+def test_unprofiled_run_imports_nothing() -> None:
+    code = (
+        "import sys; from imagenet_cls.engine.profiler import StepProfiler; before = set(sys.modules)\n"
+        "profiler = StepProfiler(None, None, 'cpu'); assert profiler.update(3) is profiler.end(4) is None\n"
+        "assert set(sys.modules) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), cwd=REPOSITORY)
+
+
+def test_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    profiler = StepProfiler([1, 1], tmp_path / "missing" / "profile", "cpu")
+    assert profiler.update(0) is None
+    assert "warning: train.profile: could not write" in str(profiler.update(1))
+    assert profiler.update(2) is None is profiler.end(3)
