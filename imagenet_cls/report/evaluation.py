@@ -228,8 +228,9 @@ def _draw_calibration(rows: Sequence[Figures], figure: "Figure") -> None:
     axes = figure.subplots()
     axes.plot([0, 1], [0, 100], color="gray", linestyle="--", linewidth=0.8)
     middles = [(row["low"] + row["high"]) / 2 for row in rows]
-    axes.bar(middles, [row["accuracy_pct"] for row in rows], 0.9 / _CALIBRATION_BINS, color="#2f7fd0", alpha=0.6)
-    axes.plot([row["confidence"] for row in rows], [row["accuracy_pct"] for row in rows], "o", color="#d9822b")
+    accuracy = [row["accuracy_pct"] for row in rows]
+    axes.bar(middles, accuracy, 0.9 / _CALIBRATION_BINS, color="#2f7fd0", alpha=0.6)
+    axes.plot([row["confidence"] for row in rows], accuracy, "o", color="#d9822b", clip_on=False)
     axes.set(xlim=(0, 1), ylim=(0, 100), xlabel="confidence", ylabel="accuracy (%)")
 
 

@@ -23,12 +23,14 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back); max-width: 68rem;
   margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-p, figcaption { color: var(--soft); overflow-wrap: anywhere } a { color: inherit }
+p, figcaption { color: var(--soft); overflow-wrap: anywhere } a { color: inherit; white-space: nowrap }
 .table { overflow: auto; max-height: 32rem; margin: .8rem 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); text-align: left; overflow-wrap: anywhere }
-th { position: sticky; top: 0; background: var(--head); overflow-wrap: normal }
-.number { text-align: right; white-space: nowrap }
+th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); text-align: left;
+  max-width: 18rem; overflow-wrap: break-word }
+th { position: sticky; top: 0; background: var(--head) }
+td { min-width: 5rem } .number { text-align: right; white-space: nowrap; min-width: 0 }
+.plot { overflow-x: auto }
 svg { max-width: 100%; height: auto } svg text { font-family: inherit !important }
 .images { display: flex; flex-wrap: wrap; gap: 1rem } .images figure { margin: 0; width: 10rem }
 .images img { max-width: 100%; min-width: 6rem } figcaption { font-size: .8rem }
@@ -119,4 +121,6 @@ def plot(width: float, height: float, draw: "Callable[[Figure], None]") -> Html:
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     drawn = file.getvalue().decode()
     drawn = re.sub(r' id="(?:figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|legend)_?\d*"', "", drawn)
-    return Html(drawn[drawn.index("<svg") :].replace(_INK, "currentColor"))
+    drawn = drawn[drawn.index("<svg") :].replace(_INK, "currentColor")
+    smallest = f'<svg style="min-width: {0.7 * width:g}in"'  # in a narrow window the text stays legible
+    return Html(f'<div class="plot">{drawn.replace("<svg", smallest, 1)}</div>')

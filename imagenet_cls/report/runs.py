@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _MAX_POINTS = 300  # of a curve; each is a mean
 _MAX_EVENTS = 100  # of TensorBoard's file that are searched for the first batch, which is among the first
 _BATCH_PX = 1000
+_MAX_LABEL = 40  # characters of a run's path in a legend
 _CURVES = {"lr": "learning rate", "images_per_sec": "images per second", "data_wait_pct": "waiting for data (%)"}
 
 
@@ -109,7 +110,7 @@ def runs_page(
     figures = [run_figures(run, batch) for run, batch in zip(runs, global_batches, strict=True)]
     cut = [f"{run.name}: the last line of metrics.jsonl is incomplete and was left out" for run in runs if run.is_cut]
     columns = {"run": "", "state": "", "best top-1 %": ".2f", "at step": ",d", "weights": "", "last top-1 %": ".2f"}
-    columns |= {"last loss": ".4f", "hours": ".2f", "img/s": ",.0f", "waiting %": ".1f", "ranks": "d"}
+    columns |= {"last loss": ".4f", "hours": ".3g", "img/s": ",.0f", "waiting %": ".1f", "ranks": "d"}
     keys: tuple[str, ...] = (
         "best_top1_pct",
         "best_step",
@@ -179,10 +180,14 @@ def _checkpoint_rows(
             yield run.name, Html(f'<a href="{quote(os.path.relpath(path, folder))}">{escape(path.name)}</a>{note}')
 
 
+def _label(run: RunRecords) -> str:
+    return run.name if len(run.name) <= _MAX_LABEL else f"…{run.name[-_MAX_LABEL:]}"
+
+
 def _draw_losses(runs: Sequence[RunRecords], figure: "Figure") -> None:
     axes = figure.subplots()
     for number, run in enumerate(runs):
-        _draw_means(axes, run.records("train"), "loss", f"C{number}", run.name)
+        _draw_means(axes, run.records("train"), "loss", f"C{number}", _label(run))
         results = [record for record in run.records("eval") if record["weights"] == "raw"]
         axes.plot(*_columns(results, "loss"), "o", color=f"C{number}", markersize=3)
     _finish(axes, "loss")
@@ -195,14 +200,14 @@ def _draw_top1(runs: Sequence[RunRecords], figure: "Figure") -> None:
             results = [record for record in run.records("eval") if record["weights"] == weights]
             if results:
                 x, y = _columns(results, "top1_pct")
-                axes.plot(x, y, style, color=f"C{number}", markersize=3, label=f"{run.name}, {weights}")
+                axes.plot(x, y, style, color=f"C{number}", markersize=3, label=f"{_label(run)}, {weights}")
     _finish(axes, "top-1 (%)")
 
 
 def _draw_curve(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
     axes = figure.subplots()
     for number, run in enumerate(runs):
-        _draw_means(axes, [record for record in run.records("train") if key in record], key, f"C{number}", run.name)
+        _draw_means(axes, [record for record in run.records("train") if key in record], key, f"C{number}", _label(run))
     _finish(axes, _CURVES[key])
 
 

@@ -126,18 +126,21 @@ def test_accuracy_by_size_uses_the_sizes_of_the_files(written: Path, folder: Pat
 
 
 class Tables(HTMLParser):
-    """The texts of all cells by table and row, all tags, and the addresses in attributes."""
+    """The texts of all cells by table and row, of other elements by tag, all tags, and the addresses in attributes."""
 
     def __init__(self, page: str):
         super().__init__()
         self.tables: list[list[list[str]]] = []
         self.tags: set[str] = set()
+        self.texts: list[tuple[str, str]] = []
+        self.tag = ""
         self.addresses: list[str] = []
         self.in_cell = False
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.add(tag)
+        self.tag = tag if tag != "br" else self.tag
         self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
         self.in_cell = tag in ("td", "th")
         if tag == "table":
@@ -153,6 +156,8 @@ class Tables(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.in_cell:
             self.tables[-1][-1][-1] += data
+        elif data.strip():
+            self.texts.append((self.tag, data.strip()))
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -177,6 +182,16 @@ def test_every_figure_of_the_page_is_in_the_json_file(written: Path) -> None:
             assert any(f"{number:.{decimals}f}" == cell.replace(",", "") for number in numbers), cell
             found += 1
     assert found > 60
+    captions = [data for tag, data in page.texts if tag == "figcaption"]
+    examples = [*report["mistakes"], *report["hits"]]
+    assert captions == [
+        line
+        for row in examples
+        for line in (f"{row['prediction']} ({row['confidence']:.4f})", f"true: {row['target']}", row["image"])
+    ]
+    drawn = [data for tag, data in Tables(text.partition("</svg>")[0]).texts if tag == "text"]
+    counts = [cell for row in [*csv.reader((written / "confusion.csv").open(newline=""))][1:] for cell in row[1:]]
+    assert sorted(drawn) == sorted([*(2 * CLASSES), "predicted class", "true class", *filter("0".__ne__, counts)])
     by_name = {row["name"]: row for row in report["classes"]}
     table = next(rows for rows in page.tables if rows[0][0] == "class")
     assert len(table) == 1 + len(CLASSES)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, median
 from urllib.parse import unquote
 
 import pytest
@@ -81,7 +82,7 @@ def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
     assert not is_locked(run)
 
 
-def test_figures_of_a_run(run: Path) -> None:
+def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_path: Path, call: Callable) -> None:
     figures = run_figures(read_run(run, []), 128)
     train = [record for record in read_metrics(run) if record["kind"] == "train"]
     speeds = {record["step"]: record["images_per_sec"] for record in train if "images_per_sec" in record}
@@ -91,7 +92,18 @@ def test_figures_of_a_run(run: Path) -> None:
     expected = sum(count * 128 / speed for count, speed in steps) + sum(seconds.values())
     assert figures["hours"] == pytest.approx(expected / 3600)
     assert (figures["step"], figures["ranks"], figures["total_steps"]) == (22, 1, None)
-    assert figures["last_loss"] == train[-1]["loss"]
+    assert call(report_command, run, "--out", tmp_path / "page.html")[0] == 0
+    results = [record for record in read_metrics(run) if record["kind"] == "eval"]
+    best = max(results, key=lambda record: record["top1_pct"])
+    waits = [record["data_wait_pct"] for record in train if "data_wait_pct" in record]
+    found = cells((tmp_path / "page.html").read_text())
+    assert found[2:11] == [
+        f"{best['top1_pct']:.2f}", str(best["step"]), "raw", f"{results[-1]['top1_pct']:.2f}",
+        f"{train[-1]['loss']:.4f}", f"{expected / 3600:.3g}", f"{median(speeds.values()):,.0f}",
+        f"{fmean(waits):.1f}", "1",
+    ]  # fmt: skip
+    versions = [text for row in json.loads((run / "env.json").read_text())["versions"].items() for text in row]
+    assert found[found.index("imagenet_cls") :][: len(versions)] == versions
 
 
 def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable) -> None:
