@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from imagenet_cls.errors import shorten
+from imagenet_cls.report.jsonl import own_metrics
 from imagenet_cls.report.page import Html, gallery, heading, image, page, plot, table, text
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def evaluation_page(figures: Mapping[str, Any], confusion: np.ndarray, thumbnail
     if "real_pct" in result:
         metrics |= {"ReaL %": ".3f", "images with ReaL labels": _COUNT}
         keys += ["real_pct", "real_images"]
+    metrics |= dict.fromkeys(own_metrics(result), ".4f")
+    keys += own_metrics(result)
     masked = []
     if "classes" in result:
         masked = [f"Masked: the outputs of all but {result['classes']} classes are ignored (eval.classes=present)."]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from imagenet_cls.files import is_locked
-from imagenet_cls.report.jsonl import Record, read_metrics
+from imagenet_cls.report.jsonl import Record, own_metrics, read_metrics
 from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, to_jpeg
 
 if TYPE_CHECKING:
@@ -28,6 +29,20 @@ _MAX_EVENTS = 100  # of TensorBoard's file that are searched for the first batch
 _BATCH_PX = 1000
 _MAX_LABEL = 40  # characters of a run's path in a legend
 _CURVES = {"lr": "learning rate", "images_per_sec": "images per second", "data_wait_pct": "waiting for data (%)"}
+
+# Columns of the results: title, key of `run_figures`, format.
+_RESULTS = (
+    ("best top-1 %", "best_top1_pct", ".2f"),
+    ("at step", "best_step", ",d"),
+    ("weights", "best_weights", ""),
+    ("last top-1 %", "last_top1_pct", ".2f"),
+    ("last balanced %", "last_balanced_pct", ".2f"),
+    ("last loss", "last_loss", ".4f"),
+    ("hours", "hours", ".3g"),
+    ("img/s", "images_per_sec", ",.0f"),
+    ("waiting %", "data_wait_pct", ".1f"),
+    ("ranks", "ranks", "d"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,11 +85,13 @@ def read_run(folder: Path, checkpoints: Sequence[Path]) -> RunRecords:
 def run_figures(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     """The figures of a run by name, None where unknown.
 
-    hours: of training steps and evaluations, from the speed of each logging interval. images_per_sec: the median of the
-    intervals; data_wait_pct: their mean.
+    best, last: of the weights with the higher top-1. hours: of training steps and evaluations, from the speed of each
+    logging interval. images_per_sec: the median of the intervals; data_wait_pct: their mean.
     """
     train, results = run.records("train"), run.records("eval")
-    best = max(results, key=lambda record: record["top1_pct"], default={})
+    best = max(results, key=itemgetter("top1_pct"), default={})
+    at_end = (record for record in results if record["step"] == results[-1]["step"])
+    last = max(at_end, key=itemgetter("top1_pct"), default={})
     intervals = [record for record in train if record.get("images_per_sec")]
     counts = np.diff([0, *(record["step"] for record in intervals)])
     seconds = [(global_batch or 0) * n / record["images_per_sec"] for n, record in zip(counts, intervals, strict=True)]
@@ -85,7 +102,9 @@ def run_figures(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
         "best_top1_pct": best.get("top1_pct"),
         "best_step": best.get("step"),
         "best_weights": best.get("weights"),
-        "last_top1_pct": max((r["top1_pct"] for r in results if r["step"] == results[-1]["step"]), default=None),
+        "last_top1_pct": last.get("top1_pct"),
+        "last_balanced_pct": last.get("balanced_accuracy_pct"),
+        "own_metrics": own_metrics(last),
         "last_loss": train[-1]["loss"] if train else None,
         "hours": (sum(seconds) + sum(evaluated.values())) / 3600 if global_batch and intervals else None,
         "images_per_sec": median(record["images_per_sec"] for record in intervals) if intervals else None,
@@ -109,19 +128,13 @@ def runs_page(
     names = [run.name for run in runs]
     figures = [run_figures(run, batch) for run, batch in zip(runs, global_batches, strict=True)]
     cut = [f"{run.name}: the last line of metrics.jsonl is incomplete and was left out" for run in runs if run.is_cut]
-    columns = {"run": "", "state": "", "best top-1 %": ".2f", "at step": ",d", "weights": "", "last top-1 %": ".2f"}
-    columns |= {"last loss": ".4f", "hours": ".3g", "img/s": ",.0f", "waiting %": ".1f", "ranks": "d"}
-    keys: tuple[str, ...] = (
-        "best_top1_pct",
-        "best_step",
-        "best_weights",
-        "last_top1_pct",
-        "last_loss",
-        "hours",
-        "images_per_sec",
-    )
-    keys = (*keys, "data_wait_pct", "ranks")
-    rows = [[run.name, _state(run, f), *(f[key] for key in keys)] for run, f in zip(runs, figures, strict=True)]
+    own = dict.fromkeys(name for row in figures for name in row["own_metrics"])
+    columns = {"run": "", "state": ""} | {title: form for title, _, form in _RESULTS}
+    columns |= {f"last {name}": ".4f" for name in own}
+    rows = [
+        [run.name, _state(run, row), *(row[key] for _, key, _ in _RESULTS), *map(row["own_metrics"].get, own)]
+        for run, row in zip(runs, figures, strict=True)
+    ]
     versions = [{"commit": _commit(run)} | run.environment.get("versions", {}) for run in runs]
     parts = [
         heading("Results", *notes, *cut),
@@ -176,7 +189,7 @@ def _checkpoint_rows(
 ) -> Iterable[tuple[str, Html]]:
     for run, row in zip(runs, figures, strict=True):
         for path in run.checkpoints:
-            note = ", best" if path.name == f"step-{row['best_step'] or 0:07d}" else ""
+            note = ", best top-1" if path.name == f"step-{row['best_step'] or 0:07d}" else ""
             yield run.name, Html(f'<a href="{quote(os.path.relpath(path, folder))}">{escape(path.name)}</a>{note}')
 
 

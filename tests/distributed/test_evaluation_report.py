@@ -31,6 +31,7 @@ def words(folder: Path, val: str = "val") -> list[str]:
     """A config for the images in `folder`, without workers."""
     settings = {"data.name": "folder", "data.root": folder / "images", "data.train": "val", "data.val": val}
     settings |= {"data.num_workers": 0, "eval.crop_px": 16, "eval.batch_size": 7, "ema.decay": "null"}
+    settings |= {"eval.metrics": "[helpers:mean_target]"}
     settings |= {"model.name": "helpers:plain", "model.checkpoint": folder / "weights.safetensors"}
     return [DEMO, *(f"{key}={value}" for key, value in settings.items())]
 
@@ -182,6 +183,8 @@ def test_every_figure_of_the_page_is_in_the_json_file(written: Path) -> None:
             assert any(f"{number:.{decimals}f}" == cell.replace(",", "") for number in numbers), cell
             found += 1
     assert found > 60
+    mean = np.mean([sorted(CLASSES).index(row["target"]) for row in json.loads((written / "rows.json").read_text())[1]])
+    assert page.tables[0][0][-1] == "mean_target" and page.tables[0][1][-1] == f"{mean:.4f}"
     captions = [data for tag, data in page.texts if tag == "figcaption"]
     examples = [*report["mistakes"], *report["hits"]]
     assert captions == [

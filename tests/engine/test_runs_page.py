@@ -24,7 +24,9 @@ from imagenet_cls.report.runs import read_run, run_figures
 @pytest.fixture(scope="module")
 def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "a <b>first"
-    train_here(arguments(digits, folder, log__tensorboard="true", log__every_steps=5))
+    train_here(
+        arguments(digits, folder, log__tensorboard="true", log__every_steps=5, eval__metrics="[helpers:mean_target]")
+    )
     return folder
 
 
@@ -97,10 +99,11 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_pa
     best = max(results, key=lambda record: record["top1_pct"])
     waits = [record["data_wait_pct"] for record in train if "data_wait_pct" in record]
     found = cells((tmp_path / "page.html").read_text())
-    assert found[2:11] == [
+    assert found[2:13] == [
         f"{best['top1_pct']:.2f}", str(best["step"]), "raw", f"{results[-1]['top1_pct']:.2f}",
+        f"{results[-1]['balanced_accuracy_pct']:.2f}",
         f"{train[-1]['loss']:.4f}", f"{expected / 3600:.3g}", f"{median(speeds.values()):,.0f}",
-        f"{fmean(waits):.1f}", "1",
+        f"{fmean(waits):.1f}", "1", f"{results[-1]['mean_target']:.4f}",
     ]  # fmt: skip
     versions = [text for row in json.loads((run / "env.json").read_text())["versions"].items() for text in row]
     assert found[found.index("imagenet_cls") :][: len(versions)] == versions
