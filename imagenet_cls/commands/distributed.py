@@ -28,6 +28,7 @@ from imagenet_cls.parallel.exit import (
     restart_advice,
     signal_launching_process,
     terminate_with_launching_process,
+    trains,
 )
 
 if TYPE_CHECKING:
@@ -193,9 +194,12 @@ def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> R
     lost = None
     if group is not None and group.heartbeat is not None:
         lost = group.heartbeat.wait_for_lost_rank(_PATIENCE_SEC)
+    where = "the errors and logs of the other ranks for the cause."
+    if re.search("timed? ?out", str(error), re.IGNORECASE) and trains():
+        others = f"rank{1 - rank}.log" if group is not None and group.world_size == 2 else "rank<r>.log of the others"
+        where = f"the stacks in logs/{others}, which show where a rank hangs; with nccl also logs/nccl_trace_rank<r>."
     return lost or ResourceError(
-        f"rank {rank} lost contact with another rank: {first_line(error)[:200]}\n"
-        f"See the errors and logs of the other ranks for the cause. {restart_advice()}"
+        f"rank {rank} lost contact with another rank: {first_line(error)[:200]}\nSee {where} {restart_advice()}"
     )
 
 

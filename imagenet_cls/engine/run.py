@@ -36,7 +36,7 @@ from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main, run_on_main
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import Group, name_flight_recorder_files
 from imagenet_cls.parallel.signals import StopRequested, StopSignalHandler
 from imagenet_cls.report.console import log_file, open_log
 from imagenet_cls.report.reporter import Reporter
@@ -74,6 +74,7 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
         parts = build(config, group, load_initial_weights=not resumes)
         progress, messages = restore(parts, folder, options)
         open_log(options.work_dir, group.rank)
+        name_flight_recorder_files(os.environ, log_file(options.work_dir, group.rank).parent)
         started = True
         if options.overwrite:  # only now, so that a run that fails to start does not remove the existing one
             run_on_main(group, folder.clear)

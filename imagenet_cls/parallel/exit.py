@@ -120,8 +120,12 @@ def print_error(text: object, code: int) -> None:
 
 def restart_advice() -> str:
     """What to do after a failure of the machine or of another rank: only training can be resumed."""
-    trains = os.environ.get(COMMAND_VARIABLE, "train") == "train"
-    return "Resume with the same command and --resume." if trains else "Run the same command again."
+    return "Resume with the same command and --resume." if trains() else "Run the same command again."
+
+
+def trains() -> bool:
+    """Whether the command that this process runs is `train`."""
+    return os.environ.get(COMMAND_VARIABLE, "train") == "train"
 
 
 def print_rank_failure(rank: int, code: int, message: str) -> int:
@@ -130,7 +134,11 @@ def print_rank_failure(rank: int, code: int, message: str) -> int:
     code: the process's exit code; -n after signal n, for which a shell has 128 + n. message: "" if it left none.
     """
     if not message and code < 0:
-        hint = "out of memory, perhaps (see `dmesg`)" if -code == signal.SIGKILL else "sent by another process"
+        hints = {
+            signal.SIGKILL: "out of memory, perhaps (see `dmesg`)",
+            signal.SIGABRT: "by nccl after a timeout, perhaps (see logs/rank*.log and logs/nccl_trace_rank*)",
+        }
+        hint = hints.get(signal.Signals(-code), "sent by another process")
         message = (
             f"rank {rank} was killed by {signal.Signals(-code).name}: {hint}; the other ranks were ended.\n"
             + restart_advice()

@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -116,6 +116,8 @@ def init_group(
     # Plain `mpi` would make a group without a store, in which no gloo group can be made.
     full_names = {"auto": "nccl" if device.type == "cuda" else "gloo", "mpi": "cpu:mpi,cuda:mpi"}
     backend = full_names.get(backend, backend)
+    if backend == "nccl":
+        enable_flight_recorder(os.environ)
     if rank_info.world_size == 1:
         if mode == "ddp" and not dist.is_initialized():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -155,6 +157,26 @@ def init_group(
     finally:
         watchdog.cancel()
     return Group(rank_info, device, cpu_group, rendezvous.file, address_towards(master))
+
+
+def enable_flight_recorder(env: MutableMapping[str, str]) -> None:
+    """Have nccl's process group, made later, record its last collectives and write them to a file after a timeout.
+
+    Variables that are set stay, by an older name too.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:
+        env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def name_flight_recorder_files(env: MutableMapping[str, str], logs: Path) -> None:
+    """Have nccl's process group write `nccl_trace_rank<r>` in the folder `logs`, unless a variable names another file.
+
+    torch reads the variable when it writes.
+    """
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    if is_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in env:
+        env.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{logs.absolute()}/nccl_trace_rank")
 
 
 def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInfo) -> Rendezvous:

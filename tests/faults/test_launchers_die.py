@@ -229,6 +229,8 @@ def test_rank_that_hangs_has_its_stack_in_its_log(digits: Path, tmp_path: Path) 
     assert process.returncode == 5 and len(errors.splitlines()) <= 3, errors
     log = (folder / "logs" / "rank1.log").read_text()
     assert re.search(r'helpers\.py", line \d+ in forward', log), log
+    assert "the stacks in logs/rank1.log" in errors
+    assert not list(folder.glob("logs/nccl_trace*"))
 
 
 @pytest.mark.nightly

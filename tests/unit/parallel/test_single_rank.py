@@ -1,5 +1,8 @@
 """Devices, backends and wrapping with a single rank. Several ranks: tests/distributed."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +11,13 @@ from torch import nn
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.devices import choose_device, gpu_index
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group, check_backend, init_group
+from imagenet_cls.parallel.process_group import (
+    Group,
+    check_backend,
+    enable_flight_recorder,
+    init_group,
+    name_flight_recorder_files,
+)
 from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, rebuild_ddp_buckets, wrap_model
 
 CPU = torch.device("cpu")
@@ -62,6 +71,41 @@ def test_check_backend_that_is_missing_or_does_not_fit_raises(monkeypatch: pytes
     for backend, launcher in (("ucc", "none"), ("nccl", "none"), ("mpi", "spawn"), ("mpi", "pytorch")):
         with pytest.raises(UsageError):
             check_backend(backend, launcher)
+
+
+def test_flight_recorder_is_on_for_nccl_before_the_group_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a GPU: only the variables that nccl's process group reads."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    older = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    for name in (*names, *older):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    made = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append((backend, variables())))
+    monkeypatch.setattr("imagenet_cls.parallel.process_group.check_backend", lambda *_: None)
+
+    def variables() -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    for backend in ("gloo", "nccl"):
+        init_group(RankInfo(), torch.device("cpu"), "ddp", backend, "env://", 10.0)
+    assert made == [("gloo", [None] * 3), ("nccl", ["2000", "1", None])]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for backend, file in (("gloo", None), ("nccl", f"{tmp_path}/nccl_trace_rank")):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        name_flight_recorder_files(os.environ, tmp_path)
+        assert os.environ.get("TORCH_FR_DUMP_TEMP_FILE") == file
+    own = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "a",
+    }
+    env = dict(own)
+    enable_flight_recorder(env)
+    name_flight_recorder_files(env, tmp_path)
+    assert env == own
 
 
 def test_batch_norm_statistics_after_a_skipped_step_are_restored() -> None:
