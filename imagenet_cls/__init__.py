@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from imagenet_cls.engine.inference import Predictor, load_model
+    from imagenet_cls.engine.predictor import Predictor, load_model
     from imagenet_cls.report.jsonl import read_metrics
 
 __version__ = "0.1.0"
@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if sys.platform == "win32":
         raise ImportError("imagenet_cls does not run on Windows; use WSL (Windows Subsystem for Linux)")
-    module = "report.jsonl" if name == "read_metrics" else "engine.inference"
+    module = "report.jsonl" if name == "read_metrics" else "engine.predictor"
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -124,7 +124,7 @@ def add_allow_import(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CHECKPOINT, --weights and --allow-import, for `engine.inference.Predictor`."""
+    """Add CHECKPOINT, --weights and --allow-import, for `engine.predictor.Predictor`."""
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT",
         help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best one)",

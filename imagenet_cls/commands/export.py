@@ -32,7 +32,7 @@ def export_command(argv: Sequence[str]) -> None:
     check_exists(arguments.checkpoint)
     check_output_path(out)
     from imagenet_cls.engine.export import BATCHES, check_packages, compare, comparison_images, export_model
-    from imagenet_cls.engine.inference import Predictor
+    from imagenet_cls.engine.predictor import Predictor
 
     if arguments.format == "onnx":
         check_packages("onnx", "onnxscript", "onnxruntime")

@@ -36,7 +36,7 @@ def predict_command(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     check_exists(arguments.checkpoint)
     check_output_path(arguments.features, "--features")
-    from imagenet_cls.engine.inference import Predictor, find_images
+    from imagenet_cls.engine.predictor import Predictor, find_images
 
     paths = find_images(arguments.images)
     if arguments.checkpoint.suffix == ".onnx":

@@ -26,7 +26,7 @@ def publish_command(argv: Sequence[str]) -> None:
         raise UsageError(f"{folder} exists and is not empty.\nGive another folder, or --overwrite.")
     if repository is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UsageError(f"--push {repository}: not a model of the Hugging Face Hub.\nGive USER/NAME.")
-    from imagenet_cls.engine.inference import Predictor
+    from imagenet_cls.engine.predictor import Predictor
     from imagenet_cls.engine.publish import push, write_folder
 
     predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)

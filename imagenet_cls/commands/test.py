@@ -157,7 +157,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     """One rank's part of an evaluation."""
     from imagenet_cls.data.loader import killed_worker_error
     from imagenet_cls.engine.check import check_agreement
-    from imagenet_cls.engine.inference import evaluate_weights
+    from imagenet_cls.engine.evaluate_weights import evaluate_weights
     from imagenet_cls.guards.memory import explain_resource_errors
     from imagenet_cls.parallel.collectives import run_on_main
     from imagenet_cls.report.jsonl import describe_metrics

@@ -19,7 +19,8 @@ from imagenet_cls.checkpoint.format import config_from_state, invalid_content_er
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.export_transform import MAX_PIXEL_DIFFERENCE, ExportTransform
 from imagenet_cls.data.transforms import to_channels
-from imagenet_cls.engine.inference import AnyImage, Predictor, TrainedModels, read_image
+from imagenet_cls.engine.predictor import AnyImage, Predictor, read_image
+from imagenet_cls.engine.trained import TrainedModels
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
 from imagenet_cls.files import check_regular
 from imagenet_cls.lookup import is_factory_name

@@ -11,19 +11,13 @@ from torch.nn import functional
 
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.engine.build import rank_devices
-from imagenet_cls.engine.evaluate import model_outputs
-from imagenet_cls.engine.inference import TrainedModels, load_on_all_ranks, prepare_models
-from imagenet_cls.engine.loaders import build_val_batches
-from imagenet_cls.engine.step import choose_precision
+from imagenet_cls.engine.trained import TrainedModels, load_on_all_ranks, prepare_models, trained_outputs
 from imagenet_cls.errors import UsageError, first_line
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.collectives import gather_shards
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.wrap import wrap_data_parallel
 
 _TEMPERATURE = 0.07
 _CHUNK = 1024
@@ -49,7 +43,7 @@ def evaluate_features(
     if neighbors is not None and neighbors > len(data.train):
         raise UsageError(f"--knn {neighbors}: there are {len(data.train)} training images.\nGive at most as many.")
     trained, messages = load_on_all_ranks(config, checkpoint, data.classes, group, allow_import, any_head=True)
-    messages += prepare_models(trained, config, group)
+    messages += [*filter(None, [data.note]), *prepare_models(trained, config, group)]
     models = {name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()}
     train, train_targets = compute_features(config, trained, models, data.train, group)
     val, targets = compute_features(config, trained, models, data.val, group)
@@ -73,19 +67,10 @@ def compute_features(
     """On rank 0 the features of all images by each model, fp32 (N, D), and their targets, int64 (N,), in the order of
     `source`; elsewhere those of this rank's shard. Each image is read once, on one rank. A collective.
     """
-    devices = rank_devices(config, group)
-    outputs = model_outputs(
-        {name: wrap_data_parallel(model, devices) for name, model in models.items()},
-        build_val_batches(config, source, group, len(devices.all), trained.mean),
-        Preprocess(trained.mean, trained.std, group.device, config.train.channels_last),
-        group.device,
-        choose_precision(config.train.precision, group.device),
-        flip=config.eval.flip_tta,
-    )
     num_rows = len(shard_for_eval(len(source), group.rank, group.world_size))
     shard: dict[str, Tensor] = {}
     row = 0
-    for features, targets, indices in outputs:
+    for features, targets, indices in trained_outputs(trained, models, source, config, group):
         for name, rows in {**features, "targets": targets, "indices": indices}.items():
             if name not in shard:
                 shard[name] = torch.empty(num_rows, *rows.shape[1:], dtype=rows.dtype)

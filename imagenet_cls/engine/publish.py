@@ -14,7 +14,7 @@ from timm.models._hub import generate_readme
 from imagenet_cls import __version__
 from imagenet_cls.checkpoint.format import invalid_content_errors, verified_files
 from imagenet_cls.config.keys import keys_with
-from imagenet_cls.engine.inference import Predictor
+from imagenet_cls.engine.predictor import Predictor
 from imagenet_cls.errors import ResourceError, UsageError, first_line, printable
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.models.build import FOLDER, HUB, is_download_error

@@ -20,7 +20,7 @@ from sklearn.calibration import calibration_curve
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.engine.inference import evaluate_weights
+from imagenet_cls.engine.evaluate_weights import evaluate_weights
 from imagenet_cls.report.evaluation import COLUMNS, evaluation_figures, evaluation_page
 
 CLASSES = ["a <b>&", "$x$", "cat", "dog", "猫", "owl", "pig"]

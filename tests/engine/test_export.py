@@ -18,7 +18,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data import export_transform
 from imagenet_cls.engine import export
-from imagenet_cls.engine.inference import Predictor, read_image
+from imagenet_cls.engine.predictor import Predictor, read_image
 
 TRUST = ("--allow-import", "helpers:plain")
 

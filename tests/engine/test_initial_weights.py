@@ -18,8 +18,8 @@ from timm.data import IMAGENET_DEFAULT_MEAN
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
 from imagenet_cls.engine import model as engine_model
-from imagenet_cls.engine.inference import load_foreign_weights
 from imagenet_cls.engine.model import build_initial_model, class_difference
+from imagenet_cls.engine.trained import load_foreign_weights
 from imagenet_cls.errors import UsageError
 
 DIGITS = [str(digit) for digit in range(10)]

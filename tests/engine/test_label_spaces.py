@@ -21,7 +21,7 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.engine.inference import classes_of_outputs
+from imagenet_cls.engine.evaluate_weights import classes_of_outputs
 from imagenet_cls.errors import DataError
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()

@@ -16,7 +16,7 @@ from PIL import Image
 from imagenet_cls.commands.publish import publish_command
 from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data.transforms import EvalTransform
-from imagenet_cls.engine.inference import Predictor
+from imagenet_cls.engine.predictor import Predictor
 from imagenet_cls.engine.publish import timm_crop_pct
 
 SETTINGS = {"model__name": "vit_tiny_patch16_224.augreg_in21k", "eval__interpolation": "bicubic"}

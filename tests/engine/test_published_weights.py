@@ -14,8 +14,8 @@ from torchvision.models import ResNet18_Weights
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
-from imagenet_cls.engine.inference import load_foreign_weights
 from imagenet_cls.engine.model import build_distillation_teacher, build_initial_model
+from imagenet_cls.engine.trained import load_foreign_weights
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group

@@ -1,0 +1,112 @@
+"""Evaluates any weights on a config's validation images."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.data.classes import is_numbered, join_names
+from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.sources import ImageSource, with_classes
+from imagenet_cls.engine.evaluate import Outputs, evaluate
+from imagenet_cls.engine.evaluation_report import MeasuredSource, record_rows, write_report
+from imagenet_cls.engine.labels import evaluation_labels
+from imagenet_cls.engine.metrics import build_metrics
+from imagenet_cls.engine.model import class_difference
+from imagenet_cls.engine.predictor import top_classes
+from imagenet_cls.engine.trained import EVALUATION_KEYS, load_on_all_ranks, prepare_models, trained_outputs
+from imagenet_cls.errors import DataError, format_value
+from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_classes
+from imagenet_cls.parallel.collectives import gather_to_main
+from imagenet_cls.parallel.process_group import Group
+
+
+def evaluate_weights(
+    config: Config,
+    checkpoint: Path | None,
+    group: Group,
+    keep_predictions: bool,
+    allow_import: Collection[str] = (),
+    report: Path | None = None,
+) -> tuple[list[str], dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Evaluate weights on the config's validation images; every image counts exactly once. A collective.
+
+    checkpoint: a checkpoint or run folder, foreign weights, or None for the weights that the config names.
+    allow_import: what a checkpoint may import beyond what the config names. report: a folder for the report, which rank
+    0 writes; of the EMA weights if there are any.
+
+    Returns messages about the weights, the metrics of `evaluate`, and with keep_predictions on rank 0 one row for each
+    image: image, target, top-5 classes and probabilities, of the EMA weights if there are any.
+    """
+    subset = config.eval.classes == "present"
+    data = open_datasets(config.data, ("val",), subset)
+    assert data.val is not None
+    classes = classes_of_outputs(config, data.classes)
+    trained, messages = load_on_all_ranks(config, checkpoint, classes, group, allow_import)
+    classes = trained.classes or classes
+    is_by_position = is_numbered(data.classes, classes) and not has_training_part(config.data)
+    if classes != data.classes and not (subset or is_by_position):
+        assert trained.classes is not None
+        difference = class_difference(trained.classes, data.classes)
+        raise DataError(
+            f"the validation images have {len(data.classes)} classes ({join_names(data.classes)}), the checkpoint was "
+            f"trained on {len(trained.classes)} ({join_names(trained.classes)})"
+            f"{difference and f': {difference}'}.\n"
+            "Use the config and the data that it was trained with; for some of its classes, eval.classes=present."
+        )
+    val = with_classes(data.val, classes, f"data.val {config.data.val}", subset)
+    labels = evaluation_labels(config.eval, val, classes)
+    messages += prepare_models(trained, config, group)
+    source = val if report is None else MeasuredSource(val)
+    outputs = trained_outputs(trained, trained.models, source, config, group, labels)
+    names = list(trained.models)
+    rows: list[dict[str, Any]] = []
+    if keep_predictions:
+        outputs = record_predictions(outputs, names[-1], val, classes, rows)
+    parts: list[np.ndarray] = []
+    if isinstance(source, MeasuredSource):
+        outputs = record_rows(outputs, names[-1], source.sizes, parts)
+    own = build_metrics(config.eval.metrics, trained.num_classes, names, group)
+    metrics = evaluate(outputs, names, group, trained.num_classes, labels, own)
+    if shown := labels.describe(trained.num_classes):
+        metrics = {name: result | {"classes": shown} for name, result in metrics.items()}
+    if report is not None and (gathered := gather_to_main(parts, group)):
+        settings = {key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS}
+        about = {"model": trained.config.model.name, "weights": names[-1], "messages": messages, "metrics": metrics}
+        about["settings"] = settings
+        write_report(report, np.concatenate(gathered), val, labels.present, about)
+    return messages, metrics, sorted(gather_to_main(rows, group), key=lambda row: row["index"])
+
+
+def classes_of_outputs(config: Config, found: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes of weights that don't name them, in the order of their outputs. found: those of the data.
+
+    They are ImageNet's where the data's are some of them (`eval.classes=present`) or the numbers of all, and no
+    training part names them. Their number is `model.num_classes`, or 1,000. Otherwise they are `found`.
+    """
+    given, has_training = config.model.num_classes, has_training_part(config.data)
+    if config.data.classes is not None or (has_training and given is None):
+        return found
+    names = imagenet_classes(given or IMAGENET_CLASSES)
+    is_subset = config.eval.classes == "present" and set(found) <= set(names)
+    is_by_position = is_numbered(found, names) and not has_training
+    return names if names and (is_subset or is_by_position) else found
+
+
+def has_training_part(data: DataConfig) -> bool:
+    """Whether there is a training part, whose classes are those of the data, beside the validation part."""
+    return data.name != "folder" or data.val is None or (Path(data.root).expanduser() / data.train).exists()
+
+
+def record_predictions(
+    outputs: Iterable[Outputs], name: str, source: ImageSource, classes: Sequence[str], rows: list[dict[str, Any]]
+) -> Iterator[Outputs]:
+    """Yield the outputs of an evaluation unchanged, and append a row for each image. name: of the weights."""
+    for logits, targets, indices in outputs:
+        ranked = top_classes(logits[name], classes)
+        for index, target, top in zip(indices.tolist(), targets.tolist(), ranked, strict=True):
+            rows.append({"index": index, "image": source.name(index), "target": classes[target], "top": top})
+        yield logits, targets, indices

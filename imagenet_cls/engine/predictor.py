@@ -1,0 +1,199 @@
+"""Prediction with a checkpoint alone, without a config and data."""
+
+import glob
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from imagenet_cls.checkpoint.format import invalid_content_errors
+from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
+from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.index import is_image
+from imagenet_cls.data.transforms import EvalTransform
+from imagenet_cls.engine.evaluate import compute_logits
+from imagenet_cls.engine.trained import TrainedModels, load_checkpoint
+from imagenet_cls.errors import CheckpointError, DataError
+from imagenet_cls.files import check_regular
+from imagenet_cls.models.features import FeatureModel
+from imagenet_cls.parallel.devices import choose_device
+from imagenet_cls.parallel.environment import RankInfo
+
+AnyImage = str | Path | Image.Image | np.ndarray | Tensor
+"""A file, a Pillow image, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)."""
+
+_BATCH = 32
+
+
+class Predictor:
+    """Classifies images with a checkpoint folder alone, prepared as its run evaluated them (`eval.flip_tta`, too).
+
+    checkpoint: one, its file of raw or EMA weights, or a run folder, which stands for its best one. weights: `raw`,
+    `ema`, or None for those of the file, for those that made a run's checkpoint the best, or of a single checkpoint for
+    the EMA if it has one. device: a value of the config's `device`. allow_import: factories and modules that its config
+    may name besides the libraries' models.
+
+    model: in evaluation mode, on the device; maps the images of `prepare` to logits (B, C). classes: their names.
+    damage: a line for each damaged checkpoint that was skipped, and for each removed key of its config. Raises
+    CheckpointError.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        device: str = "auto",
+        weights: str | None = None,
+        allow_import: Collection[str] = (),
+    ):
+        on = choose_device(device, RankInfo())
+        folder = Path(checkpoint)
+        if folder.is_file() and (folder.parent / "manifest.json").is_file():
+            weights = weights or {"model.safetensors": "raw", "ema.safetensors": "ema"}.get(folder.name)
+            folder = folder.parent
+        trained, path = load_checkpoint(folder, allow_import)
+        name = weights or trained.best or ("ema" if "ema" in trained.models else "raw")
+        if name not in trained.models:
+            raise CheckpointError(f"{path} holds no {name} weights.\nIt holds: {', '.join(trained.models)}.")
+        self.weights = name
+        self._set_up(path, trained, trained.models[name].to(on), on)
+
+    def _set_up(self, path: Path, trained: TrainedModels, model: nn.Module, device: torch.device) -> None:
+        self.path, self.model, self.config, self.damage = path, model, trained.config, trained.damage
+        self.classes, self.mean, self.std = trained.classes or (), trained.mean, trained.std
+        self.num_classes = trained.num_classes
+        self.exif, self.flip = self.config.data.exif, self.config.eval.flip_tta
+        self.transform = EvalTransform(self.config.eval, self.mean)
+        self.preprocess = Preprocess(self.mean, self.std, device, self.config.train.channels_last)
+
+    def prepare(self, images: Sequence[AnyImage]) -> Tensor:
+        """Images of any sizes, resized, cropped and normalized: float32 (B, C, S, S) on the device of the model."""
+        return self.preprocess(torch.stack([self.transform(read_image(image, self.exif)) for image in images]))
+
+    @torch.no_grad()
+    def logits(self, images: Sequence[AnyImage]) -> Tensor:
+        """fp32 logits (B, C) on the CPU. Raises CheckpointError if the model can't take images of the run's size."""
+        pixels = self.prepare(images)
+        with invalid_content_errors(self.path):
+            return compute_logits(self.model, pixels, self.flip).cpu()
+
+    @torch.no_grad()
+    def features(self, images: Sequence[AnyImage]) -> Tensor:
+        """fp32 features (B, D) on the CPU: the input of the classifier, see `FeatureModel`. Raises as `logits`, and
+        UsageError where the model has no classifier that is known.
+
+        With `eval.flip_tta` the mean of the features of each image and of its mirror image, as of the logits.
+        """
+        pixels = self.prepare(images)
+        with invalid_content_errors(self.path):
+            return compute_logits(self._feature_model, pixels, self.flip).cpu()
+
+    @cached_property
+    def _feature_model(self) -> FeatureModel:
+        return FeatureModel(self.model, self.num_classes)
+
+    def predict(
+        self, images: Sequence[AnyImage], top: int = 5, with_logits: bool = False, bad: list[DataError] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """A row for each image, in order: image, top (class, probability), and logits on request.
+
+        image: the path of a file, else the position in `images`. bad: receives the error of each file that can't be
+        read, which is left out; None raises the first one. Raises TypeError for a single path.
+        """
+        if isinstance(images, str | Path):
+            raise TypeError(f"predict takes a list of images, not {images!r}")
+        for names, logits in self.in_batches(images, self.logits, bad):
+            ranked = top_classes(logits, self.classes, top)
+            for name, best, outputs in zip(names, ranked, logits.tolist(), strict=True):
+                yield {"image": name, "top": best} | ({"logits": outputs} if with_logits else {})
+
+    def in_batches(
+        self,
+        images: Sequence[AnyImage],
+        compute: Callable[[Sequence[AnyImage]], Tensor],
+        bad: list[DataError] | None = None,
+    ) -> Iterator[tuple[list[str | int], Tensor]]:
+        """For each batch of images their names, as of `predict`, and `compute` of them: `logits` or `features`."""
+        for start in range(0, len(images), _BATCH):
+            names: list[str | int] = []
+            batch: list[Tensor] = []
+            for number, image in enumerate(images[start : start + _BATCH], start):
+                try:
+                    batch.append(read_image(image, self.exif))
+                except DataError as error:
+                    if bad is None:
+                        raise
+                    bad.append(error)
+                else:
+                    names.append(str(image) if isinstance(image, str | Path) else number)
+            if batch:
+                yield names, compute(batch)
+
+
+def load_model(
+    checkpoint: str | Path, device: str = "auto", weights: str | None = None, allow_import: Collection[str] = ()
+) -> tuple[nn.Module, Callable[[Sequence[AnyImage]], Tensor]]:
+    """The model of a checkpoint in evaluation mode, and the function from images to its input.
+
+    Arguments as of `Predictor`, whose `model` and `prepare` it returns. Raises CheckpointError.
+    """
+    predictor = Predictor(checkpoint, device, weights, allow_import)
+    return predictor.model, predictor.prepare
+
+
+def top_classes(logits: Tensor, classes: Sequence[str], count: int = 5) -> list[list[tuple[str, float]]]:
+    """For each row of logits (B, C) the `count` likeliest classes with their probabilities, likeliest first.
+
+    A head may be wider than the list of classes.
+    """
+    best = logits.softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
+    names = [*classes, *(f"class {index}" for index in range(len(classes), logits.shape[1]))]
+    return [
+        [(names[index], probability) for index, probability in zip(indices, probabilities, strict=True)]
+        for indices, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
+    """An image as uint8 (3, H, W) on the CPU. Raises DataError that names the file, TypeError for other arrays.
+
+    exif: `data.exif`, for files and Pillow images.
+    """
+    if isinstance(image, Image.Image):
+        return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
+    if isinstance(image, np.ndarray):
+        image = torch.from_numpy(np.ascontiguousarray(image)).movedim(-1, 0)
+    if isinstance(image, Tensor):
+        if image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
+            text = f"{image.dtype} {tuple(image.shape)}"
+            raise TypeError(f"{text} is neither a uint8 tensor (3, H, W) nor a uint8 array (H, W, 3)")
+        return image.cpu()
+    path = Path(image)
+    try:
+        check_regular(path)
+        return (decode_upright if exif == "apply" else decode_rgb)(path.read_bytes())
+    except (OSError, DataError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path}: {reason}\nLeave it out, or give another file.") from error
+
+
+def find_images(arguments: Sequence[str]) -> list[Path]:
+    """The images of files, folders (recursively) and patterns, sorted for each. Raises DataError if one has none."""
+    found: list[Path] = []
+    for argument in arguments:
+        path = Path(argument)
+        if path.is_dir():
+            matches = sorted(f for f in path.rglob("*") if is_image(os.fsencode(f.name)) and f.is_file())
+        else:
+            names = [argument] if path.is_file() else glob.glob(argument, recursive=True)  # noqa: PTH207 (absolute ones)
+            matches = sorted(Path(name) for name in names if Path(name).is_file())
+        if not matches:
+            remedy = "Name image files, folders of images, or quoted patterns like 'photos/*.jpg'."
+            raise DataError(f"{argument}: no image there.\n{remedy}")
+        found += matches
+    return found
