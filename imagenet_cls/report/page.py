@@ -26,10 +26,10 @@ h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
 p, figcaption { color: var(--soft); overflow-wrap: anywhere } a { color: inherit; white-space: nowrap }
 .table { overflow: auto; max-height: 32rem; margin: .8rem 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); text-align: left;
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: left;
   max-width: 18rem; overflow-wrap: break-word }
-th { position: sticky; top: 0; background: var(--head) }
-td { min-width: 5rem } .number { text-align: right; white-space: nowrap; min-width: 0 }
+th { position: sticky; top: 0; background: var(--head); vertical-align: bottom }
+td { min-width: 4.5rem } .number { text-align: right; min-width: 0 } td.number { white-space: nowrap }
 .plot { overflow-x: auto }
 svg { max-width: 100%; height: auto } svg text { font-family: inherit !important }
 .images { display: flex; flex-wrap: wrap; gap: 1rem } .images figure { margin: 0; width: 10rem }
