@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import import_factory
-from imagenet_cls.parallel.collectives import all_reduce_sum, gather_to_main, run_on_main
+from imagenet_cls.parallel.collectives import all_reduce_sum, gather_to_main, mark_printed_by_main, run_on_main
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.jsonl import EVAL_FIELDS
 
@@ -41,7 +41,7 @@ def build_metrics(names: Sequence[str], num_classes: int, weights: Sequence[str]
     They are tried on a few images, so that a result that is no number ends the run at its start. An exception there may
     come from the number of images, and is ignored.
     """
-    metrics = {kind: {name: build_metric(name, num_classes).to(group.device) for name in names} for kind in weights}
+    metrics = {kind: {name: build_metric(name, num_classes, group) for name in names} for kind in weights}
     targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=group.device)
     logits = torch.eye(len(targets), num_classes, device=group.device)
     results = {}
@@ -49,19 +49,19 @@ def build_metrics(names: Sequence[str], num_classes: int, weights: Sequence[str]
         with suppress(Exception), warnings.catch_warnings(action="ignore"):
             metric.update(logits, targets)
             results[name] = metric.compute()
-    values_by_field(results)
+    values_by_field(results, group)
     return metrics
 
 
-def build_metric(name: str, num_classes: int) -> Any:
+def build_metric(name: str, num_classes: int, group: Group) -> Any:
     """A `torch.nn.Module` with the methods of a metric. Raises ConfigError."""
     metric = import_factory(name)(num_classes=num_classes)
     missing = [method for method in _METHODS if not callable(getattr(metric, method, None))]
     if missing or not isinstance(metric, nn.Module):
         fault = f"has no method {missing[0]!r}" if missing else "is no torch.nn.Module"
         text = f"{name!r} returned a {type(metric).__name__}, which {fault}; see docs/extending.md, A metric"
-        raise ConfigError([f"eval.metrics: {text}"])
-    return metric
+        raise mark_printed_by_main(ConfigError([f"eval.metrics: {text}"]), group)
+    return metric.to(group.device)
 
 
 def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
@@ -75,7 +75,7 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
     for metric in metrics.values():
         for tensor in metric.state_dict().values():
             all_reduce_sum(tensor, group)
-    values = values_by_field({name: metric.compute() for name, metric in metrics.items()})
+    values = values_by_field({name: metric.compute() for name, metric in metrics.items()}, group)
     of_ranks = gather_to_main([values], group)
 
     def check_equal() -> None:
@@ -88,7 +88,7 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
     return values
 
 
-def values_by_field(results: Mapping[str, Any]) -> dict[str, float]:
+def values_by_field(results: Mapping[str, Any], group: Group) -> dict[str, float]:
     """The fields of a record. results: what `compute` returned, by factory. Raises ConfigError."""
     values: dict[str, float] = {}
     for name, result in results.items():
@@ -103,5 +103,5 @@ def values_by_field(results: Mapping[str, Any]) -> dict[str, float]:
             else:
                 values[field] = float(number)
                 continue
-            raise ConfigError([f"eval.metrics: {name!r}: {text}"])
+            raise mark_printed_by_main(ConfigError([f"eval.metrics: {name!r}: {text}"]), group)
     return values

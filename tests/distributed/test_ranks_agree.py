@@ -103,7 +103,9 @@ def test_ranks_with_different_config_or_data_exit(
 
 def test_three_ranks_count_every_image_once(digits: Path, tmp_path: Path) -> None:
     """Three ranks of `dist_test.sh` divide neither images nor batch."""
-    words, rows = arguments(digits, tmp_path / "run", "noisy", ema__decay=0.5), tmp_path / "rows.csv"
+    own = "[torchmetrics.classification:MulticlassF1Score]"
+    words = arguments(digits, tmp_path / "run", "noisy", ema__decay=0.5, eval__metrics=own)
+    rows = tmp_path / "rows.csv"
     train_here(words)
     config, *changes = words[: words.index("--work-dir")]
     script = str(REPOSITORY / "scripts" / "dist_test.sh")
@@ -111,6 +113,7 @@ def test_three_ranks_count_every_image_once(digits: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     for record in evaluations(tmp_path / "run")[-2:]:
         assert f"{record['weights']}: top-1 {record['top1_pct']:.3f} %" in done.stdout
+        assert f"MulticlassF1Score {record['MulticlassF1Score']:.5f}  over" in done.stdout
     assert done.stdout.count("over 359 images") == 2
     with rows.open() as file:
         images = [row["image"] for row in csv.DictReader(file)]

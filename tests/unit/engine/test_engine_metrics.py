@@ -12,8 +12,10 @@ from helpers import arguments
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
+from imagenet_cls.config.schema import Config, EvalConfig
 from imagenet_cls.engine.metrics import build_metrics, metric_problems, values_by_field
 from imagenet_cls.errors import ConfigError
+from imagenet_cls.guards.agreement import user_modules
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
@@ -69,8 +71,8 @@ def test_each_set_of_weights_has_its_own_objects(own_module: str) -> None:
 
 def test_numbers_of_any_kind_are_values() -> None:
     results = {"a:f1": torch.tensor(1), "b.c:D.recall": np.float32(0.5), "d:e": {"x": 2, "y": torch.tensor(0.25)}}
-    assert values_by_field(results) == {"f1": 1.0, "recall": 0.5, "x": 2.0, "y": 0.25}
-    assert all(type(value) is float for value in values_by_field(results).values())
+    assert values_by_field(results, ALONE) == {"f1": 1.0, "recall": 0.5, "x": 2.0, "y": 0.25}
+    assert all(type(value) is float for value in values_by_field(results, ALONE).values())
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,11 @@ def test_failure_on_the_few_images_of_the_trial_is_ignored(own_module: str, monk
     assert build_metrics(["own_metric:Good"], 3, ["raw"], ALONE)
 
 
+def test_code_of_metrics_is_compared_between_ranks(own_module: str, tmp_path: Path) -> None:
+    config = Config(eval=EvalConfig(metrics=["own_metric:Good"]))
+    assert user_modules(config)["own_metric"] == tmp_path / "own_metric.py"
+
+
 def test_value_that_is_true_is_no_number() -> None:
     with pytest.raises(ConfigError, match="'b' is a bool, no number"):
-        values_by_field({"a:b": True})
+        values_by_field({"a:b": True}, ALONE)
