@@ -1,14 +1,16 @@
-"""Out-of-memory errors of torch, with the batch sizes and what to change."""
+"""Out-of-memory errors of torch, with the batch sizes and what to change; peak and available memory."""
 
 import contextlib
 import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from imagenet_cls.errors import ResourceError
+from imagenet_cls.parallel.environment import cgroup_folders
 
 _GIB = 2.0**30
 
@@ -52,7 +54,43 @@ def out_of_memory_error(error: RuntimeError, sizes: str) -> ResourceError:
 
 
 def peak_memory_bytes() -> int:
-    """The most bytes so far: of the CUDA allocator on this process's GPU, else the resident set size."""
+    """The most bytes since `reset_peak_memory`: of the CUDA allocator on this process's GPU, else resident."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # The peak of getrusage may be that of the process that started this one.
+    return _kib("proc/self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+def reset_peak_memory() -> None:
+    """Start `peak_memory_bytes` again. Has no effect on the resident peak on other systems than Linux."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> float:
+    """The most bytes that this process can have resident now: its own, and what system and cgroups have available.
+
+    The smallest limit of the cgroups (version 2 or 1) and their parents counts; file cache that can be dropped counts
+    as available. On other systems than Linux all memory. root: of the file system.
+    """
+    free = [float(_kib("proc/meminfo", "MemAvailable", root))]
+    if free == [0]:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for version, folder in cgroup_folders("memory", root):
+        names = [("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")][version - 1]
+        with contextlib.suppress(OSError, ValueError):  # the root of all cgroups has no memory.max; `max`: no limit
+            limit, used = (int((folder / name).read_text()) for name in names)
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free.append(limit - used + int(stat["total_inactive_file" if version == 1 else "inactive_file"]))
+    return _kib("proc/self/status", "VmRSS", root) + min(free)
+
+
+def _kib(file: str, field: str, root: Path = Path("/")) -> int:
+    """The bytes of a field in KiB of a file in /proc; 0 where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return 1024 * int((root / file).read_text().partition(f"{field}:")[2].split()[0])
+    return 0

@@ -10,7 +10,7 @@ import re
 import socket
 import struct
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,25 +275,31 @@ def cpus_per_rank(rank_info: RankInfo) -> float:
 
 
 def cgroup_cpus(root: Path = Path("/")) -> float:
-    """The CPU quota of this process's cgroups (version 2 or 1), in CPUs: `docker run --cpus`, a limit of Kubernetes.
+    """The CPU quota of this process's cgroups, in CPUs: `docker run --cpus`, a limit of Kubernetes.
 
-    The smallest quota of the cgroup and its parents; infinity without one. root: of the file system. In a container
-    without a cgroup namespace, the path in /proc is that of the host, and /sys/fs/cgroup is the container's own cgroup.
+    The smallest quota of the cgroup and its parents; infinity without one. root: of the file system.
     """
     quotas = [math.inf]
+    for version, folder in cgroup_folders("cpu", root):
+        files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        with suppress(OSError):  # the root of all cgroups has no cpu.max
+            quota, period = " ".join((folder / file).read_text() for file in files).split()
+            if quota not in ("max", "-1"):
+                quotas.append(int(quota) / int(period))
+    return min(quotas)
+
+
+def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """(version 1 or 2, folder) of each cgroup of this process for a controller, and of its parents.
+
+    In a container without a cgroup namespace, the path in /proc is that of the host, and /sys/fs/cgroup is the
+    container's own cgroup.
+    """
     with suppress(OSError):  # no cgroups: macOS
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                mount, files = "sys/fs/cgroup", ["cpu.max"]
-            elif "cpu" in controllers.split(","):
-                mount, files = "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-            else:
-                continue
             group = Path(path.lstrip("/"))
-            for level in (group, *group.parents):
-                with suppress(OSError):  # the root of all cgroups has no cpu.max
-                    quota, period = " ".join((root / mount / level / file).read_text() for file in files).split()
-                    if quota not in ("max", "-1"):
-                        quotas.append(int(quota) / int(period))
-    return min(quotas)
+            if controllers == "":
+                yield from ((2, root / "sys/fs/cgroup" / level) for level in (group, *group.parents))
+            elif controller in controllers.split(","):
+                yield from ((1, root / "sys/fs/cgroup" / controller / level) for level in (group, *group.parents))

@@ -1,10 +1,17 @@
-"""Out-of-memory errors are explained; all other errors pass."""
+"""Out-of-memory errors are explained; all other errors pass. Peak and available memory."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from imagenet_cls.errors import DataError, ResourceError
-from imagenet_cls.guards.memory import explain_resource_errors
+from imagenet_cls.guards.memory import (
+    explain_resource_errors,
+    memory_limit_bytes,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
 
 
 def test_out_of_memory_names_sizes_and_remedies() -> None:
@@ -25,3 +32,41 @@ def test_dead_worker_error_replaced_and_others_pass() -> None:
     for error in (RuntimeError("a bug"), DataError("x")):
         with pytest.raises(type(error), match=str(error)), explain_resource_errors(lambda e: None):
             raise error
+
+
+def test_peak_memory_starts_again_after_a_reset() -> None:
+    block = torch.ones(300 << 20, dtype=torch.uint8)
+    with_block = peak_memory_bytes()
+    del block
+    reset_peak_memory()
+    assert peak_memory_bytes() < with_block - (200 << 20)
+
+
+GIB = 2**30
+V2 = {"memory.max": 8 * GIB, "memory.current": 5 * GIB, "memory.stat": f"anon 1\ninactive_file {GIB}"}
+V1 = {"limit_in_bytes": 2 * GIB, "usage_in_bytes": GIB, "stat": f"cache 1\ntotal_inactive_file {GIB // 2}"}
+
+
+@pytest.mark.parametrize(
+    ("own_cgroups", "files", "expected"),
+    [
+        (None, {}, 11 * GIB),  # one resident, ten available
+        ("0::/\n", {}, 11 * GIB),
+        ("0::/a\n", {f"a/{name}": text for name, text in V2.items()}, 5 * GIB),
+        ("0::/a\n", V2, 5 * GIB),  # of the parent
+        ("0::/\n", V2 | {"memory.max": "max"}, 11 * GIB),
+        ("4:memory:/a\n0::/\n", {f"memory/a/memory.{name}": text for name, text in V1.items()}, 2.5 * GIB),
+    ],
+)
+def test_memory_limit_is_the_smallest_of_system_and_cgroups(
+    tmp_path: Path, own_cgroups: str | None, files: dict[str, object], expected: float
+) -> None:
+    texts = {f"sys/fs/cgroup/{name}": str(text) for name, text in files.items()}
+    texts["proc/meminfo"] = "MemTotal: 99999999 kB\nMemAvailable:   10485760 kB\n"
+    texts["proc/self/status"] = "Name:\tx\nVmRSS:\t 1048576 kB\n"
+    if own_cgroups is not None:
+        texts["proc/self/cgroup"] = own_cgroups
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_limit_bytes(tmp_path) == expected
