@@ -65,6 +65,22 @@ def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
     return replace(group, heartbeat=start_heartbeat(group, parallel.timeout_sec))
 
 
+def join_alone(loaded: LoadedConfig) -> "Group":
+    """The group of a command that runs in one process, which `find_rank_info` must not know as one of several ranks.
+
+    Checks the components of the config, too.
+    """
+    rank_info = find_rank_info(os.environ)
+    if rank_info is not None and rank_info.world_size > 1:
+        raise UsageError(
+            f"this runs in one process, and a launcher has started {rank_info.world_size}.\n"
+            "Run it without torchrun, srun or mpirun, and unset WORLD_SIZE and RANK."
+        )
+    prepare_process(loaded, RankInfo())
+    check_components(loaded, None)
+    return join_group(loaded, RankInfo())
+
+
 @dataclass(frozen=True)
 class RankCommand:
     """A command that runs on ranks. All functions are importable, since spawned ranks unpickle them.

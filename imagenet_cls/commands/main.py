@@ -18,6 +18,8 @@ COMMANDS = {
     "print-config": ("print_config_command", "print a resolved config"),
     "plot-schedule": ("plot_schedule_command", "plot the learning rate of a config"),
     "show-batch": ("show_batch_command", "draw the training images as the model gets them"),
+    "find-batch": ("find_batch_command", "find the largest micro-batch that fits on a device"),
+    "find-lr": ("find_lr_command", "plot the loss over a range of learning rates"),
     "prepare-imagenet": ("prepare_command", "unpack the archives of ImageNet"),
     "pack": ("pack_command", "pack a dataset into WebDataset shards"),
     "verify-data": ("verify_command", "read every image of a dataset, and list the bad ones"),

@@ -1,4 +1,4 @@
-"""PNG files: the curves of a run or of a schedule.
+"""PNG files: the curves of a run, of a schedule or of a learning rate range test.
 
 Figures are drawn without pyplot, whose figures and backend are global. matplotlib is imported inside the functions,
 since that takes half a second.
@@ -85,15 +85,31 @@ def plot_panels(path: Path, title: str, epochs: Sequence[float], panels: Mapping
     figure.savefig(path, format="png")
 
 
+def plot_lr_range(
+    path: Path, lrs: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], marked: Mapping[str, float]
+) -> None:
+    """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _plot(path, "loss", "learning rate") as axes:
+        axes.plot(lrs, losses, alpha=0.25, linewidth=0.8, color="C0")
+        axes.plot(lrs, smoothed, color="C0", label="smoothed")
+        for number, (label, lr) in enumerate(marked.items(), 1):
+            axes.axvline(lr, color=f"C{number}", linestyle="--", label=label)
+        axes.set_xscale("log")
+        lowest = min(smoothed)
+        height = max(smoothed[: smoothed.index(lowest) + 1]) - lowest
+        axes.set_ylim(lowest - height / 2, lowest + 2 * height)  # a loss that diverges would hide the rest
+
+
 @contextmanager
-def _plot(path: Path, label: str) -> "Iterator[Axes]":
-    """Axes over the steps of a run, which are saved to `path` at the end."""
+def _plot(path: Path, label: str, x_label: str = "step") -> "Iterator[Axes]":
+    """Axes, by default over the steps of a run, which are saved to `path` at the end."""
     from matplotlib.figure import Figure
 
     figure = Figure((8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     yield axes
-    axes.set_xlabel("step")
+    axes.set_xlabel(x_label)
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:

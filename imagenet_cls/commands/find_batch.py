@@ -1,0 +1,69 @@
+"""`tools/find_batch.py`: find the largest micro-batch that fits on a device."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.distributed import join_alone
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import BATCH, TrainConfig
+from imagenet_cls.errors import ResourceError, UsageError
+
+_USAGE = "CONFIG [key=value ...] [--gpus N] [--max IMAGES]"
+_GIB = 2.0**30
+
+
+def find_batch_command(argv: Sequence[str]) -> None:
+    """Print speed and memory of micro-batches, and what to put into the config. Raises UserError."""
+    parser = cli.build_parser(
+        "find-batch",
+        "Find the largest micro-batch that fits on a device, with the training steps of the config on random images. "
+        "Prints it, and changes nothing.",
+        _USAGE,
+        "The data is read only for the number of classes, if model.num_classes is not set.",
+    )
+    cli.add_config_arguments(parser)
+    parser.add_argument("--gpus", "-g", type=cli.positive, default=1, metavar="N", help="of the run (default: 1)")
+    parser.add_argument(
+        "--max", type=cli.positive, default=int(BATCH.high), metavar="IMAGES", help="largest size to try"
+    )
+    arguments = cli.parse(parser, argv)
+    overrides, configs = cli.split_overrides(arguments, ["one config"])
+    if not configs:
+        raise UsageError(f"no config given.\nUsage: find_batch.py {_USAGE}")
+    loaded = load_config(configs[0], overrides)
+    config = replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none"))
+    group = join_alone(replace(loaded, config=config))
+    from imagenet_cls.engine.finders import micro_batch_trials
+
+    print(f"{'images':>9}  {'images/s':>9}  peak GiB" + ("  reserved GiB" if group.device.type == "cuda" else ""))
+    fitting = []
+    for trial in micro_batch_trials(config, group, arguments.gpus, arguments.max):
+        memory = f"{trial.peak_bytes / _GIB:8.2f}" if trial.peak_bytes else f"{'-':>8}"
+        if trial.problem:
+            print(f"{trial.images:9,}  {'-':>9}  {memory}  {trial.problem}", flush=True)
+            continue
+        fitting.append(trial)
+        reserved = f"  {trial.reserved_bytes / _GIB:12.2f}" if trial.reserved_bytes else ""
+        print(f"{trial.images:9,}  {trial.images_per_sec:9.1f}  {memory}{reserved}", flush=True)
+    if not fitting:
+        raise ResourceError(
+            "not even one image fits.\nTry train.grad_checkpointing=true, train.precision=bf16 or smaller images."
+        )
+    fastest = max(fitting, key=lambda trial: trial.images_per_sec)
+    largest = max(trial.images for trial in fitting)
+    print(f"largest that fits: {largest:,}; fastest: {fastest.images:,}, {fastest.images_per_sec:.1f} images/s")
+    print(describe_plan(config.train, arguments.gpus, largest))
+
+
+def describe_plan(train: TrainConfig, num_devices: int, largest: int) -> str:
+    """The line for the config, and the micro-batches that follow from it."""
+    from imagenet_cls.engine.plan import micro_batch_for
+
+    size = micro_batch_for(train.global_batch_size, num_devices, largest)
+    steps = -(-train.global_batch_size // (num_devices * size))
+    limit = "null" if steps == 1 else str(largest)
+    return (
+        f"train.micro_batch_size={limit}  # train.global_batch_size={train.global_batch_size} on {num_devices} "
+        f"device{'s' if num_devices > 1 else ''}: {steps} micro-batch{'es' if steps > 1 else ''} of {size} images"
+    )

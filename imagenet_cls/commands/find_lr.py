@@ -1,0 +1,93 @@
+"""`tools/find_lr.py`: train with a growing learning rate, and plot the loss over it."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.distributed import join_alone
+from imagenet_cls.config.load import load_config
+from imagenet_cls.errors import UsageError
+from imagenet_cls.files import explain_write_errors
+
+if TYPE_CHECKING:
+    from imagenet_cls.engine.finders import LrRange
+
+_USAGE = "CONFIG [key=value ...] [--from LR] [--to LR] [--steps N] [--out FILE.png]"
+_ROWS = 20  # of the table
+_MIN_STEPS = 20
+
+
+def find_lr_command(argv: Sequence[str]) -> None:
+    """Train with a growing learning rate; print and plot the loss and a suggestion. Raises UserError."""
+    parser = cli.build_parser(
+        "find-lr",
+        "Train from the initial weights while the learning rate grows from step to step (the range test of Smith 2015, "
+        "arXiv:1506.01186), and plot the loss over it. Changes no config and writes no run folder.",
+        _USAGE,
+    )
+    cli.add_config_arguments(parser)
+    add = parser.add_argument
+    add("--from", dest="low", type=rate, default=1e-6, metavar="LR", help="of the first step (default: 1e-6)")
+    add("--to", dest="high", type=rate, default=10.0, metavar="LR", help="of the last step (default: 10)")
+    add("--steps", type=cli.positive, default=100, metavar="N", help="at most (default: 100)")
+    add("--out", type=Path, metavar="FILE.png", help="a new file; default: work_dirs/<config name>_lr.png")
+    arguments = cli.parse(parser, argv)
+    overrides, configs = cli.split_overrides(arguments, ["one config"])
+    if not configs:
+        raise UsageError(f"no config given.\nUsage: find_lr.py {_USAGE}")
+    if arguments.low >= arguments.high or arguments.steps < _MIN_STEPS:
+        raise UsageError(f"--from must be below --to, and --steps at least {_MIN_STEPS}.\nCorrect the options.")
+    loaded = load_config(configs[0], overrides)
+    path = arguments.out or Path(f"work_dirs/{loaded.name}_lr.png")
+    if path.suffix.lower() != ".png" or path.exists():
+        problem = "exists, and is not replaced" if path.exists() else "the plot is a PNG file"
+        raise UsageError(f"{path}: {problem}.\nName another file with --out FILE.png.")
+    config = replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none"))
+    group = join_alone(replace(loaded, config=config))
+    from imagenet_cls.data.loader import killed_worker_error
+    from imagenet_cls.engine.finders import lr_range
+    from imagenet_cls.engine.run import describe_batch_sizes
+    from imagenet_cls.guards.memory import explain_resource_errors
+    from imagenet_cls.optim.schedule import scaled_lr
+    from imagenet_cls.report.plots import plot_lr_range
+
+    def report(found: "LrRange") -> None:
+        step = len(found.lrs)
+        if step % max(1, arguments.steps // _ROWS) == 0:
+            print(f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  {found.smoothed[-1]:9.4f}", flush=True)
+
+    print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
+    with explain_resource_errors(killed_worker_error, describe_batch_sizes(config, 1)):
+        found = lr_range(config, group, arguments.low, arguments.high, arguments.steps, report)
+    print(f"ended {found.end}")
+    suggested = found.steepest()
+    if suggested is None:
+        print("no suggestion: the loss did not fall; try a lower --from, or more --steps")
+        return
+    lr, tenth = suggested, found.lrs[found.lowest()] / 10
+    with explain_write_errors(path, "Name another file with --out."):
+        plot_lr_range(path, found.lrs, found.losses, found.smoothed, {f"suggestion: {lr:.2g}": lr})
+    batch = config.train.global_batch_size
+    factor, _ = scaled_lr(replace(config.optimizer, lr=1.0), batch)
+    scaled = "" if factor == 1 else f", which optimizer.lr_base_batch multiplies by {factor:.4g} to {lr:.2g}"
+    print(
+        f"suggestion: optimizer.lr={lr / factor:.2g}{scaled}: where the smoothed loss falls fastest with the logarithm "
+        f"of the rate\nmore careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest smoothed "
+        f"loss\nBoth are hints, not promises: for a global batch of {batch} images and the peak of the schedule. "
+        f"Factors of parameter groups were applied.\nwrote {path}"
+    )
+
+
+def rate(text: str) -> float:
+    """An argparse type: a learning rate."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number

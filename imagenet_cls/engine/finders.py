@@ -1,0 +1,282 @@
+"""Short trainings that only measure: the largest micro-batch that fits, and a range of learning rates.
+
+Both run the training loop of `engine.train`. Nothing is written.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from imagenet_cls.checkpoint.format import Progress
+from imagenet_cls.config.schema import Config, DataConfig, EmaConfig, ProgressiveConfig, ScheduleConfig
+from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.device import prefetch_to_device
+from imagenet_cls.data.loader import TrainBatch
+from imagenet_cls.engine.build import TrainingParts, build, choose_num_classes
+from imagenet_cls.engine.train import train
+from imagenet_cls.guards.memory import is_out_of_memory, memory_limit_bytes, peak_memory_bytes, reset_peak_memory
+from imagenet_cls.models.adapt import set_training
+from imagenet_cls.optim.schedule import Schedule, Span
+from imagenet_cls.parallel.process_group import Group
+
+if TYPE_CHECKING:
+    from imagenet_cls.engine.run import Run
+
+_MANY_EPOCHS = 10**6  # however rarely an EMA is updated, it is within them
+_NO_UPDATE_LR = 1e-12  # the weights stay as they are; some optimizers reject 0
+_USABLE_MEMORY = 0.9  # of a host's, since the estimate is rough and other processes need some
+
+
+class _ShortRun:
+    """What the training loop uses of a `Run`, without a run folder, reports and evaluations."""
+
+    def __init__(self, parts: TrainingParts):
+        self.parts = parts
+        self.progress = Progress()
+
+    def train(self) -> None:
+        """Train to the last step of the plan."""
+        try:
+            train(cast("Run", self))
+        finally:
+            self.parts.train_loader.close()
+
+    def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
+        set_training(self.parts.model, self.parts.config.model)
+        return prefetch_to_device(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
+
+    def after_epoch(self) -> None:
+        """Has no effect: nothing is logged or evaluated."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Training steps with micro-batches of `images` images.
+
+    images_per_sec: 0 where they do not fit. peak_bytes: see `peak_memory_bytes`; the estimate where the trial was not
+    made (`problem`). reserved_bytes: by the CUDA allocator, 0 on a CPU.
+    """
+
+    images: int
+    images_per_sec: float = 0.0
+    peak_bytes: float = 0.0
+    reserved_bytes: float = 0.0
+    problem: str = ""
+
+
+class _TimedRun(_ShortRun):
+    """Trains on one random batch again and again; takes the time of the steps after the first `warmup` ones."""
+
+    def __init__(self, parts: TrainingParts, warmup: int):
+        super().__init__(parts)
+        self.warmup = warmup
+
+    def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
+        set_training(self.parts.model, self.parts.config.model)
+        return repeat(next(self.parts.train_loader.epoch(epoch)))
+
+    def after_step(self, *_: object) -> None:
+        """Start the clock after the warm-up."""
+        if self.progress.step == self.warmup:
+            self.started = self.time()
+
+    def time(self) -> float:
+        """The time at which the device has done its work."""
+        if self.parts.group.device.type != "cpu":
+            torch.accelerator.synchronize(self.parts.group.device)
+        return time.perf_counter()
+
+
+def trial_config(config: Config) -> Config:
+    """The config for random images of the largest size, initial weights drawn at random, and a tiny learning rate.
+
+    Opens the data where `model.num_classes` is not set, to count the classes. Raises DataError.
+    """
+    num_classes = config.model.num_classes
+    if num_classes is None:
+        num_classes = choose_num_classes(None, len(open_datasets(config.data, ("train",)).classes))
+    data, loss = config.data, config.loss
+    kwargs = {"val_images": 1, "num_classes": num_classes}
+    teacher = replace(config.distill.teacher, pretrained=False, checkpoint=None)
+    return replace(
+        config,
+        data=DataConfig(name="synthetic", kwargs=kwargs, channels=data.channels, mean=data.mean, std=data.std),
+        augment=replace(config.augment, progressive=ProgressiveConfig()),  # always size_px, which is the largest
+        loss=replace(loss, class_weights=None) if isinstance(loss.class_weights, str) else loss,
+        distill=replace(config.distill, teacher=teacher),
+        optimizer=replace(config.optimizer, lr=_NO_UPDATE_LR, lr_base_batch=None),
+        schedule=ScheduleConfig(name="constant"),
+        eval=replace(config.eval, classes="all", real_labels=None),
+    )
+
+
+def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int) -> Iterator[Trial]:
+    """Try sizes of micro-batches, at most `most`: doubled until one does not fit, then between the last two.
+
+    The last trial without a problem that has the most images is the largest that fits, to within an eighth. On a CPU
+    a size is not tried if the trials before let expect that it takes more memory than there is.
+
+    num_devices: of the run. If a device's share of the global batch needs several micro-batches, or there are several
+    devices, each step has two: the gradients of the first, or the buckets of DDP, then take memory in the second.
+    """
+    share, trials = -(-config.train.global_batch_size // num_devices), list[Trial]()
+    config = trial_config(config)
+    is_cpu = group.device.type == "cpu"
+    first, low, high = 2 if is_cpu else 8, 0, most + 1
+    while high - low > _granularity(low):
+        if high > most:  # every size so far fits
+            size = min(2 * low or first, most)
+        else:
+            unit = _granularity(low)
+            size = low + max(unit, (high - low) // 2 // unit * unit)
+        expected = expected_bytes(trials, size)
+        if is_cpu and expected > _USABLE_MEMORY * memory_limit_bytes():
+            trial = Trial(size, peak_bytes=expected, problem="not tried: expected to exceed the available memory")
+        else:
+            trial = try_micro_batch(config, group, size, 1 if num_devices == 1 and size >= share else 2)
+        if trial.problem:
+            high = size
+        else:
+            low = size
+            trials.append(trial)
+        yield trial
+
+
+def _granularity(low: int) -> int:
+    """The step between sizes above `low`: a multiple of 8 from 8 on, at most an eighth of `low` from 64 on."""
+    return 1 if low < 8 else max(8, low // 64 * 8)
+
+
+def expected_bytes(trials: list[Trial], images: int) -> float:
+    """The memory that more images would take, by the line through the two largest trials; 0 with fewer trials."""
+    if len(trials) < 2:
+        return 0.0
+    first, last = sorted(trials, key=lambda trial: trial.images)[-2:]
+    slope = max(0.0, last.peak_bytes - first.peak_bytes) / (last.images - first.images)
+    return last.peak_bytes + slope * (images - last.images)
+
+
+def try_micro_batch(config: Config, group: Group, images: int, accumulation: int) -> Trial:
+    """Build a run and make some steps. config: of `trial_config`."""
+    gc.collect()  # what the last trial has built
+    if group.device.type == "cuda":
+        torch.cuda.empty_cache()
+    if config.train.compile:
+        torch.compiler.reset()  # there is a limit to how often a model is compiled again
+    try:
+        return _try(config, group, images, accumulation)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return Trial(images, problem="out of memory")
+
+
+def _try(config: Config, group: Group, images: int, accumulation: int) -> Trial:
+    warmup, steps = (1, 2) if group.device.type == "cpu" else (3, 10)
+    if config.train.sam_rho is not None:
+        steps = -(-steps // config.train.sam_every_steps) * config.train.sam_every_steps
+    batch = images * accumulation
+    data = replace(config.data, kwargs=config.data.kwargs | {"train_images": batch * (warmup + steps)})
+    train = replace(config.train, global_batch_size=batch, micro_batch_size=images)
+    train = replace(train, epochs=_MANY_EPOCHS, max_steps=warmup + steps)
+    reset_peak_memory()
+    parts = build(replace(config, train=train, data=data), group, load_initial_weights=False)
+    run = _TimedRun(parts, warmup)
+    run.train()
+    seconds = run.time() - run.started
+    reserved = torch.cuda.max_memory_reserved() if group.device.type == "cuda" else 0
+    return Trial(images, steps * batch / seconds, peak_memory_bytes(), reserved)
+
+
+@dataclass
+class LrRange:
+    """The steps of a learning rate range test, and how it ended.
+
+    smoothed: exponential moving average of the losses with bias correction.
+    """
+
+    lrs: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    smoothed: list[float] = field(default_factory=list)
+    end: str = "at the last step"
+
+    @property
+    def first(self) -> int:
+        """The first step that counts: before, the averages are of few losses."""
+        return len(self.lrs) // 10
+
+    def lowest(self) -> int:
+        """The step with the lowest smoothed loss."""
+        return self.first + int(np.argmin(self.smoothed[self.first :]))
+
+    def steepest(self) -> float | None:
+        """The rate up to `lowest` where the smoothed loss falls fastest with the logarithm of the rate.
+
+        A rule of fastai's lr_find, as is a tenth of the rate with the lowest loss. None if the loss does not fall.
+        """
+        if not self.lrs or self.lowest() == self.first:
+            return None
+        slopes = np.gradient(self.smoothed, np.log(self.lrs))
+        return self.lrs[self.first + int(np.argmin(slopes[self.first : self.lowest() + 1]))]
+
+
+class _RangeEnd(Exception):
+    """Ends the loop within an epoch."""
+
+
+class _LrRangeRun(_ShortRun):
+    """Records the loss of each step. Raises _RangeEnd once it is not finite or has diverged."""
+
+    SMOOTHING = 0.9
+    DIVERGED = 4.0  # times the lowest
+
+    def __init__(self, parts: TrainingParts, report: Callable[[LrRange], None]):
+        super().__init__(parts)
+        self.found = LrRange()
+        self.report = report
+        self.average = 0.0
+
+    def after_step(self, epoch: int, lr: float, loss_and_top1: torch.Tensor, *_: object) -> None:
+        loss, found = float(loss_and_top1[0]), self.found
+        if not math.isfinite(loss):
+            found.end = f"at lr {lr:.3g}, where the loss is not finite"
+            raise _RangeEnd
+        self.average = self.SMOOTHING * self.average + (1 - self.SMOOTHING) * loss
+        found.lrs.append(lr)
+        found.losses.append(loss)
+        found.smoothed.append(self.average / (1 - self.SMOOTHING ** len(found.lrs)))
+        self.report(found)
+        if found.smoothed[-1] > self.DIVERGED * min(found.smoothed):
+            found.end = f"at lr {lr:.3g}, where the smoothed loss is above {self.DIVERGED:g} times the lowest"
+            raise _RangeEnd
+
+
+def lr_range(
+    config: Config, group: Group, low: float, high: float, steps: int, report: Callable[[LrRange], None]
+) -> LrRange:
+    """The learning rate range test (Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3).
+
+    A training from the config's initial weights in which the rate grows from `low` to `high`, here geometrically, in
+    `steps` steps. The schedule of the config has no effect. report: called after each step.
+    """
+    train = replace(config.train, epochs=max(config.train.epochs, steps), max_steps=steps)
+    config = replace(config, train=train, schedule=ScheduleConfig(name="constant"), ema=EmaConfig())
+    parts = build(config, group)
+    per_epoch = parts.plan.steps_per_epoch
+
+    def rate(t: float, _: Span) -> float:
+        return low * (high / low) ** (t / (steps - 1))
+
+    parts.schedule = Schedule(config.schedule, rate, Span(high, steps, per_epoch), 0, 0, per_epoch)
+    run = _LrRangeRun(parts, report)
+    with suppress(_RangeEnd):
+        run.train()
+    return run.found

@@ -1,0 +1,227 @@
+"""find_batch.py and find_lr.py: real steps of the config; they print and change nothing."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import REPOSITORY, arguments, environment, losses, plain, train_here
+from PIL import Image
+from torch import Tensor, nn
+
+from imagenet_cls.commands.find_batch import find_batch_command
+from imagenet_cls.commands.find_lr import find_lr_command
+from imagenet_cls.engine import finders
+from imagenet_cls.engine.finders import LrRange
+
+SEEN: list[int] = []  # sizes of training batches
+
+
+class Limited(nn.Module):
+    """Raises an out-of-memory error for more than `most` images; each image takes `mib` MiB."""
+
+    def __init__(self, num_classes: int, most: int, mib: int):
+        super().__init__()
+        self.network, self.most, self.mib = plain(num_classes), most, mib
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            SEEN.append(len(images))
+            if len(images) > self.most:
+                raise torch.OutOfMemoryError("out of memory")
+            torch.ones(len(images) * self.mib << 20, dtype=torch.uint8)
+        return self.network(images)
+
+
+def limited(num_classes: int, most: int = 10**9, mib: int = 0) -> nn.Module:
+    return Limited(num_classes, most, mib)
+
+
+def words(digits: Path, **changes: object) -> list[str]:
+    found = arguments(digits, Path("unused"), **changes)
+    at = found.index("--work-dir")
+    return found[:at] + found[at + 2 :]
+
+
+def limited_words(digits: Path, **changes: object) -> list[str]:
+    return words(digits, **{"model.name": f"{__name__}:limited"}, **changes)
+
+
+def sizes(out: str) -> dict[int, bool]:
+    """The sizes in the table, in order, and whether they fit."""
+    rows = re.findall(r"^ *([\d,]+) +(-|[\d.]+) ", out, re.M)
+    return {int(size.replace(",", "")): speed != "-" for size, speed in rows}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_search_continues_below_a_size_that_is_out_of_memory(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, device: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {"model.kwargs": "{most: 40}", "device": device}
+    code, out, err = call(find_batch_command, *limited_words(digits, **changes), "--gpus", 2)
+    assert (code, err) == (0, "")
+    small = {2: True, 4: True} if device == "cpu" else {}
+    assert sizes(out) == {**small, 8: True, 16: True, 32: True, 64: False, 48: False, 40: True}
+    assert "largest that fits: 40;" in out
+    line = "train.micro_batch_size=40  # train.global_batch_size=128 on 2 devices: 2 micro-batches of 32 images"
+    assert out.splitlines()[-1] == line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whole_share_fits_and_needs_no_limit(digits: Path, call: Callable) -> None:
+    SEEN.clear()
+    code, out, _ = call(find_batch_command, *limited_words(digits, train__global_batch_size=8), "--max", 16)
+    assert code == 0 and sizes(out) == dict.fromkeys((2, 4, 8, 16), True)
+    # One warm-up step and two others, with accumulation below the share of 8 images.
+    assert [size for size in SEEN if size > 1] == [2] * 6 + [4] * 6 + [8] * 3 + [16] * 3
+    assert out.splitlines()[-1].startswith("train.micro_batch_size=null ")
+
+
+def test_nothing_fits_exits_5(digits: Path, call: Callable) -> None:
+    code, out, err = call(find_batch_command, *limited_words(digits, **{"model.kwargs": "{most: 0}"}))
+    assert code == 5 and "not even one image" in err and sizes(out) == {2: False, 1: False}
+
+
+def test_on_a_cpu_a_size_that_would_exceed_the_memory_is_not_tried(
+    digits: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
+    line = [*limited_words(digits, **{"model.kwargs": "{mib: 2}"}), "--max"]
+    call(find_batch_command, *line, 2)  # imports
+    resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024
+    monkeypatch.setattr(finders, "memory_limit_bytes", lambda: (resident + (200 << 20)) / 0.9)  # about 100 images
+    SEEN.clear()
+    code, out, _ = call(find_batch_command, *line, 10**6)
+    assert code == 0 and sizes(out)[128] is False and "128          -" in out and "not tried" in out
+    assert 48 <= max(SEEN) <= 112
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mix__mixup_alpha": 0.8, "mix__mode": "pair", "augment__erasing__prob": 1.0, "ema__decay": 0.9},
+        {"train__sam_rho": 0.1, "train__sam_every_steps": 3, "loss__class_weights": "balanced", "data__balance": 1},
+        {"ema__decay": 0.9, "ema__every_steps": 20, "augment__splits": 2, "loss__name": "jsd"},
+        {"augment__progressive__epochs": "[0, 1]", "augment__progressive__sizes_px": "[8, 16]"}
+        | {"augment__progressive__multiple_px": 8},
+        {"distill__kind": "soft", "distill__teacher__name": "helpers:plain", "optimizer__lr_base_batch": 256},
+    ],
+)
+def test_batches_of_other_recipes(digits: Path, call: Callable, changes: dict[str, object]) -> None:
+    code, out, err = call(find_batch_command, *words(digits, **changes), "--max", 4)
+    assert (code, err) == (0, "") and sizes(out) == {2: True, 4: True}
+
+
+def test_data_is_needed_for_the_number_of_classes_only(tmp_path: Path, call: Callable) -> None:
+    line = [*words(tmp_path / "none", data__name="folder"), "--max", 2]
+    for command, more in ((find_batch_command, []), (find_lr_command, ["--out", tmp_path / "lr.png"])):
+        code, _, err = call(command, *line[:-2], *more)
+        assert code == 3 and "none" in err
+    code, out, _ = call(find_batch_command, *line, "model.num_classes=3")
+    assert code == 0 and sizes(out) == {2: True}
+
+
+def geometric(base_lr: float, total_steps: int, steps_per_epoch: int, last: float = 1.0) -> Callable[[int], float]:
+    return lambda step: base_lr * (last / base_lr) ** (step / (total_steps - 1))
+
+
+def test_range_test_is_a_training_with_that_schedule(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
+    """The default epochs of 11 steps; the batch is accumulated; the layers have their own factors."""
+    found: list[LrRange] = []
+    original = finders.lr_range
+    monkeypatch.setattr(finders, "lr_range", lambda *given: found.append(original(*given)) or found[-1])
+    changes = {"train__micro_batch_size": 64, "optimizer__lr_scales": "{'0.*': 0.5}", "mix__mixup_alpha": 0.2}
+    line = [*words(digits, **changes, schedule__warmup_epochs=1, train__epochs=1), "--from", 1e-3, "--to", 0.5]
+    line += ["--steps", 22]
+    code, out, err = call(find_lr_command, *line, "--out", tmp_path / "lr.png")
+    assert (code, err) == (0, "") and "suggestion: optimizer.lr=" in out and len(found[0].losses) == 22
+    assert np.asarray(Image.open(tmp_path / "lr.png")).std() > 10
+    schedule = {"schedule__name": f"{__name__}:geometric", "schedule__kwargs": "{last: 0.5}"}
+    more = {"optimizer__lr": 1e-3, "train__epochs": 2, "schedule__warmup_epochs": 0}
+    train_here(arguments(digits, tmp_path / "run", **changes, **schedule, **more))
+    assert losses(tmp_path / "run") == found[0].losses
+    assert found[0].lrs[0] == 1e-3 and found[0].lrs[-1] == pytest.approx(0.5)
+
+
+def test_suggestion_is_divided_by_the_factor_of_lr_base_batch(digits: Path, tmp_path: Path, call: Callable) -> None:
+    def suggested(*more: str) -> float:
+        path = tmp_path / f"{len(more)}.png"
+        line = [*words(digits), *more, "--from", 1e-3, "--to", 0.5, "--steps", 20, "--out", path]
+        return float(re.findall(r"suggestion: optimizer\.lr=([\d.e-]+)", call(find_lr_command, *line)[1])[0])
+
+    assert suggested("optimizer.lr_base_batch=32") == pytest.approx(suggested() / 4, rel=0.05)  # two digits
+
+
+def test_range_test_ends_once_the_loss_diverges(digits: Path, tmp_path: Path, call: Callable) -> None:
+    line = [*words(digits), "--from", 1e-3, "--to", 1e9, "--steps", 60, "--out", tmp_path / "lr.png"]
+    code, out, _ = call(find_lr_command, *line)
+    assert code == 0 and re.search("ended at lr .* where the (smoothed )?loss is", out)
+    line = [*words(digits), "--from", 1e8, "--to", 1e9, "--out", tmp_path / "none.png"]
+    code, out, _ = call(find_lr_command, *line)
+    assert code == 0 and "no suggestion" in out and not (tmp_path / "none.png").exists()
+
+
+def test_steepest_descent_of_a_known_curve() -> None:
+    lrs = np.geomspace(1e-6, 1e2, 81)
+    curve = 2 - np.tanh(2 * np.log10(lrs / 1e-3)) + np.maximum(np.log10(lrs / 1e-1), 0) ** 2
+    found = LrRange(lrs.tolist(), [], curve.tolist())
+    assert found.steepest() == pytest.approx(1e-3)
+    assert found.lrs[found.lowest()] == pytest.approx(1e-1, rel=0.5)
+    assert LrRange(lrs.tolist(), [], np.arange(81.0).tolist()).steepest() is None
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "code", "expected"),
+    [
+        (find_batch_command, ["optimizer.rl=1"], 2, "optimizer.rl"),  # stage 1
+        (find_lr_command, ["optimizer.name=sdg"], 2, "optimizer.name"),  # stage 2
+        (find_batch_command, ["--max", 0], 2, "--max"),
+        (find_lr_command, ["--from", 1, "--to", 1], 2, "--from"),
+        (find_lr_command, ["--from", -1], 2, "--from"),
+        (find_lr_command, ["--steps", 3], 2, "--steps"),
+        (find_lr_command, ["--out", "lr.jpg"], 2, "lr.jpg"),
+        (find_lr_command, ["--out", "old.png"], 2, "old.png"),
+    ],
+)
+def test_bad_command_lines(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable,
+    command: Callable, more: list[object], code: int, expected: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("old.png").write_text("old")
+    found, _, err = call(command, *words(digits), *more)
+    assert found == code and expected in err
+    assert [*tmp_path.iterdir()] == [tmp_path / "old.png"] and Path("old.png").read_text() == "old"
+
+
+@pytest.mark.parametrize("command", [find_batch_command, find_lr_command])
+def test_one_of_several_ranks_exits_2(
+    digits: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, command: Callable
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = call(command, *words(digits))
+    assert code == 2 and "WORLD_SIZE" in err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tool", ["find_lr", "find_batch"])
+def test_ctrl_c_ends_a_search_with_130(digits: Path, tmp_path: Path, tool: str) -> None:
+    program = (
+        "import os, runpy, signal, sys, time\nfrom imagenet_cls.engine import finders\n"
+        "def interrupted(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
+        "finders._LrRangeRun.after_step = finders._TimedRun.after_step = interrupted\nsys.argv[0] = 'find'\n"
+        f"runpy.run_path({str(REPOSITORY / 'tools' / tool)!r} + '.py', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, *words(digits, data__num_workers=1)]
+    env = environment() | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert list(tmp_path.iterdir()) == []
