@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.data.archives import find_archives
 from imagenet_cls.data.classes import is_numbered, join_names
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.sources import ImageSource, with_classes
@@ -98,7 +99,9 @@ def classes_of_outputs(config: Config, found: tuple[str, ...]) -> tuple[str, ...
 
 def has_training_part(data: DataConfig) -> bool:
     """Whether there is a training part, whose classes are those of the data, beside the validation part."""
-    return data.name != "folder" or data.val is None or (Path(data.root).expanduser() / data.train).exists()
+    root = Path(data.root).expanduser()
+    is_named = data.name != "folder" or data.val is None
+    return is_named or (root / data.train).exists() or bool(find_archives(root, data.train))
 
 
 def record_predictions(

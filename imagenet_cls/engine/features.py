@@ -13,8 +13,9 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.engine.evaluate_weights import has_training_part
 from imagenet_cls.engine.trained import TrainedModels, load_on_all_ranks, prepare_models, trained_outputs
-from imagenet_cls.errors import UsageError, first_line
+from imagenet_cls.errors import DataError, UsageError, first_line
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.collectives import gather_shards
 from imagenet_cls.parallel.process_group import Group
@@ -38,6 +39,9 @@ def evaluate_features(
     neighbors: for `knn_classes`; probe_c: for `linear_probe`; None leaves one out. The others: of `evaluate_weights`.
     Returns messages about the weights, and on rank 0 a line for each result.
     """
+    if not has_training_part(config.data):
+        place = Path(config.data.root) / config.data.train
+        raise DataError(f"--knn and --linear-probe need training images; there is no {place}.\nSet data.train.")
     data = open_datasets(config.data, subset=config.eval.classes == "present")
     assert data.train is not None and data.val is not None
     if neighbors is not None and neighbors > len(data.train):

@@ -208,4 +208,4 @@ def test_command_needs_training_images(digits: Path, call: Callable, tmp_path: P
     save_file(plain(10).state_dict(), tmp_path / "weights.safetensors")
     words = arguments(tmp_path, tmp_path, data__name="folder", data__val="val", data__val_fraction="null")[:-2]
     code, _, err = call(evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
-    assert code == 3 and "data.train" in err
+    assert code == 3 and "need training images" in err and str(tmp_path / "train") in err
