@@ -21,7 +21,9 @@ import imagenet_cls
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.engine.evaluate import compute_logits
+from imagenet_cls.engine.evaluate_weights import has_training_part
 from imagenet_cls.engine.features import evaluate_features, knn_classes, linear_probe
 from imagenet_cls.errors import UsageError
 from imagenet_cls.models.features import FeatureModel
@@ -209,3 +211,10 @@ def test_command_needs_training_images(digits: Path, call: Callable, tmp_path: P
     words = arguments(tmp_path, tmp_path, data__name="folder", data__val="val", data__val_fraction="null")[:-2]
     code, _, err = call(evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
     assert code == 3 and "need training images" in err and str(tmp_path / "train") in err
+
+
+def test_archive_is_a_training_part(tmp_path: Path) -> None:
+    data = DataConfig(name="folder", root=str(tmp_path), train="train", val="val")
+    assert not has_training_part(data)
+    (tmp_path / "ILSVRC2012_img_train.tar").touch()
+    assert has_training_part(data)
