@@ -25,7 +25,11 @@ def find_batch_command(argv: Sequence[str]) -> None:
     cli.add_config_arguments(parser)
     parser.add_argument("--gpus", "-g", type=cli.positive, default=1, metavar="N", help="of the run (default: 1)")
     parser.add_argument(
-        "--max", type=cli.positive, default=int(BATCH.high), metavar="IMAGES", help="largest size to try"
+        "--max",
+        type=cli.positive,
+        default=int(BATCH.high),
+        metavar="IMAGES",
+        help="largest size to try (default: no limit)",
     )
     arguments = cli.parse(parser, argv)
     overrides, configs = cli.split_overrides(arguments, ["one config"])

@@ -121,8 +121,8 @@ def trial_config(config: Config) -> Config:
 def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int) -> Iterator[Trial]:
     """Try sizes of micro-batches, at most `most`: doubled until one does not fit, then between the last two.
 
-    The last trial without a problem that has the most images is the largest that fits, to within an eighth. On a CPU
-    a size is not tried if the trials before let expect that it takes more memory than there is.
+    The largest size without a problem is within an eighth, or 8 images, of the largest that fits. On a CPU a size is
+    not tried if the trials before let expect that it takes more memory than there is.
 
     num_devices: of the run. If a device's share of the global batch needs several micro-batches, or there are several
     devices, each step has two: the gradients of the first, or the buckets of DDP, then take memory in the second.
