@@ -205,12 +205,10 @@ def compare(
         largest, scale = max(largest, difference), max(scale, expected.abs().max().item())
         if resizes:
             expected = predictor.model(predictor.preprocess(expected_pixels).contiguous()).float()
-        for number, (ours, theirs) in enumerate(zip(expected, got.argmax(dim=1), strict=True)):
+        for i, ours, theirs in zip(batch, expected, got.argmax(dim=1), strict=True):
             if theirs != (best := ours.argmax()):
-                margin = (ours[best] - ours[theirs]).item()
-                lines.append(
-                    f"image {number} of {len(batch)}: another top-1; its logit is {margin:.3g} lower in PyTorch"
-                )
+                margin = f"its logit is {ours[best] - ours[theirs]:.3g} lower in PyTorch"
+                lines.append(f"image {i}, in a batch of {len(batch)}: another top-1; {margin}")
     tolerance = TOLERANCE * scale
     verdict = f"logits differ by up to {largest:.3g}; tolerance {tolerance:.3g} ({TOLERANCE:g} of the largest logit)"
     if resizes:

@@ -205,6 +205,11 @@ def test_other_pixels_are_an_error_and_leave_no_file(
     options = ("--preprocess", "resize", "--format", "torch", "--out", tmp_path / "model.pt2")
     code, _, err = call(export_command, run, *options, *TRUST)
     assert code == 4 and "Pixels may differ by 2" in err and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(export, "MAX_PIXEL_DIFFERENCE", 255)  # within the bound, each other top-1 is listed
+    code, out, _ = call(export_command, run, *options, *TRUST)
+    listed = [line for line in out.splitlines() if "another top-1; its logit is" in line]
+    assert code == 0 and len({line.split(",")[0] for line in listed}) > 1, out
+    assert len(listed) == 2 * len([line for line in listed if "in a batch of 1:" in line])
 
 
 def test_random_images_replace_missing_data(call: Callable, run: Path, digits: Path, tmp_path: Path) -> None:
