@@ -260,7 +260,6 @@ class Run:
         profiler, step = self.profiler, self.progress.step
         if profiler and (message := profiler.end(step) if ends else profiler.update(step)):
             self.reporter.event(step, message)
-            self.meter.restart_clock()
 
     def log_steps(self) -> None:
         """Report the steps since the last call, and raise NonFiniteError after too many non-finite ones in a row."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_ranks import RankServer
 from helpers import REPOSITORY, arguments, environment, state_digest, train_here
 
 from imagenet_cls.engine.profiler import StepProfiler
@@ -24,22 +25,30 @@ def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
 ) -> None:
     """Over the end of an epoch, where workers start, and with a resume in the range."""
-    plain, profiled = tmp_path / "plain", tmp_path / "profiled"
-    train_here(arguments(digits, plain, ema__decay=0.5, data__num_workers=workers))
-    words = arguments(digits, profiled, ema__decay=0.5, train__profile="[9, 14]", data__num_workers=workers)
+    common = {"ema__decay": 0.5, "data__num_workers": workers}
+    words = arguments(digits, tmp_path, train__profile="[9, 14]", **common)
     train_here([*words, "train.max_steps=10"])
-    train_here([*words, "--resume"])
-    assert state_digest(profiled) == state_digest(plain)
+    train_here([*words, "train.max_steps=15", "--resume"])
+    profiled = state_digest(tmp_path)
     names = ["steps-0000009-0000010", "steps-0000011-0000014"]
-    files = sorted(path.name for path in (profiled / "profile").iterdir())
+    files = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert files == sorted(f"{name}.{end}" for name in names for end in ("json.gz", "txt"))
-    assert [traced_updates(profiled, name) for name in names] == [2, 4]
-    table = (profiled / "profile" / f"{names[1]}.txt").read_text()
+    assert [traced_updates(tmp_path, name) for name in names] == [2, 4]
+    table = (tmp_path / "profile" / f"{names[1]}.txt").read_text()
     rows = [line for line in table.splitlines() if line.lstrip().startswith(("aten::", "Optimizer", "Autograd"))]
     assert 3 < len(rows) <= 10 and any("conv" in row for row in rows), table
-    assert f"profile of steps 11 to 14: {profiled}/profile/{names[1]}.json.gz" in capsys.readouterr().out
-    train_here([*arguments(digits, profiled, train__max_steps=1), "--overwrite"])
-    assert not (profiled / "profile").exists()
+    assert f"profile of steps 11 to 14: {tmp_path}/profile/{names[1]}.json.gz" in capsys.readouterr().out
+    train_here([*arguments(digits, tmp_path, **common), "train.max_steps=15", "--overwrite"])
+    assert state_digest(tmp_path) == profiled
+    assert not (tmp_path / "profile").exists()
+
+
+def test_rank_0_of_two_writes_the_profile(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
+    words = arguments(digits, tmp_path / "run", train__profile="[2, 3]", train__max_steps=5, log__every_steps=2)
+    output = tmp_path / "output.txt"
+    assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
+    assert traced_updates(tmp_path / "run", "steps-0000002-0000003") == 2
+    assert output.read_text().count("profile of steps 2 to 3") == 1
 
 
 def test_unprofiled_run_imports_nothing() -> None:
