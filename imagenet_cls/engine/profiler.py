@@ -1,5 +1,6 @@
 """A profile of some steps, `train.profile`."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class StepProfiler:
         if self._steps is None:
             return None
         if self._profile is None and self._steps[0] - 1 <= step < self._steps[1]:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its messages on stderr are not for users
             from torch.profiler import ProfilerActivity, profile
 
             activities = [ProfilerActivity.CPU]

@@ -48,7 +48,7 @@ def test_rank_0_of_two_writes_the_profile(rank_server: RankServer, digits: Path,
     output = tmp_path / "output.txt"
     assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
     assert traced_updates(tmp_path / "run", "steps-0000002-0000003") == 2
-    assert output.read_text().count("profile of steps 2 to 3") == 1
+    assert output.read_text().count("profile of steps 2 to 3") == 1 and "profiler_st" not in output.read_text()
 
 
 def test_unprofiled_run_imports_nothing() -> None:
