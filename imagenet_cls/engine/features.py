@@ -15,7 +15,7 @@ from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluate_weights import has_training_part
 from imagenet_cls.engine.trained import TrainedModels, load_on_all_ranks, prepare_models, trained_outputs
-from imagenet_cls.errors import DataError, UsageError, first_line
+from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.collectives import gather_shards
 from imagenet_cls.parallel.process_group import Group
@@ -34,10 +34,11 @@ def evaluate_features(
     allow_import: Collection[str] = (),
 ) -> list[str]:
     """Classify the validation images by the features of the training images, both prepared as for evaluation. The
-    classifier of the model is not used, so its classes may be others. A collective.
+    classifier of the model is not used, so it may have other classes. A collective.
 
-    neighbors: for `knn_classes`; probe_c: for `linear_probe`; None leaves one out. The others: of `evaluate_weights`.
-    Returns messages about the weights, and on rank 0 a line for each result.
+    neighbors: for `knn_classes`; probe_c: for `linear_probe`; None: not computed. Other arguments: see
+    `evaluate_weights`. Returns messages about the weights, and on rank 0 a line for each result. Raises CheckpointError
+    for features that are not finite.
     """
     if not has_training_part(config.data):
         place = Path(config.data.root) / config.data.train
@@ -46,22 +47,25 @@ def evaluate_features(
     assert data.train is not None and data.val is not None
     if neighbors is not None and neighbors > len(data.train):
         raise UsageError(f"--knn {neighbors}: there are {len(data.train)} training images.\nGive at most as many.")
-    trained, messages = load_on_all_ranks(config, checkpoint, data.classes, group, allow_import, any_head=True)
+    trained, messages = load_on_all_ranks(config, checkpoint, data.classes, group, allow_import, ignore_head=True)
     messages += [*filter(None, [data.note]), *prepare_models(trained, config, group)]
     models = {name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()}
     train, train_targets = compute_features(config, trained, models, data.train, group)
     val, targets = compute_features(config, trained, models, data.val, group)
     for name in models if group.is_main else ():
+        if not (train[name].isfinite().all() and val[name].isfinite().all()):
+            raise CheckpointError(f"{name}: features are NaN or infinite.\nEvaluate another checkpoint of the run.")
         if neighbors is not None:
             predicted = knn_classes(train[name], train_targets, val[name], neighbors, group.device)
-            messages.append(f"{name}: k-NN {describe(predicted, targets)}, k={neighbors}")
+            messages.append(f"{name}: k-NN {format_accuracy(predicted, targets)}, k={neighbors}")
         if probe_c is not None:
             predicted, note = linear_probe(train[name], train_targets, val[name], probe_c)
-            messages.append(f"{name}: linear probe {describe(predicted, targets)}, C={probe_c:g}, {note}")
+            messages.append(f"{name}: linear probe {format_accuracy(predicted, targets)}, C={probe_c:g}, {note}")
     return messages
 
 
-def describe(predicted: Tensor, targets: Tensor) -> str:
+def format_accuracy(predicted: Tensor, targets: Tensor) -> str:
+    """`top-1 98.886 % over 359 images`."""
     return f"top-1 {100 * (predicted == targets).double().mean():.3f} % over {len(targets)} images"
 
 
@@ -93,7 +97,7 @@ def knn_classes(train: Tensor, targets: Tensor, val: Tensor, neighbors: int, dev
 
     train, val: features (N, D) and (M, D) on the CPU. targets: int64 (N,). Wu et al., "Unsupervised feature learning
     via non-parametric instance discrimination", 2018, as in eval_knn.py of DINO (Caron et al. 2021). Unlike there, the
-    training images are compared in parts, so that the device holds M x D and M x 1,024 values, not N x D.
+    training images are compared in parts, so that the device holds M x D and M x (K + 1,024) values, not N x D.
     """
     queries = functional.normalize(val.to(device))
     best = torch.empty(len(val), 0, device=device)
@@ -115,14 +119,16 @@ def linear_probe(train: Tensor, targets: Tensor, val: Tensor, c: float) -> tuple
     most 1,000 iterations on features that are not normalized. c: inverse of the L2 penalty; 0.316 is that of CLIP's
     README. Unlike in the paper, it is not searched on the validation images.
     """
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
     model = LogisticRegression(C=c, max_iter=_PROBE_ITERATIONS)
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the iterations, which the note says
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             model.fit(train.numpy(), targets.numpy())
-    except ValueError as error:  # a single class, features that are not finite
+    except ValueError as error:  # such as a single class
         raise UsageError(f"--linear-probe: scikit-learn can't fit the features: {first_line(error)}") from error
-    iterations = int(model.n_iter_.max())
-    note = f"{iterations} iterations" + (", not converged" if iterations >= _PROBE_ITERATIONS else "")
+    converged = not any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
+    note = f"{model.n_iter_.max()} iterations" + ("" if converged else ", not converged")
     return torch.from_numpy(model.predict(val.numpy())), note

@@ -66,12 +66,12 @@ def load_on_all_ranks(
     classes: Sequence[str],
     group: Group,
     allow_import: Collection[str] = (),
-    any_head: bool = False,
+    ignore_head: bool = False,
 ) -> tuple[TrainedModels, list[str]]:
     """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network. A collective.
 
-    classes: of the data. any_head: see `load_foreign_weights`. Returns messages too: damaged checkpoints, the origin,
-    and what differs from the evaluations of the run.
+    classes: of the data. ignore_head: see `load_foreign_weights`. Returns messages too: damaged checkpoints, the
+    origin, and what differs from the evaluations of the run.
     """
     loaded: TrainedModels | None = None
 
@@ -81,7 +81,7 @@ def load_on_all_ranks(
             loaded, path = load_checkpoint(checkpoint, {config.model.name, *config.imports, *allow_import})
             differences = evaluation_differences(config, loaded, path)
         else:
-            loaded, differences = load_foreign_weights(config, checkpoint, classes, any_head), []
+            loaded, differences = load_foreign_weights(config, checkpoint, classes, ignore_head), []
         return replace(loaded, models={}), list(loaded.models), [*loaded.damage, loaded.origin, *differences]
 
     received, names, messages = run_on_main(group, read)
@@ -146,11 +146,11 @@ def build_bare_model(config: Config, num_classes: int) -> nn.Module:
 
 
 def load_foreign_weights(
-    config: Config, file: Path | None, classes: Sequence[str], any_head: bool = False
+    config: Config, file: Path | None, classes: Sequence[str], ignore_head: bool = False
 ) -> TrainedModels:
     """The config's model with the weights of a file, else with those that the config names.
 
-    classes: of the data. any_head: the head is not used, so that it may be missing or have other outputs. Raises
+    classes: of the data. ignore_head: the head is not used, so that it may be missing or have other outputs. Raises
     CheckpointError if the weights do not fit the model, UsageError if there are none, and
     DataError where they were published for ImageNet-1k and the classes have other names.
     """
@@ -166,18 +166,18 @@ def load_foreign_weights(
     mean, std = choose_mean_std(config, model)
     if path is None:
         source, had = published_weights(config.model, model)
-        if had != count and not any_head:
+        if had != count and not ignore_head:
             raise CheckpointError(
                 f"model.pretrained: the published weights ({source}) have {had} outputs, not {count}.\n"
                 f"Set model.num_classes={had}, or evaluate a checkpoint that was trained on these classes."
             )
-        note = match_outputs(model, classes) if had == IMAGENET_CLASSES and not any_head else ""
+        note = match_outputs(model, classes) if had == IMAGENET_CLASSES and not ignore_head else ""
         return TrainedModels({"raw": model}, config, count, None, mean, std, f"published weights ({source}){note}")
     with nullcontext() if file is not None else prefix_errors("model.checkpoint"):
         stored = read_stored_weights(path)
         # A new, random head is fine for training, but its predictions are chance.
-        sentence = load_weights(model, stored.tensors, count, head_may_differ=any_head)
-    order = "" if any_head else f"; its outputs are taken for the classes in this order: {join_names(classes)}"
+        sentence = load_weights(model, stored.tensors, count, head_may_differ=ignore_head)
+    order = "" if ignore_head else f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     origin = f"{stored.origin}: {sentence}{order}"
     return TrainedModels({"raw": model}, config, count, None, mean, std, origin, stored.damage)
 

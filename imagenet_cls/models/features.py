@@ -12,12 +12,12 @@ from imagenet_cls.models.adapt import head_names
 class FeatureModel(nn.Module):
     """Maps normalized images to features (B, D): what `model` passes to its classifier.
 
-    These are timm's `forward_head(..., pre_logits=True)`, except where timm counts more layers than the last one to the
-    head (BatchNorm in LeViT, an MLP in CAFormer). A layer that is applied at each position gives the mean over the
+    These are timm's `forward_head(..., pre_logits=True)`, except where timm's head has more layers than the classifier
+    (BatchNorm in LeViT, an MLP in CAFormer). A layer that is applied at each position gives the mean over the
     positions, unless another one is applied to a single vector (VOLO). The inputs of several layers are averaged
     (distilled DeiT), or joined where their widths differ (CrossViT).
 
-    num_classes: outputs of the classifier, to find it, see `head_names`. `forward` raises UsageError where there is
+    num_classes: outputs of the classifier; `head_names` finds it by them. `forward` raises UsageError where there is
     none. The hooks stay on the model.
     """
 
@@ -30,7 +30,7 @@ class FeatureModel(nn.Module):
         for name, layer in model.named_modules():
             outputs = getattr(layer, "out_features", None) or getattr(layer, "out_channels", None)
             is_classifier = isinstance(layer, nn.Linear | nn.Conv2d) and outputs == num_classes
-            if is_classifier and any(parameter.startswith(name) for parameter in head):
+            if is_classifier and any(parameter.startswith(f"{name}." if name else "") for parameter in head):
                 layer.register_forward_pre_hook(partial(self._record, name))
         self.train(model.training)
 

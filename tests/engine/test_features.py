@@ -1,6 +1,7 @@
 """Features: equal to timm's, written by predict.py, and classified by k-NN and a linear probe as by scikit-learn."""
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,13 @@ class Scaled(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return 10 * self.last(self.body(images)).log_softmax(dim=1)
+
+
+@torch.no_grad()
+def test_classifier_is_found_beside_a_layer_whose_name_begins_like_its_own() -> None:
+    model = nn.Sequential(OrderedDict(fc=nn.Linear(12, 7), act=nn.ReLU(), fc2=nn.Linear(7, 7))).eval()
+    x = torch.randn(2, 12)
+    assert torch.equal(FeatureModel(model, 7)(x), model[:2](x))
 
 
 @torch.no_grad()
@@ -211,6 +219,15 @@ def test_command_needs_training_images(digits: Path, call: Callable, tmp_path: P
     words = arguments(tmp_path, tmp_path, data__name="folder", data__val="val", data__val_fraction="null")[:-2]
     code, _, err = call(evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
     assert code == 3 and "need training images" in err and str(tmp_path / "train") in err
+
+
+def test_features_that_are_not_finite_are_an_error(digits: Path, call: Callable, tmp_path: Path) -> None:
+    weights = plain(10).state_dict()
+    weights["0.weight"][:] = torch.nan
+    save_file(weights, tmp_path / "weights.safetensors")
+    words = arguments(digits, tmp_path, data__fraction=0.02)[:-2]
+    code, _, err = call(evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
+    assert code == 4 and "NaN" in err
 
 
 def test_archive_is_a_training_part(tmp_path: Path) -> None:
