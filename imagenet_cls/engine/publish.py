@@ -21,7 +21,7 @@ from imagenet_cls.models.build import FOLDER, HUB, is_download_error
 from imagenet_cls.report.writers import changed_values
 
 CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
-# Of timm's description of a model: what holds for other weights, too. Tag, license and papers do not.
+# Keys of timm's pretrained_cfg that do not depend on the weights, as tag, license and papers do.
 _ARCHITECTURE_KEYS = ("architecture", "input_size", "pool_size", "min_input_size", "first_conv", "classifier")
 # Sections whose values a model card lists; others name files and machines.
 _RECIPE = ("augment", "mix", "loss", "distill", "optimizer", "schedule", "train", "ema")
@@ -31,7 +31,7 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
     """Write `model.safetensors`, `config.json` and `README.md` by timm's `save_for_hf`.
 
     predictor: on the CPU. name: of the model, for the card. license_id: of the Hub, such as `apache-2.0`. Raises
-    UsageError for a model that timm alone can't build.
+    UsageError for a model or preprocessing that timm does not have, CheckpointError and ResourceError.
     """
     config, model = predictor.config, predictor.model
     check_timm_model(predictor)
@@ -55,7 +55,7 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
             timm.models.save_for_hf(
                 model, str(folder), described, config.model.kwargs, safe_serialization=True, data_config=preprocessing
             )
-            # timm reads the number of classes beside model_args; transformers' wrapper passes it and model_args on.
+            # transformers passes num_classes and **model_args to timm, so it must not be in both.
             stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             stored.get("model_args", {}).pop("num_classes", None)
             (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
@@ -79,7 +79,7 @@ def check_timm_model(predictor: Predictor) -> None:
 
 
 def timm_crop_pct(predictor: Predictor) -> float:
-    """The share for which timm computes the run's resized size, floor(crop / share).
+    """The crop_pct with which timm computes the run's resized size, floor(crop / crop_pct).
 
     Raises UsageError for a rectangular crop after a resize of one side, for which there is none.
     """
@@ -96,7 +96,7 @@ def timm_crop_pct(predictor: Predictor) -> float:
 
 
 def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: str | None) -> dict[str, Any]:
-    """The argument of timm's `generate_readme`: the model, its results, settings and versions; no paths."""
+    """The argument of timm's `generate_readme`: model, results, settings and versions; no paths of data or weights."""
     config, kind = predictor.config, predictor.weights
     state = json.loads(verified_files(predictor.path, "state.json")["state.json"])
     progress, expect = state["progress"], config.expect
@@ -111,10 +111,15 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
         details["Result on the validation images of the run"] = (
             f"top-1 {metrics['top1_pct']:.2f} %, top-5 {metrics['top5_pct']:.2f} %, loss {metrics['loss']:.4f}"
         )
+        not_in_timm = {"eval.flip_tta": config.eval.flip_tta, "data.exif": config.data.exif == "apply"}
+        if names := [name for name, is_used in not_in_timm.items() if is_used]:
+            details["Not in timm's transform, but in the result"] = ", ".join(names)
     if expect.claimed_top1_pct is not None:
         details["Top-1 that the source of the recipe claims"] = f"{expect.claimed_top1_pct:g} % ({expect.source})"
     details |= {"Note on the recipe": expect.note} if expect.note else {}
-    if config.model.pretrained and not config.model.name.startswith(FOLDER):
+    if config.model.checkpoint is not None:
+        details["Initial weights"] = f"{Path(config.model.checkpoint).name}; see their license"
+    elif config.model.pretrained and not config.model.name.startswith(FOLDER):
         details["Initial weights"] = f"published for {config.model.name}; see their license"
     local = keys_with("per_machine", True) | {"distill.teacher.checkpoint"}
     details["Settings that differ from the defaults"] = {

@@ -22,15 +22,19 @@ from imagenet_cls.engine.publish import timm_crop_pct
 SETTINGS = {"model__name": "vit_tiny_patch16_224.augreg_in21k", "eval__interpolation": "bicubic"}
 
 
-@pytest.fixture(scope="module")
-def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train_vit(digits: Path, work_dir: Path, **changes: object) -> Path:
     """A ViT that needs model.kwargs to be built, with its own mean and std."""
-    work_dir = tmp_path_factory.mktemp("publish") / "run"
     kwargs = {f"model__kwargs.{key}": value for key, value in {"img_size": 16, "patch_size": 4, "depth": 1}.items()}
     mean_std = {"data__mean": "[0.1, 0.2, 0.3]", "data__std": "[0.4, 0.5, 0.6]"}
-    words = arguments(digits, work_dir, train__max_steps=2, eval__resize_px=19, eval__mode="squash", **SETTINGS)
+    settings = {"train__max_steps": 2, "eval__resize_px": 19, "eval__mode": "squash"} | SETTINGS | changes
+    words = arguments(digits, work_dir, **settings)
     train_here([*words, *(f"{key.replace('__', '.')}={value}" for key, value in (kwargs | mean_std).items())])
     return work_dir
+
+
+@pytest.fixture(scope="module")
+def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_vit(digits, tmp_path_factory.mktemp("publish") / "run")
 
 
 def test_folder_loads_in_timm_with_equal_logits(
@@ -78,6 +82,16 @@ def test_folder_loads_in_transformers_with_equal_logits_and_pixels(
     assert torch.equal(pixels, torch.stack([transform(image) for image in images]))
     with torch.no_grad():
         assert torch.equal(model(pixels).logits, of_timm(pixels))
+
+
+def test_card_names_initial_weights_and_what_timm_lacks(
+    call: Callable, run: Path, digits: Path, tmp_path: Path
+) -> None:
+    train_vit(digits, tmp_path / "tuned", model__checkpoint=run, eval__flip_tta="true", data__exif="apply")
+    assert call(publish_command, tmp_path / "tuned", tmp_path / "out")[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "**Initial weights:** run; see their license" in card and str(run) not in card
+    assert "but in the result:** eval.flip_tta, data.exif" in card
 
 
 def test_folder_is_not_overwritten_without_the_option(call: Callable, run: Path, tmp_path: Path) -> None:
