@@ -174,7 +174,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         train_loader=train_loader,
         evaluation=EvaluationParts(
             batches=partial(build_val_batches, config, data.val, group, len(devices.all), mean),
-            on_devices=partial(wrap_data_parallel, devices=devices),
+            wrap_model=partial(wrap_data_parallel, devices=devices),
             num_images=len(data.val),
             preprocess=preprocess,
             autocast_dtype=dtype,

@@ -34,12 +34,12 @@ Outputs = tuple[dict[str, Tensor], Tensor, Tensor]
 class EvaluationParts:
     """What an evaluation needs besides the models.
 
-    batches: a new iterator over this rank's shard at each call. on_devices: the module to call for a model, which is
-    DataParallel on several GPUs of one process, else the model itself. metrics: own ones, for each model.
+    batches: a new iterator over this rank's shard at each call. wrap_model: returns the module to call for a
+    model: DataParallel on several GPUs of one process, else the model itself. metrics: see `build_metrics`.
     """
 
     batches: Callable[[], Iterable[Batch]]
-    on_devices: Callable[[nn.Module], nn.Module]
+    wrap_model: Callable[[nn.Module], nn.Module]
     num_images: int
     preprocess: Preprocess
     autocast_dtype: torch.dtype | None
@@ -100,18 +100,18 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Metrics of each model over the shards of all ranks. A collective: a rank with an empty shard calls it, too.
 
-    names: of the models. num_classes: their outputs. metrics: own ones, for each model.
+    names: of the models. num_classes: their outputs. metrics: user-defined ones, for each model.
 
     Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are fewer than five); loss (mean
     cross-entropy without smoothing); balanced_accuracy_pct (mean recall of the classes that have images); images (how
     many were counted); seconds (for all models together). With ReaL labels also real_images, the number of images that
-    have such labels, and real_pct, the share of these whose prediction is one of them. The values of own metrics
-    follow.
+    have such labels, and real_pct, the share of these whose prediction is one of them. The values of user-defined
+    metrics follow.
     """
     started = time.perf_counter()
-    own = {name: metrics[name] if metrics else {} for name in names}
-    all_own = [metric for of_model in own.values() for metric in of_model.values()]
-    for metric in all_own:
+    metrics = metrics or {name: {} for name in names}
+    all_metrics = [metric for of_model in metrics.values() for metric in of_model.values()]
+    for metric in all_metrics:
         metric.reset()
     targets = None
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24. One row for each model, so that
@@ -132,16 +132,17 @@ def evaluate(
             hits_of_classes, images_of_classes = row[6:].view(2, num_classes)
             hits_of_classes.index_add_(0, targets, top[:, 0].to(dtype))
             images_of_classes.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
-            for metric in own[name].values():
+            for metric in metrics[name].values():
                 metric.update(logits, targets)
     if targets is None:  # an empty shard: metrics that gather lists need the dtype and dimensions of outputs
         no_logits = torch.zeros(0, num_classes, device=group.device)
-        for metric in all_own:
+        for metric in all_metrics:
             with suppress(Exception):  # others of torchmetrics, which count, can't take it
                 metric.update(no_logits, no_logits.new_zeros(0, dtype=torch.int64))
-    seconds = time.perf_counter() - started
+    rows = all_reduce_sum(sums, group).tolist()
+    seconds = time.perf_counter() - started  # the device has done its work
     results = {}
-    for name, row in zip(names, all_reduce_sum(sums, group).tolist(), strict=True):
+    for name, row in zip(names, rows, strict=True):
         top1, top5, loss_sum, images, real_hits, real_images = row[:6]
         of_classes = zip(row[6 : 6 + num_classes], row[6 + num_classes :], strict=True)
         results[name] = {
@@ -154,12 +155,12 @@ def evaluate(
         }
         if labels.real is not None:
             results[name] |= {"real_pct": 100 * real_hits / real_images, "real_images": int(real_images)}
-        results[name] |= compute_metrics(own[name], group)
+        results[name] |= compute_metrics(metrics[name], group)
     return results
 
 
 def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig) -> bool:
-    """Whether the last `patience_evals` evaluations, or more, were no better than the best one before them.
+    """Whether the last `patience_evals` evaluations, or more, were not better by `min_delta` than the best before them.
 
     history: the metrics of all evaluations, in order. A result that is NaN is no better than any other. Evaluations
     from before the metric was recorded are left out.

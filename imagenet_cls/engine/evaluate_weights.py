@@ -70,8 +70,8 @@ def evaluate_weights(
     parts: list[np.ndarray] = []
     if isinstance(source, MeasuredSource):
         outputs = record_rows(outputs, names[-1], source.sizes, parts)
-    own = build_metrics(config.eval.metrics, trained.num_classes, names, group)
-    metrics = evaluate(outputs, names, group, trained.num_classes, labels, own)
+    user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, group)
+    metrics = evaluate(outputs, names, group, trained.num_classes, labels, user_metrics)
     if shown := labels.describe(trained.num_classes):
         metrics = {name: result | {"classes": shown} for name, result in metrics.items()}
     if report is not None and (gathered := gather_to_main(parts, group)):

@@ -1,4 +1,4 @@
-"""Own metrics of an evaluation, `eval.metrics`: objects with `update`, `compute` and `reset`, such as torchmetrics'."""
+"""User-defined metrics of an evaluation, `eval.metrics`: those of torchmetrics, or modules with the same methods."""
 
 import inspect
 import warnings
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.errors import ConfigError, Problem
+from imagenet_cls.errors import ConfigError, Problem, first_line
 from imagenet_cls.lookup import import_factory
 from imagenet_cls.parallel.collectives import all_reduce_sum, gather_to_main, mark_printed_by_main, run_on_main
 from imagenet_cls.parallel.process_group import Group
@@ -30,7 +30,7 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
     for name in names:
         try:
             inspect.signature(import_factory(name)).bind(num_classes=1)
-        except (LookupError, TypeError) as error:
+        except (LookupError, TypeError, ValueError) as error:  # ValueError: a function without a signature
             problems.append(Problem("eval.metrics", f"{name!r}: {error}"))
     return problems
 
@@ -38,17 +38,22 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
 def build_metrics(names: Sequence[str], num_classes: int, weights: Sequence[str], group: Group) -> dict[str, Metrics]:
     """The metrics of each set of weights. A collective. Raises ConfigError for an object that can't be used.
 
-    They are tried on a few images, so that a result that is no number ends the run at its start. An exception there may
-    come from the number of images, and is ignored.
+    They are tried on a few images, so that a mistake ends the run at its start. Exceptions of `compute` are ignored:
+    the metric may need more images.
     """
     metrics = {kind: {name: build_metric(name, num_classes, group) for name in names} for kind in weights}
     targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=group.device)
     logits = torch.eye(len(targets), num_classes, device=group.device)
     results = {}
     for name, metric in metrics[weights[0]].items():
-        with suppress(Exception), warnings.catch_warnings(action="ignore"):
-            metric.update(logits, targets)
-            results[name] = metric.compute()
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                metric.update(logits, targets)
+            except Exception as error:
+                text = f"{name!r}: update(logits, targets) raised {first_line(error)}; see docs/extending.md, A metric"
+                raise mark_printed_by_main(ConfigError([f"eval.metrics: {text}"]), group) from error
+            with suppress(Exception):
+                results[name] = metric.compute()
     values_by_field(results, group)
     return metrics
 
@@ -58,7 +63,7 @@ def build_metric(name: str, num_classes: int, group: Group) -> Any:
     metric = import_factory(name)(num_classes=num_classes)
     missing = [method for method in _METHODS if not callable(getattr(metric, method, None))]
     if missing or not isinstance(metric, nn.Module):
-        fault = f"has no method {missing[0]!r}" if missing else "is no torch.nn.Module"
+        fault = f"has no method {missing[0]!r}" if missing else "is not a torch.nn.Module"
         text = f"{name!r} returned a {type(metric).__name__}, which {fault}; see docs/extending.md, A metric"
         raise mark_printed_by_main(ConfigError([f"eval.metrics: {text}"]), group)
     return metric.to(group.device)
@@ -68,7 +73,8 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
     """The values over the images of all ranks, by field. A collective.
 
     The tensors in each `state_dict()` are summed over the ranks. That of a `torchmetrics.Metric` is empty: it gathers
-    its state in `compute`. Raises ConfigError if the values differ between ranks or are no numbers.
+    its state in `compute`. Raises ConfigError if a value is not a number or differs between ranks by more
+    than 0.1 %.
     """
     if not metrics:
         return {}
@@ -96,10 +102,10 @@ def values_by_field(results: Mapping[str, Any], group: Group) -> dict[str, float
         for field, value in fields.items():
             number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
             if not isinstance(number, Real) or isinstance(number, bool):
-                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-                text = f"{field!r} is a {type(value).__name__}{shape}, no number; return one from compute()"
+                shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
+                text = f"{field!r} is a {type(value).__name__}{shape}, not a number; return one from compute()"
             elif not isinstance(field, str) or field in EVAL_FIELDS or field in values:
-                text = f"the name {field!r} is taken or no text; rename the factory or the entry of its dict"
+                text = f"the name {field!r} is already used or is not a string; rename the factory or the dict's key"
             else:
                 values[field] = float(number)
                 continue

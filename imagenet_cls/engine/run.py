@@ -313,7 +313,7 @@ class Run:
         parts, progress = self.parts, self.progress
         models = {"raw": parts.model} if parts.ema.module is None else {"raw": parts.model, "ema": parts.ema.module}
         outputs = model_outputs(
-            {name: parts.evaluation.on_devices(model) for name, model in models.items()},
+            {name: parts.evaluation.wrap_model(model) for name, model in models.items()},
             self.evaluation_batches(),
             parts.evaluation.preprocess,
             parts.group.device,
@@ -324,9 +324,9 @@ class Run:
         )
         position = {"step": progress.step, "epoch": (progress.step - 1) // parts.plan.steps_per_epoch}
         improved, metric = False, METRICS[parts.config.checkpoint.best]
-        labels = parts.evaluation.labels
-        own = parts.evaluation.metrics
-        for name, result in evaluate(outputs, list(models), parts.group, parts.num_classes, labels, own).items():
+        labels, user_metrics = parts.evaluation.labels, parts.evaluation.metrics
+        evaluated = evaluate(outputs, list(models), parts.group, parts.num_classes, labels, user_metrics)
+        for name, result in evaluated.items():
             if shown := labels.describe(parts.num_classes):
                 result["classes"] = shown
             self.reporter.eval_result({"kind": "eval", **position, "weights": name, **result})

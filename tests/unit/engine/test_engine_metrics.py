@@ -1,4 +1,4 @@
-"""Own metrics: which objects and values are accepted, and the errors."""
+"""User-defined metrics: which objects and values are accepted, and the errors."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -51,6 +51,10 @@ def taken(num_classes): return Good(num_classes, value={"top1_pct": 1.0})
 def loss(num_classes): return Good(num_classes)
 def twice(num_classes): return Good(num_classes, value={"Good": 1.0})
 def of_classes(classes): return Good(classes)
+
+class Broken(Good):
+    def update(self, logits, target):
+        self.seen += 1
 """
 
 
@@ -79,13 +83,14 @@ def test_numbers_of_any_kind_are_values() -> None:
     ("names", "words"),
     [
         ("Incomplete", "'own_metric:Incomplete' returned a Incomplete, which has no method 'compute'"),
-        ("Plain", "which is no torch.nn.Module"),
-        ("text", "'text' is a str, no number"),
-        ("several", "'several' is a Tensor of shape (2,), no number"),
-        ("taken", "'own_metric:taken': the name 'top1_pct' is taken"),
-        ("loss", "the name 'loss' is taken"),
-        ("Good,own_metric:twice", "'own_metric:twice': the name 'Good' is taken"),
+        ("Plain", "which is not a torch.nn.Module"),
+        ("text", "'text' is a str, not a number"),
+        ("several", "'several' is a Tensor of shape (2,), torch.float32, not a number"),
+        ("taken", "'own_metric:taken': the name 'top1_pct' is already used"),
+        ("loss", "the name 'loss' is already used"),
+        ("Good,own_metric:twice", "'own_metric:twice': the name 'Good' is already used"),
         ("Goood", "no 'Goood'; did you mean 'Good'?"),
+        ("Broken", "'own_metric:Broken': update(logits, targets) raised"),
         ("of_classes", "missing a required argument: 'classes'"),
     ],
 )
@@ -102,6 +107,7 @@ def test_a_name_that_is_no_factory_is_an_error_of_the_config(digits: Path, tmp_p
     code, _, err = call(train_command, *arguments(digits, tmp_path / "run"), "eval.metrics=[f1]", "--dry-run")
     assert code == 2 and "eval.metrics" in err and "[my_module:my_factory]" in err
     assert "no module 'no_such'" in metric_problems(["no_such:f1"])[0].message
+    assert "no signature" in metric_problems(["builtins:dict"])[0].message
 
 
 def test_run_folder_whose_config_names_a_metric_needs_permission(
@@ -118,7 +124,9 @@ def test_run_folder_whose_config_names_a_metric_needs_permission(
     assert code == 0 and "Good 0.50000" in out, err
 
 
-def test_failure_on_the_few_images_of_the_trial_is_ignored(own_module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_that_fails_on_the_few_images_of_the_trial_is_ignored(
+    own_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(import_from_cwd(own_module).Good, "compute", lambda self: 1 / 0)
     assert build_metrics(["own_metric:Good"], 3, ["raw"], ALONE)
 
@@ -129,5 +137,5 @@ def test_code_of_metrics_is_compared_between_ranks(own_module: str, tmp_path: Pa
 
 
 def test_value_that_is_true_is_no_number() -> None:
-    with pytest.raises(ConfigError, match="'b' is a bool, no number"):
+    with pytest.raises(ConfigError, match="'b' is a bool, not a number"):
         values_by_field({"a:b": True}, ALONE)
