@@ -129,11 +129,12 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT",
         help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best one)",
     )  # fmt: skip
-    parser.add_argument(
-        "--weights", choices=("raw", "ema"),
-        help="default: of a run folder the better ones, of a checkpoint its EMA if it has one",
-    )  # fmt: skip
+    add_weights_option(parser, "default: of a run folder the better ones, of a checkpoint its EMA if it has one")
     add_allow_import(parser)
+
+
+def add_weights_option(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument("--weights", choices=("raw", "ema"), help=help_text)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

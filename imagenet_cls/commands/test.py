@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -53,6 +54,11 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "--linear-probe", type=positive_number, nargs="?", const=0.316, metavar="C",
         help="fit a logistic regression to the training images, likewise; C: inverse of the L2 penalty (0.316)",
     )  # fmt: skip
+    cli.add_weights_option(
+        parser,
+        "evaluate only these; without it both, and --out and --report are of those that predict.py uses: of a run "
+        "folder the better ones, of a checkpoint its EMA if it has one",
+    )
     cli.add_allow_import(parser)
     add_rank_options(parser)
     return parser
@@ -82,7 +88,7 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
         call = f"{command_line('test')} CONFIG {folder}"
         raise UsageError(f"{run / 'config.yaml'}: no such file, so the config of the run is unknown.\nGive one: {call}")
     loaded = load_config(run / "config.yaml", overrides)
-    given = [override.partition("=")[2] for override in overrides]
+    given = [name for override in overrides for name in re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])]
     check_code_is_allowed(loaded, [*given, *arguments.allow_import], run)
     return loaded
 
@@ -93,9 +99,12 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
     names = [*loaded.config.imports, *(name for name in values if is_factory_name(name) or is_model_source(name))]
     code = [name for name in names if not name.startswith(("timm:", "torchvision:")) and name not in allowed]
     if code:
+        code = list(dict.fromkeys(code))
+        options = " ".join(f"--allow-import {name}" for name in code)
+        listed = ", ".join(map(repr, code))
         raise CheckpointError(
-            f"{run}: its config names code to run or a model to download, {code[0]!r}; nothing was run.\n"
-            f"If you know and trust it: --allow-import {code[0]}, or give {run}/config.yaml {run}."
+            f"{run}: its config names code to run or a model to download, {listed}; nothing was run.\n"
+            f"If you know and trust it: {options}, or give {run}/config.yaml {run}."
         )
 
 
@@ -171,7 +180,13 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
 
         with explain_resource_errors(killed_worker_error):
             lines = evaluate_features(
-                loaded.config, checkpoint, group, arguments.knn, arguments.linear_probe, arguments.allow_import
+                loaded.config,
+                checkpoint,
+                group,
+                arguments.knn,
+                arguments.linear_probe,
+                arguments.allow_import,
+                arguments.weights,
             )
         if group.is_main:
             print("\n".join(map(printable, lines)))
@@ -181,7 +196,13 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     with explain_resource_errors(killed_worker_error):
         keep_predictions = arguments.out is not None
         messages, metrics_by_name, predictions = evaluate_weights(
-            loaded.config, checkpoint, group, keep_predictions, arguments.allow_import, arguments.report
+            loaded.config,
+            checkpoint,
+            group,
+            keep_predictions,
+            arguments.allow_import,
+            arguments.report,
+            arguments.weights,
         )
     if not group.is_main:
         return

@@ -1,6 +1,7 @@
 """Evaluates any weights on a config's validation images."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,13 @@ from imagenet_cls.engine.labels import evaluation_labels
 from imagenet_cls.engine.metrics import build_metrics
 from imagenet_cls.engine.model import class_difference
 from imagenet_cls.engine.predictor import top_classes
-from imagenet_cls.engine.trained import EVALUATION_KEYS, load_on_all_ranks, prepare_models, trained_outputs
+from imagenet_cls.engine.trained import (
+    EVALUATION_KEYS,
+    choose_weights,
+    load_on_all_ranks,
+    prepare_models,
+    trained_outputs,
+)
 from imagenet_cls.errors import DataError, format_value
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_classes
 from imagenet_cls.parallel.collectives import gather_to_main
@@ -32,21 +39,25 @@ def evaluate_weights(
     keep_predictions: bool,
     allow_import: Collection[str] = (),
     report: Path | None = None,
+    weights: str | None = None,
 ) -> tuple[list[str], dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Evaluate weights on the config's validation images; every image counts exactly once. A collective.
 
     checkpoint: a checkpoint or run folder, foreign weights, or None for the weights that the config names.
     allow_import: what a checkpoint may import beyond what the config names. report: a folder for the report, which rank
-    0 writes; of the EMA weights if there are any.
+    0 writes. weights: `raw` or `ema`, to evaluate only these.
 
     Returns messages about the weights, the metrics of `evaluate`, and with keep_predictions on rank 0 one row for each
-    image: image, target, top-5 classes and probabilities, of the EMA weights if there are any.
+    image: image, target, top-5 classes and probabilities. Rows and report are of the weights of `choose_weights`.
     """
     subset = config.eval.classes == "present"
     data = open_datasets(config.data, ("val",), subset)
     assert data.val is not None
     classes = classes_of_outputs(config, data.classes)
     trained, messages = load_on_all_ranks(config, checkpoint, classes, group, allow_import)
+    chosen = choose_weights(trained, weights)
+    if weights is not None:
+        trained = replace(trained, models={weights: trained.models[weights]})
     classes = trained.classes or classes
     is_by_position = is_numbered(data.classes, classes) and not has_training_part(config.data)
     if classes != data.classes and not (subset or is_by_position):
@@ -66,17 +77,17 @@ def evaluate_weights(
     names = list(trained.models)
     rows: list[dict[str, Any]] = []
     if keep_predictions:
-        outputs = record_predictions(outputs, names[-1], val, classes, rows)
+        outputs = record_predictions(outputs, chosen, val, classes, rows)
     parts: list[np.ndarray] = []
     if isinstance(source, MeasuredSource):
-        outputs = record_rows(outputs, names[-1], source.sizes, parts)
+        outputs = record_rows(outputs, chosen, source.sizes, parts)
     user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, group)
     metrics = evaluate(outputs, names, group, trained.num_classes, labels, user_metrics)
     if shown := labels.describe(trained.num_classes):
         metrics = {name: result | {"classes": shown} for name, result in metrics.items()}
     if report is not None and (gathered := gather_to_main(parts, group)):
         settings = {key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS}
-        about = {"model": trained.config.model.name, "weights": names[-1], "messages": messages, "metrics": metrics}
+        about = {"model": trained.config.model.name, "weights": chosen, "messages": messages, "metrics": metrics}
         about["settings"] = settings
         write_report(report, np.concatenate(gathered), val, labels.present, about)
     return messages, metrics, sorted(gather_to_main(rows, group), key=lambda row: row["index"])

@@ -3,6 +3,7 @@ images."""
 
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,13 @@ from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluate_weights import has_training_part
-from imagenet_cls.engine.trained import TrainedModels, load_on_all_ranks, prepare_models, trained_outputs
+from imagenet_cls.engine.trained import (
+    TrainedModels,
+    choose_weights,
+    load_on_all_ranks,
+    prepare_models,
+    trained_outputs,
+)
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.collectives import gather_shards
@@ -32,6 +39,7 @@ def evaluate_features(
     neighbors: int | None = None,
     probe_c: float | None = None,
     allow_import: Collection[str] = (),
+    weights: str | None = None,
 ) -> list[str]:
     """Classify the validation images by the features of the training images, both prepared as for evaluation. The
     classifier of the model is not used, so it may have other classes. A collective.
@@ -48,6 +56,8 @@ def evaluate_features(
     if neighbors is not None and neighbors > len(data.train):
         raise UsageError(f"--knn {neighbors}: there are {len(data.train)} training images.\nGive at most as many.")
     trained, messages = load_on_all_ranks(config, checkpoint, data.classes, group, allow_import, ignore_head=True)
+    if weights is not None:
+        trained = replace(trained, models={weights: trained.models[choose_weights(trained, weights)]})
     messages += [*filter(None, [data.note]), *prepare_models(trained, config, group)]
     models = {name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()}
     train, train_targets = compute_features(config, trained, models, data.train, group)

@@ -26,7 +26,8 @@ class Meter:
         self.rows: list[tuple[int, int, float]] = []
         self.values: list[tuple[Tensor, Tensor | None, Tensor]] = []
         self.created = time.perf_counter()
-        self.total_steps, self.total_seconds = 0, 0.0  # of all records so far
+        self.total_steps = 0
+        self.total_timed_steps, self.total_seconds = 0, 0.0
         self.last_interval = (0, 0.0)  # steps and seconds of the last `flush`
         self.restart_clock()
 
@@ -74,7 +75,8 @@ class Meter:
         self.rows, self.values = [], []
         seconds = time.perf_counter() - self.started
         self.last_interval = (self.timed_steps, seconds)
-        self.total_steps += self.timed_steps
+        self.total_steps += len(records)
+        self.total_timed_steps += self.timed_steps
         self.total_seconds += seconds
         records[-1] |= {
             "images_per_sec": self.timed_steps * self.global_batch / seconds,
@@ -87,7 +89,7 @@ class Meter:
     def describe_total(self) -> str:
         """`66 steps in 0:01:23, 512 img/s` of this process: the duration includes evaluations, the speed does not."""
         duration = timedelta(seconds=round(time.perf_counter() - self.created))
-        speed = self.total_steps * self.global_batch / max(self.total_seconds, 1e-9)
+        speed = self.total_timed_steps * self.global_batch / max(self.total_seconds, 1e-9)
         return f"{self.total_steps} steps in {duration}, {speed:.0f} img/s"
 
 

@@ -18,8 +18,8 @@ from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.index import is_image
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
-from imagenet_cls.engine.trained import TrainedModels, load_checkpoint
-from imagenet_cls.errors import CheckpointError, DataError
+from imagenet_cls.engine.trained import TrainedModels, choose_weights, load_checkpoint
+from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.devices import choose_device
@@ -57,10 +57,7 @@ class Predictor:
             weights = weights or {"model.safetensors": "raw", "ema.safetensors": "ema"}.get(folder.name)
             folder = folder.parent
         trained, path = load_checkpoint(folder, allow_import)
-        name = weights or trained.best or ("ema" if "ema" in trained.models else "raw")
-        if name not in trained.models:
-            raise CheckpointError(f"{path} holds no {name} weights.\nIt holds: {', '.join(trained.models)}.")
-        self.weights = name
+        self.weights = name = choose_weights(trained, weights)
         self._set_up(path, trained, trained.models[name].to(on), on)
 
     def _set_up(self, path: Path, trained: TrainedModels, model: nn.Module, device: torch.device) -> None:

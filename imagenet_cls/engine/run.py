@@ -346,8 +346,9 @@ class Run:
             progress.history.append({metric: results[metric] for metric in METRICS.values()})
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
         if progress.stopped_early and progress.step < parts.plan.total_steps:
-            evals = parts.config.train.early_stop.patience_evals
-            self.reporter.event(progress.step, f"stopped early: no better result in {evals} evaluations")
+            stop, compared = parts.config.train.early_stop, list(models)[-1]
+            text = f"no better {stop.metric} of the {compared} weights in {stop.patience_evals} evaluations"
+            self.reporter.event(progress.step, f"stopped early: {text} (train.early_stop)")
         return improved
 
     def evaluation_batches(self) -> Iterator[Batch]:

@@ -93,6 +93,17 @@ def load_on_all_ranks(
     return trained, messages
 
 
+def choose_weights(trained: TrainedModels, weights: str | None) -> str:
+    """`raw` or `ema`: `weights`, or those that evaluated best in their run, or else the EMA if there is one.
+
+    Raises CheckpointError for weights that are not there.
+    """
+    name = weights or trained.best or list(trained.models)[-1]
+    if name not in trained.models:
+        raise CheckpointError(f"{trained.origin}: no {name} weights.\nIt has: {', '.join(trained.models)}.")
+    return name
+
+
 def load_checkpoint(path: Path, trusted: Collection[str]) -> tuple[TrainedModels, Path]:
     """The models of a checkpoint, or of the best one of a run folder: raw, and EMA if it has one; and its path.
 

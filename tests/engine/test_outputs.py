@@ -225,6 +225,25 @@ def test_evaluation_of_a_checkpoint_equals_that_of_the_run(small: Path, digits: 
             assert f"loss {record['loss']:.4f}  " in line and "over 359 images" in line
 
 
+def test_weights_of_an_evaluation_its_rows_and_its_report(small: Path, tmp_path: Path, call: Callable) -> None:
+    """By default the rows and the report are of the weights that predict.py uses: those of the best result."""
+    best = max(evaluations(small), key=lambda record: record["top1_pct"])["weights"]
+    other = {"raw": "ema", "ema": "raw"}[best]
+    hits = {}
+    for weights in (None, best, other):
+        out = tmp_path / str(weights)
+        out.mkdir()
+        words = [] if weights is None else ["--weights", weights]
+        code, printed, _ = call(evaluate_command, small, *ALLOW, "--out", out / "rows.csv", "--report", out, *words)
+        evaluated = [name for name in ("raw", "ema") if f"{name}: top-1" in printed]
+        assert code == 0 and evaluated == ([weights] if weights else ["raw", "ema"])
+        with (out / "rows.csv").open() as file:
+            hits[weights] = sum(row["target"] == row["class_1"] for row in csv.DictReader(file))
+        report = json.loads((out / "report.json").read_text())
+        assert report["weights"] == (weights or best) and report["correct"] == hits[weights]
+    assert hits[None] == hits[best] > hits[other]
+
+
 def test_evaluation_that_differs_from_the_runs_is_reported(small: Path, digits: Path, call: Callable) -> None:
     """The config's values are used, and each difference is named; there is none with the run's own config."""
 

@@ -122,6 +122,10 @@ def test_run_folder_whose_config_names_a_metric_needs_permission(
     allowed = ["--allow-import", "helpers:plain", "--allow-import", "own_metric:Good"]
     code, out, err = call(evaluate_command, tmp_path / "run", *allowed)
     assert code == 0 and "Good 0.50000" in out, err
+    train_command([*words, "--overwrite"])
+    named = ["eval.metrics=[own_metric:Good]", "--allow-import", "helpers:plain"]  # the command line permits it
+    code, out, err = call(evaluate_command, tmp_path / "run", *named)
+    assert code == 0 and "Good 0.50000" in out, err
 
 
 def test_compute_that_fails_on_the_few_images_of_the_trial_is_ignored(
