@@ -111,6 +111,9 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
     """
     try:
         status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            hint = f"; for the config of that run: {shown}/config.yaml" if (path / "config.yaml").is_file() else ""
+            raise ConfigError([f"{shown}: is a folder{hint}"])
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
             raise ConfigError([f"{shown}: is not a regular file of at most {MAX_BYTES} bytes"])
         return parse(path.read_text("utf-8-sig"), shown)

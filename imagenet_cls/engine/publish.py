@@ -102,6 +102,7 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
     progress, expect = state["progress"], config.expect
     details: dict[str, Any] = {
         "Architecture": predictor.model.pretrained_cfg["architecture"],  # type: ignore[index]
+        "Data": f"{config.data.name} (data.name of the config)",
         "Classes": len(predictor.classes),
         "Weights": f"{kind} of step {state['step']}",
         "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
@@ -109,7 +110,8 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
     if kind in progress["latest"] and progress["evaluated_step"] == progress["step"]:
         metrics = progress["latest"][kind]
         details["Result on the validation images of the run"] = (
-            f"top-1 {metrics['top1_pct']:.2f} %, top-5 {metrics['top5_pct']:.2f} %, loss {metrics['loss']:.4f}"
+            f"top-1 {metrics['top1_pct']:.2f} %, top-5 {metrics['top5_pct']:.2f} %, loss {metrics['loss']:.4f}, "
+            f"{metrics['images']:,} images"
         )
         not_in_timm = {"eval.flip_tta": config.eval.flip_tta, "data.exif": config.data.exif == "apply"}
         if names := [name for name, is_used in not_in_timm.items() if is_used]:
@@ -132,7 +134,8 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
     usage = (
         "```python\nimport timm\n\n"
         'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or hf-hub:USER/NAME\n'
-        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n```"
+        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n```\n\n"
+        'or `transformers.pipeline("image-classification", model="FOLDER")`'
     )
     return {
         "license": license_id or "unknown",

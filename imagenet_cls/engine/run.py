@@ -95,7 +95,7 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
             profiler = StepProfiler(profiled, options.work_dir / "profile", group.device.type)
             run = Run(parts, progress, reporter, saver, stop_signals, hang_log, profiler)
             with hang_log:
-                run.train_to_last_step(folder)
+                run.train_to_last_step(folder, options.overwrite)
             run_on_main(group, saver.wait)
             if config.log.plots:
                 reporter.plot()
@@ -190,8 +190,11 @@ class Run:
             lambda: replicated_tensors(parts.model, parts.ema.module, base_optimizer(parts.optimizer).state),
         )
 
-    def train_to_last_step(self, folder: RunFolder) -> None:
-        """Train to the last step. Raises Stopped, after a save, if a signal stops the run."""
+    def train_to_last_step(self, folder: RunFolder, overwrites: bool = False) -> None:
+        """Train to the last step. Raises Stopped, after a save, if a signal stops the run.
+
+        overwrites: whether the command has --overwrite, for the message.
+        """
         try:
             self.evaluate_if_due()  # the run may have stopped between the last step of an epoch and its evaluation
             self.profile()
@@ -203,7 +206,8 @@ class Run:
             step, total = self.progress.step, self.parts.plan.total_steps
             raise Stopped(
                 f"stopped by {signal.Signals(request.signal_number).name} after step {step} of {total}, "
-                f"saved in {checkpoint_path(folder.checkpoints, step)}\nResume with the same command and --resume.",
+                f"saved in {checkpoint_path(folder.checkpoints, step)}\n"
+                f"Resume with the same command and --resume{' in place of --overwrite' if overwrites else ''}.",
                 request.signal_number,
             ) from None
         finally:

@@ -167,7 +167,7 @@ HOSTILE = {
     "_base_: /dev/zero": "not a regular file",
     f"_base_: {'x' * 5_000}.yaml": "name too long",
     "_base_: [[demo.yaml]]": "is not a path",
-    "_base_: .": "is not a regular file",
+    "_base_: .": "is a folder",
     "_base_: here_and_there.yaml": "symbolic links",
     "_base_: chain_0.yaml": "more than 50",
     "---\nseed: 1\n---\nseed: 2": "single document",

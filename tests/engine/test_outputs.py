@@ -225,6 +225,11 @@ def test_evaluation_of_a_checkpoint_equals_that_of_the_run(small: Path, digits: 
             assert f"loss {record['loss']:.4f}  " in line and "over 359 images" in line
 
 
+def test_run_folder_in_place_of_a_config_is_answered_with_its_config(small: Path, call: Callable) -> None:
+    code, _, err = call(train_command, small)
+    assert code == 2 and f"{small}/config.yaml" in err
+
+
 def test_weights_of_an_evaluation_its_rows_and_its_report(small: Path, tmp_path: Path, call: Callable) -> None:
     """By default the rows and the report are of the weights that predict.py uses: those of the best result."""
     best = max(evaluations(small), key=lambda record: record["top1_pct"])["weights"]

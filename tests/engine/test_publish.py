@@ -61,7 +61,7 @@ def test_folder_loads_in_timm_with_equal_logits(
     assert pretrained["license"] == "mit" and pretrained["num_classes"] == 10 and pretrained["classifier"] == "head"
     assert "tag" not in pretrained and "origin_url" not in pretrained  # of the published weights
     card = (folder / "README.md").read_text()
-    assert "license: mit" in card and "# Model card for vit-digits" in card and "top-1" in card
+    assert "359 images" in card and "license: mit" in card and "# Model card for vit-digits" in card and "top-1" in card
     assert f"torch: {torch.__version__}" in card
     assert str(digits) not in card and str(run) not in card
 
