@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from imagenet_cls.checkpoint.folders import list_checkpoints
+from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.print_config import differing_values
 from imagenet_cls.config.load import load_config
@@ -43,9 +43,8 @@ def report_command(argv: Sequence[str]) -> None:
         key: [None if config is None else values.pop(0) for config in configs]
         for key, values in differing_values(known).items()
     }
-    page = runs_page(
-        [read_run(run, list_checkpoints(run / "checkpoints")) for run in runs], batches, differences, notes, out.parent
-    )
+    records = [read_run(run, {step_of(path): path for path in list_checkpoints(run / "checkpoints")}) for run in runs]
+    page = runs_page(records, batches, differences, notes, out.parent)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, page)

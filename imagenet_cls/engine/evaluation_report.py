@@ -18,7 +18,7 @@ from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.engine.evaluate import Outputs
 from imagenet_cls.files import explain_write_errors, write_file
-from imagenet_cls.report.evaluation import evaluation_figures, evaluation_page
+from imagenet_cls.report.evaluation import ROW, evaluation_page, evaluation_statistics
 from imagenet_cls.report.page import to_jpeg
 
 _THUMBNAIL_PX = 160
@@ -57,16 +57,19 @@ class MeasuredSource(ImageSource):
 def record_rows(
     outputs: Iterable[Outputs], name: str, sizes: torch.Tensor, parts: list[np.ndarray]
 ) -> Iterator[Outputs]:
-    """Yield the outputs of an evaluation unchanged, and append the rows of each batch, see `report.evaluation.COLUMNS`.
+    """Yield the outputs of an evaluation unchanged, and append the rows of each batch, `ROW`.
 
     name: of the weights. sizes: see `MeasuredSource`.
     """
     for logits, targets, indices in outputs:
         own = logits[name]
-        best = own.topk(min(5, own.shape[1]), dim=1).indices[:, :1]  # as `evaluate`, also for ties
-        loss = functional.cross_entropy(own, targets, reduction="none")
-        columns = [indices[:, None], targets[:, None], best, own.softmax(dim=1).gather(1, best), loss[:, None]]
-        parts.append(torch.cat([column.cpu().double() for column in [*columns, sizes[indices]]], dim=1).numpy())
+        best = own.topk(min(5, own.shape[1]), dim=1).indices[:, 0]  # as `evaluate`, also for ties
+        rows = np.empty(len(targets), ROW)
+        rows["index"], rows["target"], rows["prediction"] = indices.cpu(), targets.cpu(), best.cpu()
+        rows["height"], rows["width"] = sizes[indices.cpu()].T
+        rows["confidence"] = own.softmax(dim=1).gather(1, best[:, None])[:, 0].cpu()
+        rows["loss"] = functional.cross_entropy(own, targets, reduction="none").cpu()
+        parts.append(rows)
         yield logits, targets, indices
 
 
@@ -78,33 +81,34 @@ def write_report(
     rows: of all images, in any order. present: see `EvaluationLabels`; the report has only these classes. about: see
     `evaluation_page`.
     """
-    rows = rows[np.argsort(rows[:, 0])]
-    assert np.array_equal(rows[:, 0], np.arange(len(source)))  # each image exactly once
+    rows = np.sort(rows, order="index")
+    assert np.array_equal(rows["index"], np.arange(len(source)))  # each image exactly once
     classes = source.classes
     if present is not None:
         classes = tuple(classes[i] for i in present.tolist())
-        rows[:, 1:3] = np.searchsorted(present.numpy(), rows[:, 1:3])
-    figures, confusion = evaluation_figures(rows, classes, source.name)
-    figures = {**about, **figures}
-    shown = {row["index"] for row in [*figures["mistakes"], *figures["hits"]]}
+        for name in ("target", "prediction"):
+            rows[name] = np.searchsorted(present.numpy(), rows[name])
+    statistics, confusion = evaluation_statistics(rows, classes, source.name)
+    statistics = {**about, **statistics}
+    shown = {row["index"] for row in [*statistics["mistakes"], *statistics["hits"]]}
     pictures = {i: Image.fromarray(source.load(i)[0].permute(1, 2, 0).numpy()) for i in shown}
     thumbnails = {i: to_jpeg(picture, _THUMBNAIL_PX) for i, picture in pictures.items()}
-    page = evaluation_page(figures, confusion, thumbnails)
+    page = evaluation_page(statistics, confusion, thumbnails)
     table = io.StringIO(newline="")
-    names = [row["name"] for row in figures["classes"]]
+    names = [row["name"] for row in statistics["classes"]]
     csv.writer(table, lineterminator="\n").writerows(
         [["true \\ predicted", *names], *([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))]
     )
     with explain_write_errors(folder, "Name another folder with --report."):
         write_file(folder / "confusion.csv", table.getvalue())
-        write_file(folder / "report.json", json.dumps(_without_nonfinite(figures), indent=1) + "\n")
+        write_file(folder / "report.json", json.dumps(_nonfinite_to_none(statistics), indent=1) + "\n")
         write_file(folder / "report.html", page)
 
 
-def _without_nonfinite(value: Any) -> Any:
+def _nonfinite_to_none(value: Any) -> Any:
     """JSON has no NaN and infinity."""
     if isinstance(value, dict):
-        return {key: _without_nonfinite(item) for key, item in value.items()}
+        return {key: _nonfinite_to_none(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_nonfinite(item) for item in value]
+        return [_nonfinite_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,4 @@
-"""The report of an evaluation: figures of classes, confusion, calibration and image sizes, and a page that shows them.
-
-What the page shows is in the figures, which are written to `report.json`.
-"""
+"""The report of an evaluation: statistics of classes, confusion, calibration and image sizes, and a page of them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +14,12 @@ from imagenet_cls.report.page import Html, gallery, heading, image, page, plot, 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = ("index", "target", "prediction", "confidence", "loss", "height", "width")
-"""Of the rows of an evaluation, float64 (images, 7). Height and width are 0 where there are no image files."""
-Figures = dict[str, Any]
+ROW = np.dtype(
+    [(name, np.int64) for name in ("index", "target", "prediction", "height", "width")]
+    + [(name, np.float64) for name in ("confidence", "loss")]
+)
+"""One image of an evaluation. Height and width are 0 for `data.name=synthetic`."""
+Statistics = dict[str, Any]
 
 _CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
 _SIZE_BINS = 5
@@ -27,6 +27,7 @@ _MAX_PAIRS, _MAX_EXAMPLES = 20, 12
 _MAX_CELLS = 50  # of a side of the confusion matrix's picture
 _MAX_NUMBERS = 20  # classes, up to which the cells of the confusion matrix show numbers
 _PERCENT, _COUNT = ".2f", ",d"
+_WEIGHTS = {"raw": "raw", "ema": "EMA"}
 _DETAILS = (
     ("images", "images", _COUNT),
     ("correct", "correct", _COUNT),
@@ -38,62 +39,63 @@ _DETAILS = (
 )
 
 
-def evaluation_figures(
+def evaluation_statistics(
     rows: np.ndarray, classes: Sequence[str], name_of: Callable[[int], str]
-) -> tuple[Figures, np.ndarray]:
-    """The figures of an evaluation, and the confusion matrix, int64 (K, K): a row for each true class.
+) -> tuple[Statistics, np.ndarray]:
+    """The statistics of an evaluation, and the confusion matrix, int64 (K, K): a row for each true class.
 
-    rows: see `COLUMNS`, one for each image. K is the number of classes, or higher where a wider head predicts more.
+    rows: `ROW`, one for each image. K is the number of classes, or higher where a wider head predicts more.
     name_of: the name of an image by its index. Undefined values are None: the precision of a class that
     is never predicted, and the recall of one without images.
     """
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-    index, target, prediction = rows[:, :3].astype(np.int64).T
-    confidence, loss, height, width = rows[:, 3:].T
+    index, target, prediction = rows["index"], rows["target"], rows["prediction"]
+    height, width, confidence = rows["height"], rows["width"], rows["confidence"]
     correct = target == prediction
     count = max(len(classes), prediction.max() + 1)
     labels = [*map(text, classes), *(f"class {number}" for number in range(len(classes), count))]
     confusion = confusion_matrix(target, prediction, labels=range(count))
-    scores = precision_recall_fscore_support(target, prediction, labels=range(count), zero_division=np.nan)
-    *percents, images = [100 * scores[0], 100 * scores[1], 100 * scores[2], scores[3]]
+    precision, recall, f1, images = precision_recall_fscore_support(
+        target, prediction, labels=range(count), zero_division=np.nan
+    )
     predicted = confusion.sum(axis=0)
     calibration = calibration_bins(confidence, correct)
 
-    def examples(order: np.ndarray) -> list[Figures]:
+    def examples(order: np.ndarray) -> list[Statistics]:
         return [
             {"index": int(index[i]), "image": text(name_of(int(index[i]))), "target": labels[target[i]],
              "prediction": labels[prediction[i]], "confidence": float(confidence[i])}
             for i in order[:_MAX_EXAMPLES]
         ]  # fmt: skip
 
-    falling = np.argsort(-confidence, kind="stable")
-    figures = {
+    by_confidence = np.argsort(-confidence, kind="stable")
+    statistics = {
         "images": len(rows),
         "num_classes": len(classes),
         "correct": int(correct.sum()),
         "top1_pct": 100 * float(correct.mean()),
-        "balanced_accuracy_pct": float(np.mean(percents[1][images > 0])),
-        "macro_f1_pct": float(np.nanmean(percents[2])),
-        "nll": float(loss.mean()),
+        "balanced_accuracy_pct": 100 * float(recall[images > 0].mean()),
+        "macro_f1_pct": 100 * float(np.nanmean(f1)),
+        "nll": float(rows["loss"].mean()),
         "ece": sum(r["images"] * abs(r["accuracy_pct"] / 100 - r["confidence"]) for r in calibration) / len(rows),
         "mean_confidence": float(confidence.mean()),
         "classes": [
             {"name": labels[k], "precision_pct": p, "recall_pct": r, "f1_pct": f, "images": int(images[k]),
              "predicted": int(predicted[k])}
-            for k, (p, r, f) in enumerate(zip(*(_or_none(column) for column in percents), strict=True))
+            for k, (p, r, f) in enumerate(zip(*map(_percents, (precision, recall, f1)), strict=True))
         ],
         "confused": confused_pairs(confusion, labels),
         "calibration": calibration,
         "by_short_side_px": quantile_bins(np.minimum(height, width), correct),
         "by_aspect_ratio": quantile_bins(width / np.maximum(height, 1), correct),
-        "mistakes": examples(falling[~correct[falling]]),
-        "hits": examples(falling[correct[falling]][::-1]),
+        "mistakes": examples(by_confidence[~correct[by_confidence]]),
+        "hits": examples(by_confidence[correct[by_confidence]][::-1]),
     }  # fmt: skip
-    return figures, confusion
+    return statistics, confusion
 
 
-def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Figures]:
+def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Statistics]:
     """The bins of equal width that have images: `low` < confidence <= `high`, their images, confidence and accuracy."""
     edges = np.linspace(0, 1, _CALIBRATION_BINS + 1)
     number = np.searchsorted(edges[1:-1], confidence)
@@ -104,15 +106,15 @@ def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Figure
     ]  # fmt: skip
 
 
-def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Figures]:
-    """The accuracy in bins of about as many images, with the lowest and the highest value of each; [] without values.
+def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Statistics]:
+    """The accuracy in bins with about equal numbers of images, and their lowest and highest values; [] without values.
 
-    There are fewer bins where many values are equal.
+    Equal values are in one bin, so there may be fewer bins.
     """
     if not values.any():
         return []
-    edges = np.unique(np.quantile(values, np.linspace(0, 1, _SIZE_BINS + 1), method="nearest"))
-    number = np.searchsorted(edges[1:-1], values, side="right")
+    highest = np.unique(np.quantile(values, np.arange(1, _SIZE_BINS) / _SIZE_BINS, method="inverted_cdf"))
+    number = np.searchsorted(highest, values)
     return [
         {"low": float(values[number == n].min()), "high": float(values[number == n].max()),
          "images": int((number == n).sum()), "top1_pct": 100 * float(correct[number == n].mean())}
@@ -120,7 +122,7 @@ def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Figures]:
     ]  # fmt: skip
 
 
-def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Figures]:
+def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Statistics]:
     """The most frequent mistakes: true class, predicted class, images, and their share of the true class."""
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
@@ -133,73 +135,81 @@ def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Figures
     ]  # fmt: skip
 
 
-def evaluation_page(figures: Mapping[str, Any], confusion: np.ndarray, thumbnails: Mapping[int, bytes]) -> bytes:
-    """The page of an evaluation. figures: also `model`, `weights`, `messages`, `settings`, and `metrics` by weights.
+def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbnails: Mapping[int, bytes]) -> bytes:
+    """The page of an evaluation. statistics: also `model`, `weights`, `messages`, `settings`, and `metrics` by weights.
 
-    thumbnails: JPEG files of the mistakes and hits, by index.
+    thumbnails: JPEG files of `mistakes` and `hits`, by index.
     """
-    classes = figures["classes"]
+    classes = statistics["classes"]
     by_f1 = sorted(classes, key=lambda row: (row["f1_pct"] is None, row["f1_pct"]))
     block = -(-len(classes) // _MAX_CELLS)
     reduced = f"A cell sums up {block} by {block} neighboring classes. " if block > 1 else ""
-    metrics = {"weights": "", "top-1 %": ".3f", "top-5 %": ".3f", "loss": ".4f", "images": _COUNT}
-    keys = ["top1_pct", "top5_pct", "loss", "images"]
-    result = figures["metrics"].get(figures["weights"], {})
+    results = statistics["metrics"]
+    result = results.get(statistics["weights"], {})
+    columns = [
+        ("top-1 %", "top1_pct", ".3f"), ("top-5 %", "top5_pct", ".3f"), ("loss", "loss", ".4f"),
+        ("images", "images", _COUNT),
+    ]  # fmt: skip
     if "real_pct" in result:
-        metrics |= {"ReaL %": ".3f", "images with ReaL labels": _COUNT}
-        keys += ["real_pct", "real_images"]
-    metrics |= dict.fromkeys(own_metrics(result), ".4f")
-    keys += own_metrics(result)
+        columns += [("ReaL %", "real_pct", ".3f"), ("images with ReaL labels", "real_images", _COUNT)]
+    own = dict.fromkeys(name for row in results.values() for name in own_metrics(row))
+    columns += [(name, name, ".4f") for name in own]
     masked = []
     if "classes" in result:
         masked = [f"Masked: the outputs of all but {result['classes']} classes are ignored (eval.classes=present)."]
-    percent = {"images": _COUNT, "top-1 %": _PERCENT}
-    calibration = {"above": ".3f", "up to": ".3f", "images": _COUNT, "confidence": ".4f", "accuracy %": _PERCENT}
+    calibration = [
+        ("above", ".3f"), ("up to", ".3f"), ("images", _COUNT), ("confidence", ".4f"), ("accuracy %", _PERCENT),
+    ]  # fmt: skip
 
-    def examples(rows: Sequence[Figures]) -> Html:
+    def examples(rows: Sequence[Statistics]) -> Html:
         return gallery(
             (image(thumbnails[row["index"]]), [f"{row['prediction']} ({row['confidence']:.4f})",
              f"true: {row['target']}", row["image"]]) for row in rows
         )  # fmt: skip
 
     parts = [
-        heading("Result", *figures["messages"], *masked),
-        table(metrics, [[name, *(row[key] for key in keys)] for name, row in figures["metrics"].items()]),
-        heading("Details", f"All that follows is of the {figures['weights']} weights."),
-        table({"": "", "value": "s"}, [[title, format(figures[key], form)] for title, key, form in _DETAILS]),
-        heading("Confusion", f"{reduced}A row is a true class; colors are shares of it. confusion.csv has all counts."),
+        heading("Result", *statistics["messages"], *masked),
+        table(
+            [("weights", ""), *((title, number_format) for title, _, number_format in columns)],
+            [[name, *(row.get(key) for _, key, _ in columns)] for name, row in results.items()],
+        ),
+        heading("Details", f"The sections below show the {_WEIGHTS[statistics['weights']]} weights."),
+        table([("", ""), ("value", "s")], [[title, format(statistics[key], style)] for title, key, style in _DETAILS]),
+        heading("Confusion", f"{reduced}Rows: true classes. Color: share of the true class. Counts: confusion.csv."),
         plot(7, 6, partial(_draw_confusion, _block_sums(confusion, block), [row["name"] for row in classes])),
         heading("Most confused", "The most frequent mistakes, and their share of the images of the true class."),
         table(
-            {"true": "", "predicted": "", "images": _COUNT, "share %": _PERCENT},
-            [list(row.values()) for row in figures["confused"]],
+            [("true", ""), ("predicted", ""), ("images", _COUNT), ("share %", _PERCENT)],
+            [list(row.values()) for row in statistics["confused"]],
         ),
         heading(
             "Calibration",
             f"{_CALIBRATION_BINS} bins of equal width by confidence, the probability of the predicted class. "
             "A calibrated model is on the diagonal.",
         ),
-        plot(5, 3.6, partial(_draw_calibration, figures["calibration"])),
-        table(calibration, [list(row.values()) for row in figures["calibration"]]),
+        plot(5, 3.6, partial(_draw_calibration, statistics["calibration"])),
+        table(calibration, [list(row.values()) for row in statistics["calibration"]]),
     ]  # fmt: skip
-    for key, title, form in (
+    for key, title, style in (
         ("by_short_side_px", "short side, px", ",.0f"),
         ("by_aspect_ratio", "width / height", ".3f"),
     ):
-        if figures[key]:
-            columns = {f"{title}: from": form, "to": form} | percent
-            parts += [heading(f"Accuracy by {title}"), table(columns, [list(row.values()) for row in figures[key]])]
-    for key, title in (("mistakes", "Most confident mistakes"), ("hits", "Least confident hits")):
-        if figures[key]:
-            parts += [heading(title, "Predicted class and confidence, true class, image."), examples(figures[key])]
-    scores = dict.fromkeys(("precision %", "recall %", "F1 %"), _PERCENT)
+        if statistics[key]:
+            bins = [(f"{title}: from", style), ("to", style), ("images", _COUNT), ("top-1 %", _PERCENT)]
+            parts += [heading(f"Accuracy by {title}"), table(bins, [list(row.values()) for row in statistics[key]])]
+    for key, title in (("mistakes", "Most confident mistakes"), ("hits", "Least confident correct predictions")):
+        if statistics[key]:
+            parts += [heading(title, "Predicted class and confidence, true class, image."), examples(statistics[key])]
+    scores = [(title, _PERCENT) for title in ("precision %", "recall %", "F1 %")]
     parts += [
         heading("Classes", "Lowest F1 first."),
-        table({"class": ""} | scores | {"images": _COUNT, "predicted": _COUNT}, [list(row.values()) for row in by_f1]),
+        table(
+            [("class", ""), *scores, ("images", _COUNT), ("predicted", _COUNT)], [list(row.values()) for row in by_f1]
+        ),
         heading("Settings"),
-        table({"key": "", "value": ""}, figures["settings"].items()),
+        table([("key", ""), ("value", "")], statistics["settings"].items()),
     ]
-    return page(f"Evaluation of {figures['model']}", parts)
+    return page(f"Evaluation of {statistics['model']}", parts)
 
 
 def _block_sums(confusion: np.ndarray, block: int) -> np.ndarray:
@@ -227,7 +237,7 @@ def _draw_confusion(counts: np.ndarray, labels: Sequence[str], figure: "Figure")
         axes.text(m, k, str(counts[k, m]), ha="center", va="center")
 
 
-def _draw_calibration(rows: Sequence[Figures], figure: "Figure") -> None:
+def _draw_calibration(rows: Sequence[Statistics], figure: "Figure") -> None:
     axes = figure.subplots()
     axes.plot([0, 1], [0, 100], color="gray", linestyle="--", linewidth=0.8)
     middles = [(row["low"] + row["high"]) / 2 for row in rows]
@@ -237,5 +247,5 @@ def _draw_calibration(rows: Sequence[Figures], figure: "Figure") -> None:
     axes.set(xlim=(0, 1), ylim=(0, 100), xlabel="confidence", ylabel="accuracy (%)")
 
 
-def _or_none(values: np.ndarray) -> list[float | None]:
-    return [None if math.isnan(value) else float(value) for value in values]
+def _percents(shares: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(share) else 100 * float(share) for share in shares]

@@ -5,7 +5,7 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -73,17 +73,18 @@ def heading(title: str, *paragraphs: str) -> Html:
     return Html("".join([f"<h2>{escape(title)}</h2>", *(f"<p>{escape(line)}</p>" for line in paragraphs)]))
 
 
-def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Html:
-    """A table. columns: for each title a format of its numbers, such as `.2f`; "" for text. None is shown as a dash."""
-    css = [' class="number"' if form else "" for form in columns.values()]
+def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]]) -> Html:
+    """A table. columns: titles, and formats of numbers, such as `.2f`; "" for text. None is shown as a dash."""
+    css = [' class="number"' if number_format else "" for _, number_format in columns]
 
-    def cell(value: Any, form: str) -> str:
-        return "–" if value is None else escape(format(value, form) if form and not isinstance(value, str) else value)
+    def cell(value: Any, number_format: str) -> str:
+        is_number = number_format and not isinstance(value, str)
+        return "–" if value is None else escape(format(value, number_format) if is_number else value)
 
-    lines = ["".join(f"<th{c}>{escape(title)}</th>" for c, title in zip(css, columns, strict=True))]
+    lines = ["".join(f"<th{c}>{escape(title)}</th>" for c, (title, _) in zip(css, columns, strict=True))]
     for row in rows:
-        cells = zip(css, row, columns.values(), strict=True)
-        lines.append("".join(f"<td{c}>{cell(value, form)}</td>" for c, value, form in cells))
+        cells = zip(css, row, columns, strict=True)
+        lines.append("".join(f"<td{c}>{cell(value, number_format)}</td>" for c, value, (_, number_format) in cells))
     return Html('<div class="table"><table>' + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>")
 
 
@@ -102,10 +103,10 @@ def image(data: bytes) -> Html:
 
 def gallery(images: Iterable[tuple[Html, Sequence[str]]]) -> Html:
     """Images in rows, each with lines of text below."""
-    figures = (
+    elements = (
         f"<figure>{img}<figcaption>{'<br>'.join(map(escape, lines))}</figcaption></figure>" for img, lines in images
     )
-    return Html(f'<div class="images">{"".join(figures)}</div>')
+    return Html(f'<div class="images">{"".join(elements)}</div>')
 
 
 def plot(width: float, height: float, draw: "Callable[[Figure], None]") -> Html:

@@ -4,9 +4,10 @@ import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
@@ -18,7 +19,7 @@ from PIL import Image
 
 from imagenet_cls.files import is_locked
 from imagenet_cls.report.jsonl import Record, own_metrics, read_metrics
-from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, to_jpeg
+from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, text, to_jpeg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ _BATCH_PX = 1000
 _MAX_LABEL = 40  # characters of a run's path in a legend
 _CURVES = {"lr": "learning rate", "images_per_sec": "images per second", "data_wait_pct": "waiting for data (%)"}
 
-# Columns of the results: title, key of `run_figures`, format.
+# Columns of the results: title, key of `run_statistics`, format.
 _RESULTS = (
     ("best top-1 %", "best_top1_pct", ".2f"),
     ("at step", "best_step", ",d"),
@@ -47,33 +48,37 @@ _RESULTS = (
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run folder holds, finished or not. Files that are missing or can't be parsed count as empty.
+    """What a run folder holds, finished or not. JSON files that are missing or can't be parsed count as empty.
 
-    is_cut: the last line of metrics.jsonl is incomplete. is_running: its process has the lock. environment: `env.json`.
-    state: of the newest checkpoint that has a readable one. checkpoints: newest first.
+    has_incomplete_last_line: of metrics.jsonl; `metrics` is without it. is_running: its process has the lock.
+    environment: `env.json`. state: of the newest checkpoint that has a readable one. checkpoints: by step, newest
+    first.
     """
 
     name: str
     metrics: Sequence[Record]
-    is_cut: bool
+    has_incomplete_last_line: bool
     is_running: bool
     environment: Mapping[str, Any]
     state: Mapping[str, Any]
-    checkpoints: Sequence[Path]
+    checkpoints: Mapping[int, Path]
     first_batch: bytes | None = field(repr=False)
 
     def records(self, kind: str) -> list[Record]:
         return [record for record in self.metrics if record["kind"] == kind]
 
 
-def read_run(folder: Path, checkpoints: Sequence[Path]) -> RunRecords:
-    """Read a run folder. checkpoints: of the run, newest first. Raises CheckpointError as `read_metrics`."""
-    file = folder / "metrics.jsonl"
-    states = (_read_json(path / "state.json") for path in checkpoints)
+def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
+    """Read a run folder. checkpoints: of the run by step, newest first. Raises CheckpointError as `read_metrics`."""
+    metrics = folder / "metrics.jsonl"
+    states = (_read_json(path / "state.json") for path in checkpoints.values())
+    with metrics.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        last_byte = file.read(1)
     return RunRecords(
-        str(folder),
-        read_metrics(file),
-        not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0,
+        text(folder),
+        read_metrics(metrics),
+        last_byte not in (b"", b"\n"),
         is_locked(folder),
         _read_json(folder / "env.json"),
         next(filter(None, states), {}),
@@ -82,8 +87,8 @@ def read_run(folder: Path, checkpoints: Sequence[Path]) -> RunRecords:
     )
 
 
-def run_figures(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
-    """The figures of a run by name, None where unknown.
+def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
+    """The statistics of a run by name, None where unknown.
 
     best, last: of the weights with the higher top-1. hours: of training steps and evaluations, from the speed of each
     logging interval. images_per_sec: the median of the intervals; data_wait_pct: their mean.
@@ -93,7 +98,8 @@ def run_figures(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     at_end = (record for record in results if record["step"] == results[-1]["step"])
     last = max(at_end, key=itemgetter("top1_pct"), default={})
     intervals = [record for record in train if record.get("images_per_sec")]
-    counts = np.diff([0, *(record["step"] for record in intervals)])
+    first = train[0]["step"] if train else 1  # above 1 for a run that continues another one's checkpoint
+    counts = np.diff([first - 1, *(record["step"] for record in intervals)])
     seconds = [(global_batch or 0) * n / record["images_per_sec"] for n, record in zip(counts, intervals, strict=True)]
     evaluated = {record["step"]: record["seconds"] for record in results}
     return {
@@ -126,47 +132,55 @@ def runs_page(
     notes: to be said first. folder: of the page, from which the links to checkpoints lead.
     """
     names = [run.name for run in runs]
-    figures = [run_figures(run, batch) for run, batch in zip(runs, global_batches, strict=True)]
-    cut = [f"{run.name}: the last line of metrics.jsonl is incomplete and was left out" for run in runs if run.is_cut]
-    own = dict.fromkeys(name for row in figures for name in row["own_metrics"])
-    columns = {"run": "", "state": ""} | {title: form for title, _, form in _RESULTS}
-    columns |= {f"last {name}": ".4f" for name in own}
+    statistics = [run_statistics(run, batch) for run, batch in zip(runs, global_batches, strict=True)]
+    incomplete = [
+        f"{run.name}: the last line of metrics.jsonl is incomplete and was left out"
+        for run in runs
+        if run.has_incomplete_last_line
+    ]
+    own = dict.fromkeys(name for row in statistics for name in row["own_metrics"])
+    columns = [("run", ""), ("state", ""), *((title, number_format) for title, _, number_format in _RESULTS)]
+    columns += [(f"last {name}", ".4f") for name in own]
     rows = [
         [run.name, _state(run, row), *(row[key] for _, key, _ in _RESULTS), *map(row["own_metrics"].get, own)]
-        for run, row in zip(runs, figures, strict=True)
+        for run, row in zip(runs, statistics, strict=True)
     ]
     versions = [{"commit": _commit(run)} | run.environment.get("versions", {}) for run in runs]
     parts = [
-        heading("Results", *notes, *cut),
+        heading("Results", *notes, *incomplete),
         table(columns, rows),
         Html("<p>Hours and img/s are of the steps and evaluations, without start-up and saving.</p>"),
         heading(
             "Curves",
-            "Loss, speed and learning rate are means of neighboring steps. Points: evaluations of the raw weights.",
+            "Lines of training steps are means of neighboring steps. Points are evaluations, for the loss of the raw "
+            "weights only.",
         ),
         plot(9, 4, partial(_draw_losses, runs)),
         plot(9, 4, partial(_draw_top1, runs)),
         *(plot(9, 2.6, partial(_draw_curve, runs, key)) for key in _CURVES),
     ]
-    by_run = dict.fromkeys(names, "")
+    by_run = [("", ""), *((name, "") for name in names)]
     if len(runs) > 1:
         parts += [heading("Differences of the configs", *([] if differences else ["None."]))]
     if differences:
-        parts += [table({"": ""} | by_run, [[key, *values] for key, values in differences.items()])]
+        parts += [table(by_run, [[key, *values] for key, values in differences.items()])]
     listed = dict.fromkeys(name for version in versions for name in version)
     parts += [
         heading("Code and versions"),
-        table({"": ""} | by_run, [[n, *(v.get(n) for v in versions)] for n in listed]),
+        table(by_run, [[n, *(v.get(n) for v in versions)] for n in listed]),
     ]
-    parts += [heading("Checkpoints"), table({"run": "", "checkpoint": ""}, _checkpoint_rows(runs, figures, folder))]
+    parts += [
+        heading("Checkpoints"),
+        table([("run", ""), ("checkpoint", "")], _checkpoint_rows(runs, statistics, folder)),
+    ]
     for run in runs:
         if run.first_batch is not None:
             parts += [heading(f"First batch of {run.name}"), image(run.first_batch)]
     return page(names[0] if len(runs) == 1 else f"{len(runs)} runs", parts)
 
 
-def _state(run: RunRecords, figures: Mapping[str, Any]) -> str:
-    step, total = figures["step"], figures["total_steps"]
+def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
+    step, total = statistics["step"], statistics["total_steps"]
     progress = run.state.get("progress", {})
     reached = f"step {step:,} of {total:,}" if total else f"step {step:,}, no checkpoint"
     if run.is_running:
@@ -185,12 +199,13 @@ def _commit(run: RunRecords) -> str | None:
 
 
 def _checkpoint_rows(
-    runs: Sequence[RunRecords], figures: Sequence[Mapping[str, Any]], folder: Path
+    runs: Sequence[RunRecords], statistics: Sequence[Mapping[str, Any]], folder: Path
 ) -> Iterable[tuple[str, Html]]:
-    for run, row in zip(runs, figures, strict=True):
-        for path in run.checkpoints:
-            note = ", best top-1" if path.name == f"step-{row['best_step'] or 0:07d}" else ""
-            yield run.name, Html(f'<a href="{quote(os.path.relpath(path, folder))}">{escape(path.name)}</a>{note}')
+    for run, row in zip(runs, statistics, strict=True):
+        for step, path in run.checkpoints.items():
+            note = ", best top-1" if step == row["best_step"] else ""
+            address = quote(os.fsencode(os.path.relpath(path, folder)))
+            yield run.name, Html(f'<a href="{address}">{escape(path.name)}</a>{note}')
 
 
 def _label(run: RunRecords) -> str:
@@ -254,11 +269,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _first_batch(folder: Path) -> bytes | None:
-    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none."""
+    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none, or if the path has
+    undecodable bytes, which TensorBoard can't read.
+    """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    for file in sorted(folder.glob("events.*"))[:1]:
-        for event in islice(LegacyEventFileLoader(str(file)).Load(), _MAX_EVENTS):
+    files = sorted(folder.glob("events.*"))[:1]
+    with suppress(UnicodeEncodeError):
+        for event in chain(*(islice(LegacyEventFileLoader(str(file)).Load(), _MAX_EVENTS) for file in files)):
             for value in event.summary.value:
                 if value.tag == "train/first_batch":
                     return to_jpeg(Image.open(io.BytesIO(value.image.encoded_image_string)), _BATCH_PX)

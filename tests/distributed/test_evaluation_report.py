@@ -3,7 +3,7 @@
 import csv
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sklearn.calibration import calibration_curve
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.evaluate_weights import evaluate_weights
-from imagenet_cls.report.evaluation import COLUMNS, evaluation_figures, evaluation_page
+from imagenet_cls.report.evaluation import ROW, evaluation_page, evaluation_statistics, quantile_bins
 
 CLASSES = ["a <b>&", "$x$", "cat", "dog", "猫", "owl", "pig"]
 NUM_IMAGES = 61
@@ -209,22 +209,45 @@ def test_page_escapes_names_and_loads_nothing(written: Path) -> None:
     assert page.addresses and all(address.startswith(("data:", "#")) for address in page.addresses)
 
 
+@pytest.mark.parametrize(
+    ("values", "bins"),
+    [
+        (50 * [0.75] + 50 * [1.333], [(0.75, 0.75, 50), (1.333, 1.333, 50)]),
+        (50 * [300] + 30 * [375] + 20 * [500], [(300, 300, 50), (375, 375, 30), (500, 500, 20)]),
+        (20 * [300] + 30 * [375] + 50 * [500], [(300, 300, 20), (375, 375, 30), (500, 500, 50)]),
+        (100 * [7], [(7, 7, 100)]),
+        (range(100), [(low, low + 19, 20) for low in range(0, 100, 20)]),
+        ([0, 0], []),
+    ],
+)
+def test_bins_of_equal_values_are_not_merged(values: Sequence[float], bins: list[tuple[float, float, int]]) -> None:
+    rows = quantile_bins(np.array(values), np.ones(len(values), bool))
+    assert [(row["low"], row["high"], row["images"]) for row in rows] == bins
+
+
 def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
     draws, count = np.random.default_rng(0), 120
-    rows = np.zeros((2000, len(COLUMNS)))
-    rows[:, 0] = np.arange(2000)
-    rows[:, 1:3] = draws.integers(0, count, (2000, 2))
-    rows[:, 2] = np.where(draws.random(2000) < 0.5, rows[:, 1], rows[:, 2])
-    rows[:, 3] = draws.random(2000)
+    rows = np.zeros(2000, ROW)
+    rows["index"] = np.arange(2000)
+    rows["target"], prediction = draws.integers(0, count, (2, 2000))
+    rows["prediction"] = np.where(draws.random(2000) < 0.5, rows["target"], prediction)
+    rows["confidence"] = draws.random(2000)
     names = [f"name{number}" for number in range(count - 1)]  # the head has one output more
-    figures, confusion = evaluation_figures(rows, names, str)
+    statistics, confusion = evaluation_statistics(rows, names, str)
     assert confusion.shape == (count, count) and confusion.sum() == 2000
-    assert figures["classes"][-1]["name"] == "class 119" and not figures["by_short_side_px"]
-    about = {"model": "m", "weights": "raw", "messages": [], "metrics": {}, "settings": {}}
-    shown = {row["index"]: b"" for key in ("mistakes", "hits") for row in figures[key]}
-    page = evaluation_page(figures | about, confusion, shown).decode()
+    assert statistics["classes"][-1]["name"] == "class 119" and not statistics["by_short_side_px"]
+    result = {"top1_pct": 1.0, "top5_pct": 2.0, "loss": 3.0, "images": 2000}
+    metrics = {"raw": result | {"top-1 %": 0.25}, "ema": result | {"only_ema": 0.75}}  # metrics of the user
+    about = {"model": "m", "weights": "ema", "messages": [], "metrics": metrics, "settings": {}}
+    shown = {row["index"]: b"" for key in ("mistakes", "hits") for row in statistics[key]}
+    page = evaluation_page(statistics | about, confusion, shown).decode()
     assert "name7<" not in page.partition("<svg")[2].partition("</svg>")[0] and "3 by 3 neighboring classes" in page
-    assert len(page) < 200_000
+    assert len(page) < 200_000 and "The sections below show the EMA weights." in page
+    assert Tables(page).tables[0] == [
+        ["weights", "top-1 %", "top-5 %", "loss", "images", "top-1 %", "only_ema"],
+        ["raw", "1.000", "2.000", "3.0000", "2,000", "0.2500", "–"],
+        ["ema", "1.000", "2.000", "3.0000", "2,000", "–", "0.7500"],
+    ]
 
 
 def test_command_writes_a_report_and_replaces_none(folder: Path, tmp_path: Path, call: Callable) -> None:

@@ -1,6 +1,7 @@
 """`report.py`: one page about runs that are finished, interrupted or new; wrong folders."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 import pytest
 from helpers import REPOSITORY, arguments, train_here
@@ -18,7 +19,7 @@ from imagenet_cls.commands.report import report_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.files import is_locked
 from imagenet_cls.report.jsonl import read_metrics
-from imagenet_cls.report.runs import read_run, run_figures
+from imagenet_cls.report.runs import read_run, run_statistics
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def cells(page: str) -> list[str]:
 
 
 def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, call: Callable) -> None:
-    other = Path(shutil.copytree(run, tmp_path / "other"))
+    other = Path(shutil.copytree(run, tmp_path / os.fsdecode(b"other\xff")))
     config = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(config.replace("lr: 0.03", "lr: 0.07", 1))
     code = {"commit": "0123456789abcdef", "uncommitted_changes": True}
@@ -45,10 +46,13 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, ca
     code, out, _ = call(report_command, run, other, "--out", tmp_path / "new" / "page.html")
     assert code == 0 and out == f"wrote {tmp_path}/new/page.html\n"
     page = (tmp_path / "new" / "page.html").read_text()
-    assert page.count("<svg") == 5 and page.count("data:image/jpeg") == 2 and "<script" not in page
+    assert page.count("<svg") == 5 and page.count("data:image/jpeg") == 1 and "<script" not in page
     assert "<b>first" not in page and "a &lt;b&gt;first" in page
     assert {"done, 22 steps", "interrupted: step 8 of 22"} <= {*cells(page)}
-    assert f"{other}: the last line of metrics.jsonl is incomplete" in page and page.count("is incomplete") == 1
+    assert (
+        f"{tmp_path}/other\\udcff: the last line of metrics.jsonl is incomplete" in page
+        and page.count("is incomplete") == 1
+    )
     assert {"0123456789ab, with changes", "9.9"} <= {*cells(page)}
     row = cells(page)[cells(page).index("optimizer.lr") :][:3]
     assert row == ["optimizer.lr", "0.03", "0.07"]
@@ -56,8 +60,9 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, ca
     assert f"{max(record['top1_pct'] for record in evaluations):.2f}" in cells(page)
     for link in re.findall(r'href="([^"]+)"', page):
         if not link.startswith(("#", "data:")):
-            assert (tmp_path / "new" / unquote(link) / "manifest.json").is_file()
-    assert "step-0000022" in page
+            assert (tmp_path / "new" / os.fsdecode(unquote_to_bytes(link)) / "manifest.json").is_file()
+    best = max(evaluations, key=lambda record: record["top1_pct"])
+    assert f">step-{best['step']:07d}</a>, best top-1" in page
 
 
 def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
@@ -85,7 +90,7 @@ def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
 
 
 def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_path: Path, call: Callable) -> None:
-    figures = run_figures(read_run(run, []), 128)
+    figures = run_statistics(read_run(run, {}), 128)
     train = [record for record in read_metrics(run) if record["kind"] == "train"]
     speeds = {record["step"]: record["images_per_sec"] for record in train if "images_per_sec" in record}
     seconds = {record["step"]: record["seconds"] for record in read_metrics(run) if record["kind"] == "eval"}
@@ -107,6 +112,20 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_pa
     ]  # fmt: skip
     versions = [text for row in json.loads((run / "env.json").read_text())["versions"].items() for text in row]
     assert found[found.index("imagenet_cls") :][: len(versions)] == versions
+
+
+def test_run_that_continues_another_and_has_a_metric_named_like_a_column(tmp_path: Path, call: Callable) -> None:
+    shared = {"epoch": 9, "loss": 1.0, "top1_pct": 50.0}
+    train = {"kind": "train", "lr": 0.1, "data_wait_pct": 0.0} | shared
+    records = [
+        train | {"step": step} | ({"images_per_sec": 64.0} if step == 5020 else {}) for step in range(5001, 5021)
+    ]
+    records += [{"kind": "eval", "step": 5020, "weights": "raw", "seconds": 5.0, "top-1 %": 0.25} | shared]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run_statistics(read_run(tmp_path, {}), 128)["hours"] == pytest.approx((20 * 128 / 64 + 5) / 3600)
+    assert call(report_command, tmp_path, "--out", tmp_path / "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count(">last top-1 %</th>") == 2 and "0.2500" in cells(page)
 
 
 def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable) -> None:
