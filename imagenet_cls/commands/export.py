@@ -31,17 +31,18 @@ def export_command(argv: Sequence[str]) -> None:
         )
     check_exists(arguments.checkpoint)
     check_output_path(out)
-    from imagenet_cls.engine.export import BATCHES, check_packages, compare, comparison_images, export_model
+    from imagenet_cls.engine.export import BATCHES, compare, comparison_images, export_model
+    from imagenet_cls.engine.onnx_predictor import check_packages
     from imagenet_cls.engine.predictor import Predictor
 
     if arguments.format == "onnx":
         check_packages("onnx", "onnxscript", "onnxruntime")
     predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
-    content, run, resize = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
+    export = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
     images, described = comparison_images(predictor, arguments.allow_import)
-    lines = compare(predictor, run, resize, images, arguments.preprocess)
+    lines = compare(predictor, export, images)
     with explain_write_errors(out, "Name another file with --out."):
-        write_file(out, content)
+        write_file(out, export.content)
     batches = " and ".join(map(str, BATCHES))
     for line in (*predictor.damage, f"{described}, in batches of {batches}: {lines[-1]}", *lines[:-1]):
         print(printable(line))

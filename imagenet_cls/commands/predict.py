@@ -46,7 +46,7 @@ def predict_command(argv: Sequence[str]) -> None:
             )
         if arguments.features:
             raise UsageError("an ONNX file holds no features, only logits.\nUse --features with a checkpoint.")
-        from imagenet_cls.engine.export import OnnxPredictor
+        from imagenet_cls.engine.onnx_predictor import OnnxPredictor
 
         predictor: Predictor = OnnxPredictor(arguments.checkpoint)
     else:

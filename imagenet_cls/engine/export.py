@@ -1,4 +1,4 @@
-"""Trained models as files of other programs: ONNX, run by onnxruntime, and torch.export; compared with PyTorch."""
+"""Exports trained models to ONNX and torch.export, and compares them with PyTorch."""
 
 import io
 import json
@@ -7,28 +7,26 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors, mean_std, size_bytes
+from imagenet_cls.checkpoint.format import size_bytes
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.export_transform import MAX_PIXEL_DIFFERENCE, ExportTransform
 from imagenet_cls.data.transforms import to_channels
-from imagenet_cls.engine.predictor import AnyImage, Predictor, read_image
-from imagenet_cls.engine.trained import TrainedModels
+from imagenet_cls.engine.onnx_predictor import OnnxModel
+from imagenet_cls.engine.predictor import Predictor
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
-from imagenet_cls.files import check_regular
 from imagenet_cls.lookup import is_factory_name
 
 BATCHES = (1, 7)
 """Sizes of the batches that are compared."""
 TOLERANCE = 1e-4
-"""Of the difference of two logits, as a share of the largest absolute logit."""
+"""Largest allowed difference of two logits, relative to the largest absolute logit."""
 METADATA = "imagenet_cls.json"
 """The extra file of a torch.export archive; an ONNX file has the same values in its metadata_props."""
 _EVAL_KEYS = ("mode", "crop_px", "crop_pct", "resize_px", "interpolation", "flip_tta")
@@ -65,33 +63,43 @@ class ExportedModel(nn.Module):
 TensorFunction = Callable[[Tensor], Tensor]
 
 
-def export_model(
-    predictor: Predictor, form: str, preprocess: str, opset: int | None
-) -> tuple[bytes, TensorFunction, TensorFunction]:
-    """The content of a file, a function from its input to its logits, which runs what is in the file, and one to the
-    pixels that the graph's resize and crop would return.
+@dataclass(frozen=True)
+class Export:
+    """The content of a file, and functions that run it.
 
-    predictor: on the CPU. form: `onnx` or `torch`. preprocess: see `ExportedModel`. opset: of ONNX; None for torch's
-    default. Raises CheckpointError if the model can't be exported.
+    run: from the file's input to logits; for torch.export it is the program that was saved. resize: from that input to
+    the pixels that the graph's resize and crop return. preprocess: see `ExportedModel`.
+    """
+
+    content: bytes
+    run: TensorFunction
+    resize: TensorFunction
+    preprocess: str
+
+
+def export_model(predictor: Predictor, format: str, preprocess: str, opset: int | None) -> Export:
+    """Export a model. Raises CheckpointError if that fails.
+
+    predictor: on the CPU. format: `onnx` or `torch`. opset: of ONNX; None for torch's default.
     """
     exported = ExportedModel(predictor, preprocess).eval()
-    if form == "onnx" and size_bytes(exported.state_dict()) >= _ONNX_BYTES:
+    if format == "onnx" and size_bytes(exported.state_dict()) >= _ONNX_BYTES:
         raise UsageError(f"{predictor.path}: an ONNX file holds at most 2 GiB.\nUse --format torch.")
-    sides = {} if preprocess != "resize" else {2: torch.export.Dim("height"), 3: torch.export.Dim("width")}
+    dynamic_sides = {} if preprocess != "resize" else {2: torch.export.Dim("height"), 3: torch.export.Dim("width")}
     shape = (_EXAMPLE_BATCH, len(predictor.mean), *predictor.transform.crop)
     images = torch.zeros(shape, dtype=torch.uint8 if exported.normalizes else torch.float32)
 
     def export(module: nn.Module, values: dict[str, Any]) -> tuple[bytes, TensorFunction]:
-        dynamic = ({0: torch.export.Dim("batch"), **sides},)
-        remedy = "Its code may depend neither on the values of images nor on the size of a batch."
-        with _export_errors(predictor, form, remedy):
+        dynamic = ({0: torch.export.Dim("batch"), **dynamic_sides},)
+        remedy = "Control flow in the model must not depend on pixel values or the batch size."
+        with _export_errors(predictor, format, remedy):
             program = torch.export.export(module, (images,), dynamic_shapes=dynamic)
-        if form == "torch":
+        if format == "torch":
             file = io.BytesIO()
             torch.export.save(program, file, extra_files={METADATA: json.dumps(values)})
             return file.getvalue(), program.module()
         remedy = "Replace that operator in the model, or give another --opset, or use --format torch."
-        with _export_errors(predictor, form, remedy):
+        with _export_errors(predictor, format, remedy):
             onnx = torch.onnx.export(
                 program, dynamo=True, opset_version=opset, input_names=["images"], output_names=["logits"],
                 dynamic_shapes=dynamic, verbose=False,
@@ -102,40 +110,38 @@ def export_model(
             return content, OnnxModel(content)
 
     content, run = export(exported, metadata(predictor, preprocess))
-    return content, run, export(exported.resize, {})[1] if preprocess == "resize" else exported.resize
+    resize = export(exported.resize, {})[1] if preprocess == "resize" else exported.resize
+    return Export(content, run, resize, preprocess)
 
 
 def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
     """What a program needs to prepare images and to name classes."""
     config = predictor.config
-    evaluation = {key: value for key, value in asdict(config.eval).items() if key in _EVAL_KEYS}
     return {
         "model": config.model.name,
+        "weights": predictor.weights,
         "classes": predictor.classes,
         "input_size": [len(predictor.mean), *predictor.transform.crop],
         "mean": predictor.mean,
         "std": predictor.std,
-        "eval": evaluation,
+        "eval": {key: getattr(config.eval, key) for key in _EVAL_KEYS},
         "exif": config.data.exif,
         "preprocess": preprocess,
     }
 
 
-def check_packages(*names: str) -> None:
-    """Raise UsageError if one is not installed."""
-    if missing := [name for name in names if find_spec(name) is None]:
-        raise UsageError(f"ONNX needs {', '.join(missing)}.\nInstall: pip install {' '.join(missing)}")
-
-
 @contextmanager
-def _export_errors(predictor: Predictor, form: str, remedy: str) -> Iterator[None]:
+def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[None]:
     """Turn the errors of exporters into a CheckpointError with the reason of the first one and the line of the model's
     code, without their output.
     """
+    disabled = logging.root.manager.disable
     logging.disable()
     try:
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
             yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         first: BaseException = error
         frames = traceback.extract_tb(error.__traceback__)
@@ -149,10 +155,10 @@ def _export_errors(predictor: Predictor, form: str, remedy: str) -> Iterator[Non
             if Path(frame.filename).is_file() and not any(map(Path(frame.filename).is_relative_to, outside))
         ]
         where = lines[-1] if lines else ""
-        reason = f"{predictor.config.model.name} can't be exported ({form}): {first_line(first)}"
+        reason = f"{predictor.config.model.name} can't be exported ({format}): {first_line(first)}"
         raise CheckpointError(f"{reason}\n{where}{remedy}") from error
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
 
 
 def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) -> tuple[list[Tensor], str]:
@@ -178,37 +184,40 @@ def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) 
 
 
 @torch.no_grad()
-def compare(
-    predictor: Predictor, run: TensorFunction, resize: TensorFunction, images: Sequence[Tensor], preprocess: str
-) -> list[str]:
-    """Lines about the difference of the logits of `run` and of PyTorch, in batches of `BATCHES`.
+def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> list[str]:
+    """Lines about the difference of the logits of an export and of PyTorch, in batches of `BATCHES`.
 
-    run, resize: of `export_model`. images: as of `comparison_images`. Raises CheckpointError if logits of the same
-    pixels differ by more than the tolerance, or pixels by more than `MAX_PIXEL_DIFFERENCE`.
+    images: returned by `comparison_images`. Raises CheckpointError if logits of the same pixels differ by more than the
+    tolerance, pixels differ by more than `MAX_PIXEL_DIFFERENCE`, or logits of PyTorch are not finite.
     """
-    name, resizes = predictor.config.model.name, preprocess == "resize"
-    alike = [i for i, image in enumerate(images) if not resizes or image.shape == images[0].shape]
-    batches = [[i] for i in (range(len(images)) if resizes else alike[:1])]
-    batches.append([alike[i % len(alike)] for i in range(max(BATCHES))])
+    name, resizes = predictor.config.model.name, export.preprocess == "resize"
+    same_size = [i for i, image in enumerate(images) if not resizes or image.shape == images[0].shape]
+    batches = [[i] for i in (range(len(images)) if resizes else same_size[:1])]
+    batches.append([same_size[i % len(same_size)] for i in range(max(BATCHES))])
     largest = scale = pixels_differ = 0.0
     lines = []
     for batch in batches:
         expected_pixels = torch.stack([predictor.transform(images[i]) for i in batch])
         inputs = torch.stack([images[i] for i in batch]) if resizes else expected_pixels
-        pixels = resize(inputs).to(torch.uint8)
+        pixels = export.resize(inputs).to(torch.uint8)
         pixels_differ = max(pixels_differ, (pixels.float() - expected_pixels.float()).abs().max().item())
         prepared = predictor.preprocess(pixels).contiguous()
         expected = predictor.model(prepared).float()
-        got = run(inputs if preprocess != "none" else prepared)
+        if not expected.isfinite().all():
+            remedy = "No file was written. Its weights are the cause, not the export; use another checkpoint."
+            raise CheckpointError(f"{predictor.path}: logits of PyTorch are NaN or infinite.\n{remedy}")
+        actual = export.run(inputs if export.preprocess != "none" else prepared)
         # NaN must not compare as equal: it is neither larger nor smaller than a tolerance.
-        difference = (got - expected).abs().nan_to_num(nan=float("inf")).max().item()
+        difference = (actual - expected).abs().nan_to_num(nan=float("inf")).max().item()
         largest, scale = max(largest, difference), max(scale, expected.abs().max().item())
         if resizes:
             expected = predictor.model(predictor.preprocess(expected_pixels).contiguous()).float()
-        for i, ours, theirs in zip(batch, expected, got.argmax(dim=1), strict=True):
-            if theirs != (best := ours.argmax()):
-                margin = f"its logit is {ours[best] - ours[theirs]:.3g} lower in PyTorch"
-                lines.append(f"image {i}, in a batch of {len(batch)}: another top-1; {margin}")
+        for i, torch_logits, exported_class in zip(batch, expected, actual.argmax(dim=1), strict=True):
+            if exported_class != (best := torch_logits.argmax()):
+                margin = (
+                    f"in PyTorch its logit is {torch_logits[best] - torch_logits[exported_class]:.3g} below the largest"
+                )
+                lines.append(f"image {i}, in a batch of {len(batch)}: the exported model has another top-1; {margin}")
     tolerance = TOLERANCE * scale
     verdict = f"logits differ by up to {largest:.3g}; tolerance {tolerance:.3g} ({TOLERANCE:g} of the largest logit)"
     if resizes:
@@ -220,50 +229,3 @@ def compare(
         remedy = "No file was written. Resize outside of the graph (--preprocess normalize)."
         raise CheckpointError(f"{name}: {verdict}.\nPixels may differ by {MAX_PIXEL_DIFFERENCE}.\n{remedy}")
     return [*lines, verdict]
-
-
-class OnnxModel(nn.Module):
-    """An ONNX model as a module: its input as a tensor on the CPU -> logits. It runs on the CPU."""
-
-    def __init__(self, content: bytes):
-        super().__init__()
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
-        self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.from_numpy(self.session.run(None, {"images": images.contiguous().numpy()})[0])
-
-
-class OnnxPredictor(Predictor):
-    """A Predictor for a file of `tools/export.py --format onnx`, on the CPU. Raises CheckpointError."""
-
-    def __init__(self, file: Path):
-        check_packages("onnxruntime")
-        with invalid_content_errors(file, "not an ONNX file of this project", "Write it with tools/export.py."):
-            check_regular(file)
-            model = OnnxModel(file.read_bytes())
-            stored = model.session.get_modelmeta().custom_metadata_map
-            values = {key: json.loads(value) for key, value in stored.items()}
-            parts = {"eval": values["eval"], "data": {"exif": values["exif"]}, "optimizer": {"lr": 1.0}}
-            config = config_from_state({"config": parts}, file)
-            classes, (mean, std) = tuple(map(str, values["classes"])), mean_std({"preprocessing": values})
-            trained = TrainedModels({}, config, len(classes), classes, mean, std, origin=str(file))
-            self._set_up(file, trained, model, torch.device("cpu"))
-            self.in_graph = str(values["preprocess"])
-
-    def prepare(self, images: Sequence[AnyImage]) -> Tensor:
-        """As of Predictor, or uint8 images: cropped where the graph normalizes, of any one size where it resizes."""
-        if self.in_graph == "none":
-            return super().prepare(images)
-        pixels = [read_image(image, self.exif) for image in images]
-        if self.in_graph == "resize":
-            return torch.stack([to_channels(image, len(self.mean)) for image in pixels])
-        return torch.stack([self.transform(image) for image in pixels])
-
-    def logits(self, images: Sequence[AnyImage]) -> Tensor:
-        """As of Predictor; images that the graph resizes are passed one by one, since their sizes differ."""
-        batches = [[image] for image in images] if self.in_graph == "resize" else [images]
-        return torch.cat([super(OnnxPredictor, self).logits(batch) for batch in batches])

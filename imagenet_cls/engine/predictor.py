@@ -57,11 +57,12 @@ class Predictor:
             weights = weights or {"model.safetensors": "raw", "ema.safetensors": "ema"}.get(folder.name)
             folder = folder.parent
         trained, path = load_checkpoint(folder, allow_import)
-        self.weights = name = choose_weights(trained, weights)
-        self._set_up(path, trained, trained.models[name].to(on), on)
+        name = choose_weights(trained, weights)
+        self._set_up(path, trained, name, trained.models[name].to(on), on)
 
-    def _set_up(self, path: Path, trained: TrainedModels, model: nn.Module, device: torch.device) -> None:
-        self.path, self.model, self.config, self.damage = path, model, trained.config, trained.damage
+    def _set_up(self, path: Path, trained: TrainedModels, weights: str, model: nn.Module, device: torch.device) -> None:
+        self.path, self.weights, self.model = path, weights, model
+        self.config, self.damage = trained.config, trained.damage
         self.classes, self.mean, self.std = trained.classes or (), trained.mean, trained.std
         self.num_classes = trained.num_classes
         self.exif, self.flip = self.config.data.exif, self.config.eval.flip_tta
@@ -69,7 +70,7 @@ class Predictor:
         self.preprocess = Preprocess(self.mean, self.std, device, self.config.train.channels_last)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
-        """Images of any sizes, resized, cropped and normalized: float32 (B, C, S, S) on the device of the model."""
+        """Images of any sizes, resized, cropped and normalized: float32 (B, C, *crop_px) on the device of the model."""
         return self.preprocess(torch.stack([self.transform(read_image(image, self.exif)) for image in images]))
 
     @torch.no_grad()
@@ -137,7 +138,7 @@ def load_model(
 ) -> tuple[nn.Module, Callable[[Sequence[AnyImage]], Tensor]]:
     """The model of a checkpoint in evaluation mode, and the function from images to its input.
 
-    Arguments as of `Predictor`, whose `model` and `prepare` it returns. Raises CheckpointError.
+    Arguments are the same as of `Predictor`, whose `model` and `prepare` it returns. Raises CheckpointError.
     """
     predictor = Predictor(checkpoint, device, weights, allow_import)
     return predictor.model, predictor.prepare

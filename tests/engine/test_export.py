@@ -1,6 +1,7 @@
 """tools/export.py: the same top-1 as tools/test.py through onnxruntime and torch.export, and models that fail."""
 
 import json
+import logging
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -17,8 +18,9 @@ from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data import export_transform
-from imagenet_cls.engine import export
+from imagenet_cls.engine import export, onnx_predictor
 from imagenet_cls.engine.predictor import Predictor, read_image
+from imagenet_cls.errors import CheckpointError
 
 TRUST = ("--allow-import", "helpers:plain")
 
@@ -54,7 +56,9 @@ def check_same_top1(call: Callable, digits: Path, run: Path, *trust: str) -> Non
         code, out, err = call(export_command, run, "--format", "onnx", "--out", file, *options)
         assert code == 0 and "logits differ by up to" in out and "7 held-out images, in batches of 1 and 7" in out, err
         assert ("pixels differ by up to" in out) == (preprocess == "resize")
-        rows = list(export.OnnxPredictor(file).predict(files))
+        onnx = onnx_predictor.OnnxPredictor(file)
+        assert onnx.weights == predictor.weights
+        rows = list(onnx.predict(files))
         check_classes([row["top"][0][0] for row in rows], expected, predictor, pixels, preprocess)
         archive = file.with_suffix(".pt2")
         assert call(export_command, run, "--format", "torch", "--out", archive, *options)[0] == 0
@@ -189,11 +193,11 @@ def test_model_that_can_not_be_exported_is_explained(
 def test_other_logits_are_an_error_and_leave_no_file(
     call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = export.OnnxModel.forward
-    monkeypatch.setattr(export.OnnxModel, "forward", lambda self, images: -forward(self, images))
+    forward = onnx_predictor.OnnxModel.forward
+    monkeypatch.setattr(onnx_predictor.OnnxModel, "forward", lambda self, images: -forward(self, images))
     file = tmp_path / "model.onnx"
     code, _, err = call(export_command, run, "--format", "onnx", "--out", file, *TRUST)
-    assert code == 4 and "tolerance" in err and "lower in PyTorch" in err
+    assert code == 4 and "tolerance" in err and "below the largest" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -207,7 +211,7 @@ def test_other_pixels_are_an_error_and_leave_no_file(
     assert code == 4 and "Pixels may differ by 2" in err and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(export, "MAX_PIXEL_DIFFERENCE", 255)  # within the bound, each other top-1 is listed
     code, out, _ = call(export_command, run, *options, *TRUST)
-    listed = [line for line in out.splitlines() if "another top-1; its logit is" in line]
+    listed = [line for line in out.splitlines() if "another top-1; in PyTorch its logit is" in line]
     assert code == 0 and len({line.split(",")[0] for line in listed}) > 1, out
     assert len(listed) == 2 * len([line for line in listed if "in a batch of 1:" in line])
 
@@ -223,6 +227,31 @@ def test_random_images_replace_missing_data(call: Callable, run: Path, digits: P
 
 
 def test_missing_package_is_named(call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else name)
+    monkeypatch.setattr(onnx_predictor, "find_spec", lambda name: None if name == "onnxscript" else name)
     code, _, err = call(export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST)
     assert code == 2 and "pip install onnxscript" in err
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_out_of_memory_is_no_checkpoint_error_and_the_log_level_is_restored(
+    error: type[Exception], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.export, "export", out_of_memory)
+    logging.disable(logging.INFO)
+    try:
+        with pytest.raises(error):
+            export.export_model(Predictor(run, "cpu", allow_import=TRUST[1:]), "torch", "none", None)
+        assert logging.root.manager.disable == logging.INFO
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_weights_with_nan_are_named_as_the_cause(run: Path) -> None:
+    predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
+    next(predictor.model.parameters()).data.fill_(float("nan"))
+    exported = export.export_model(predictor, "torch", "none", None)
+    with pytest.raises(CheckpointError, match="logits of PyTorch are NaN"):
+        export.compare(predictor, exported, export.comparison_images(predictor, TRUST[1:])[0])
