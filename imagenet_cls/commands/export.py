@@ -44,6 +44,6 @@ def export_command(argv: Sequence[str]) -> None:
     with explain_write_errors(out, "Name another file with --out."):
         write_file(out, export.content)
     batches = " and ".join(map(str, BATCHES))
-    for line in (*predictor.damage, f"{described}, in batches of {batches}: {lines[-1]}", *lines[:-1]):
+    for line in (*predictor.warnings, f"{described}, in batches of {batches}: {lines[-1]}", *lines[:-1]):
         print(printable(line))
     print(f"wrote {predictor.path} to {out}")

@@ -51,7 +51,7 @@ def predict_command(argv: Sequence[str]) -> None:
         predictor: Predictor = OnnxPredictor(arguments.checkpoint)
     else:
         predictor = Predictor(arguments.checkpoint, arguments.device, arguments.weights, arguments.allow_import)
-    for line in predictor.damage:
+    for line in predictor.warnings:
         print(printable(line), file=sys.stderr)
     bad: list[DataError] = []
     if arguments.features is not None:

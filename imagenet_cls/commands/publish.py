@@ -31,7 +31,7 @@ def publish_command(argv: Sequence[str]) -> None:
 
     predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
     write_folder(predictor, folder, (repository or folder.name).rpartition("/")[2], arguments.license)
-    for line in predictor.damage:
+    for line in predictor.warnings:
         print(printable(line))
     print(f"wrote {_FILES} of {predictor.path} ({predictor.weights}) to {folder}")
     if repository is not None:

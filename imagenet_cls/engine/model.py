@@ -87,7 +87,7 @@ def build_initial_model(config: Config, num_classes: int, classes: Sequence[str]
         with prefix_errors("model.checkpoint"):
             stored = read_stored_weights(config.model.checkpoint)
             sentence = load_weights(model, stored.tensors, num_classes)
-        messages = [*stored.damage, f"starts from the weights of {stored.origin}: {sentence}"]
+        messages = [*stored.warnings, f"starts from the weights of {stored.origin}: {sentence}"]
         mean_std, known = stored.mean_std, stored.classes
     own = choose_mean_std(config, model)
     if mean_std is not None and mean_std != own:
@@ -131,15 +131,15 @@ def memory_format(train: TrainConfig) -> torch.memory_format:
 class StoredWeights:
     """Weights in a file or checkpoint folder, by name, on the CPU.
 
-    origin: where they come from. mean_std, classes: what they were trained with; known for checkpoint folders. damage:
-    a line for each damaged checkpoint that was skipped.
+    origin: where they come from. mean_std, classes: what they were trained with; known for checkpoint folders.
+    warnings: a line for each damaged checkpoint that was skipped.
     """
 
     tensors: dict[str, Tensor]
     origin: str
     mean_std: MeanStd | None = None
     classes: Sequence[str] | None = None
-    damage: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 def read_stored_weights(source: str | Path) -> StoredWeights:
@@ -159,7 +159,7 @@ def read_stored_weights(source: str | Path) -> StoredWeights:
             origin=f"{path} (step {snapshot.state['step']}, {name}{', its best' if best else ''})",
             mean_std=mean_std(snapshot.state),
             classes=[*map(str, snapshot.state["classes"])],
-            damage=damage,
+            warnings=damage,
         )
 
 

@@ -40,7 +40,7 @@ class Predictor:
     may name besides the libraries' models.
 
     model: in evaluation mode, on the device; maps the images of `prepare` to logits (B, C). classes: their names.
-    damage: a line for each damaged checkpoint that was skipped, and for each removed key of its config. Raises
+    warnings: a line for each damaged checkpoint that was skipped, and for each removed key of its config. Raises
     CheckpointError.
     """
 
@@ -62,7 +62,7 @@ class Predictor:
 
     def _set_up(self, path: Path, trained: TrainedModels, weights: str, model: nn.Module, device: torch.device) -> None:
         self.path, self.weights, self.model = path, weights, model
-        self.config, self.damage = trained.config, trained.damage
+        self.config, self.warnings = trained.config, trained.warnings
         self.classes, self.mean, self.std = trained.classes or (), trained.mean, trained.std
         self.num_classes = trained.num_classes
         self.exif, self.flip = self.config.data.exif, self.config.eval.flip_tta

@@ -44,7 +44,7 @@ EVALUATION_KEYS = (
 class TrainedModels:
     """Models by the name of their weights (`raw`, `ema`), on the CPU in evaluation mode, and how they were trained.
 
-    config: with which the models are built. classes: None if unknown. origin: where the weights come from. damage: a
+    config: with which the models are built. classes: None if unknown. origin: where the weights come from. warnings: a
     line for each damaged checkpoint that was skipped, and for each removed key of its config. best: the weights that
     evaluated best in their run, if known.
     """
@@ -56,7 +56,7 @@ class TrainedModels:
     mean: list[float]
     std: list[float]
     origin: str
-    damage: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     best: str | None = None
 
 
@@ -82,7 +82,7 @@ def load_on_all_ranks(
             differences = evaluation_differences(config, loaded, path)
         else:
             loaded, differences = load_foreign_weights(config, checkpoint, classes, ignore_head), []
-        return replace(loaded, models={}), list(loaded.models), [*loaded.damage, loaded.origin, *differences]
+        return replace(loaded, models={}), list(loaded.models), [*loaded.warnings, loaded.origin, *differences]
 
     received, names, messages = run_on_main(group, read)
     trained = loaded or replace(
@@ -125,7 +125,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> tuple[TrainedModels
             mean=mean,
             std=std,
             origin=f"{snapshot.path}, step {snapshot.state['step']}{note}",
-            damage=[*damage, *removed_key_warnings(snapshot.state["config"])],
+            warnings=[*damage, *removed_key_warnings(snapshot.state["config"])],
             best=best,
         )
     for name, tensors in (("raw", snapshot.model), ("ema", snapshot.ema)):
@@ -190,7 +190,7 @@ def load_foreign_weights(
         sentence = load_weights(model, stored.tensors, count, head_may_differ=ignore_head)
     order = "" if ignore_head else f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     origin = f"{stored.origin}: {sentence}{order}"
-    return TrainedModels({"raw": model}, config, count, None, mean, std, origin, stored.damage)
+    return TrainedModels({"raw": model}, config, count, None, mean, std, origin, stored.warnings)
 
 
 def evaluation_differences(config: Config, trained: TrainedModels, checkpoint: Path) -> list[str]:
