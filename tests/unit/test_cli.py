@@ -48,7 +48,7 @@ def test_ctrl_c_during_imports_exits_130_silently(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
-    command = [sys.executable, str(TOOLS / "train.py"), "configs/demo.yaml", "--dry-run"]
+    command = [sys.executable, str(TOOLS / "train.py"), "configs/demo.yaml", "--dry-run", f"--work-dir={tmp_path}/run"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
