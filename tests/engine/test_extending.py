@@ -124,7 +124,8 @@ def test_own_metrics(beside_the_page: Path, call: Callable) -> None:
     rows = beside_the_page / "rows.csv"
     train_here(["my_metric.yaml", *small_model(), "ema.decay=0.5", "train.max_steps=12", "data.num_workers=0"])
     run = Path("work_dirs") / "my_metric"
-    code, out, err = call(evaluate_command, "my_metric.yaml", run, "--out", rows, *small_model())
+    words = ["--out", rows, "--weights", "ema"]
+    code, out, err = call(evaluate_command, "my_metric.yaml", run, *words, *small_model())
     assert code == 0, err
     with rows.open() as file:
         rows_read = [(int(row["target"]), int(row["class_1"])) for row in csv.DictReader(file)]

@@ -64,9 +64,9 @@ def test_several_ranks_without_a_launcher_exit_2(words: list[str], capsys: pytes
     assert " ".join(words) in printed and "--launcher none" in printed
 
 
-def test_several_machines_without_an_address_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_machines_without_an_address_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--nodes alone must not train on this machine by itself; here it ends for want of an address."""
-    assert main(train_command, [DEMO, "device=cpu", "--nodes", "2"]) == 2
+    assert main(train_command, [DEMO, "device=cpu", "--nodes", "2", "--work-dir", str(tmp_path)]) == 2
     assert "MASTER_ADDR" in capsys.readouterr().err
 
 
