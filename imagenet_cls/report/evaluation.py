@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from imagenet_cls.errors import shorten
-from imagenet_cls.report.jsonl import own_metrics
+from imagenet_cls.report.jsonl import user_metrics
 from imagenet_cls.report.page import Html, gallery, heading, image, page, plot, table, text
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbn
     ]  # fmt: skip
     if "real_pct" in result:
         columns += [("ReaL %", "real_pct", ".3f"), ("images with ReaL labels", "real_images", _COUNT)]
-    own = dict.fromkeys(name for row in results.values() for name in own_metrics(row))
+    own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
     columns += [(name, name, ".4f") for name in own]
     masked = []
     if "classes" in result:

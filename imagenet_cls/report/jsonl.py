@@ -38,20 +38,20 @@ EVAL_FIELDS = (
 )
 
 
-def own_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """The values of `eval.metrics` in the result of an evaluation."""
     return {field: value for field, value in record.items() if field not in EVAL_FIELDS}
 
 
 def describe_metrics(result: Mapping[str, Any], digits: int) -> list[str]:
-    """Texts about own metrics, and about balanced accuracy if it differs from top-1 by 0.1 percentage points or more.
+    """Texts about user-defined metrics, and balanced accuracy if it differs from top-1 by 0.1 points or more.
 
     digits: after the point of a percentage.
     """
     balanced = result.get("balanced_accuracy_pct", result["top1_pct"])
     differs = abs(balanced - result["top1_pct"]) >= 0.1
     texts = [f"balanced accuracy {balanced:.{digits}f} %"] if differs else []
-    return texts + [f"{name} {value:.{digits + 2}f}" for name, value in own_metrics(result).items()]
+    return texts + [f"{name} {value:.{digits + 2}f}" for name, value in user_metrics(result).items()]
 
 
 class MetricsFile:

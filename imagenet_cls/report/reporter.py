@@ -12,7 +12,7 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, first_line
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.console import WRITE_REMEDY, Console
-from imagenet_cls.report.jsonl import MetricsFile, Record, own_metrics, read_metrics, truncate_after
+from imagenet_cls.report.jsonl import MetricsFile, Record, read_metrics, truncate_after, user_metrics
 from imagenet_cls.report.plots import plot_run
 from imagenet_cls.report.writers import Row, Writer, open_writers
 
@@ -193,5 +193,5 @@ class Reporter:
 def scalars(record: Record) -> dict[str, float]:
     """The scalars of a record of metrics.jsonl by tag, such as `train/loss`; events have none."""
     group = {"raw": "val", "ema": "val_ema"}[record["weights"]] if record["kind"] == "eval" else record["kind"]
-    own = own_metrics(record) if record["kind"] == "eval" else {}
+    own = user_metrics(record) if record["kind"] == "eval" else {}
     return {f"{group}/{field}": record[field] for field in (*_TAGS.get(group, ()), *own) if field in record}

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from imagenet_cls.files import is_locked
-from imagenet_cls.report.jsonl import Record, own_metrics, read_metrics
+from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
 from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, text, to_jpeg
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
         "best_weights": best.get("weights"),
         "last_top1_pct": last.get("top1_pct"),
         "last_balanced_pct": last.get("balanced_accuracy_pct"),
-        "own_metrics": own_metrics(last),
+        "user_metrics": user_metrics(last),
         "last_loss": train[-1]["loss"] if train else None,
         "hours": (sum(seconds) + sum(evaluated.values())) / 3600 if global_batch and intervals else None,
         "images_per_sec": median(record["images_per_sec"] for record in intervals) if intervals else None,
@@ -138,11 +138,11 @@ def runs_page(
         for run in runs
         if run.has_incomplete_last_line
     ]
-    own = dict.fromkeys(name for row in statistics for name in row["own_metrics"])
+    own = dict.fromkeys(name for row in statistics for name in row["user_metrics"])
     columns = [("run", ""), ("state", ""), *((title, number_format) for title, _, number_format in _RESULTS)]
     columns += [(f"last {name}", ".4f") for name in own]
     rows = [
-        [run.name, _state(run, row), *(row[key] for _, key, _ in _RESULTS), *map(row["own_metrics"].get, own)]
+        [run.name, _state(run, row), *(row[key] for _, key, _ in _RESULTS), *map(row["user_metrics"].get, own)]
         for run, row in zip(runs, statistics, strict=True)
     ]
     versions = [{"commit": _commit(run)} | run.environment.get("versions", {}) for run in runs]

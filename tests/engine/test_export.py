@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, train_here
+from helpers import REPOSITORY, arguments, train_here
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import nn
@@ -96,6 +96,28 @@ def test_timm_model_has_the_top1_of_test(model: dict[str, Any], call: Callable, 
     sizes = {"augment__size_px": 32, "eval__crop_px": 32, "train__epochs": 6}
     train_here(arguments(digits, tmp_path / "run", **model, **sizes))
     check_same_top1(call, digits, tmp_path / "run")
+
+
+def test_example_of_the_page(
+    call: Callable,
+    digits: Path,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The one with onnxruntime alone, for files of several sizes."""
+    monkeypatch.chdir(tmp_path)
+    options = ("--preprocess", "resize", *TRUST)
+    assert call(export_command, run, "--format", "onnx", "--out", "digits.onnx", *options)[0] == 0
+    example = (REPOSITORY / "docs" / "export.md").read_text().partition("```python\n")[2].partition("```")[0]
+    predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
+    for number, size in (("3", (32, 32)), ("5", (80, 50)), ("8", (24, 61))):
+        Image.open(sorted((digits / "train" / number).iterdir())[0]).resize(size).save("digit.jpg")
+        capsys.readouterr()
+        exec(example, {})
+        (row,) = predictor.predict(["digit.jpg"])
+        assert capsys.readouterr().out == f"{row['top'][0][0]}\n"
 
 
 def test_predict_prints_the_same_for_an_onnx_file(call: Callable, digits: Path, run: Path, tmp_path: Path) -> None:
