@@ -1,6 +1,7 @@
 """`tools/predict.py`: classify images."""
 
 import argparse
+import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.test import check_exists, check_output_path, explain_output_errors, write_predictions
+from imagenet_cls.commands.test import check_exists, check_output_path, write_output, write_predictions
 from imagenet_cls.config.schema import DEVICE
 from imagenet_cls.errors import DataError, UsageError, first_line, printable
 
@@ -34,6 +35,8 @@ def predict_command(argv: Sequence[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--logits", action="store_true", help="with --json: the logits of all classes, too")
     arguments = parser.parse_args(argv)
+    if arguments.logits and not arguments.json:
+        raise UsageError("--logits needs --json.\nAdd it.")
     check_exists(arguments.checkpoint)
     check_output_path(arguments.features, "--features")
     from imagenet_cls.engine.predictor import Predictor, find_images
@@ -82,8 +85,9 @@ def write_features(path: Path, batches: Sequence[tuple[list, "Tensor"]]) -> None
 
     images = np.array([name for names, _ in batches for name in names], dtype=str)
     features = np.concatenate([values.numpy() for _, values in batches])
-    with explain_output_errors(path, "--features"), path.open("wb") as file:  # savez appends .npz to other names
-        np.savez(file, features=features, images=images)
+    file = io.BytesIO()
+    np.savez(file, features=features, images=images)
+    write_output(path, file.getvalue(), "--features")
     print(printable(f"wrote {features.shape[1]} features of {len(images)} images to {path}"))
 
 

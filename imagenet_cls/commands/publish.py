@@ -26,6 +26,8 @@ def publish_command(argv: Sequence[str]) -> None:
         raise UsageError(f"{folder} exists and is not empty.\nGive another folder, or --overwrite.")
     if repository is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UsageError(f"--push {repository}: not a model of the Hugging Face Hub.\nGive USER/NAME.")
+    if arguments.license is not None and not re.fullmatch(r"[\w.-]+", arguments.license):
+        raise UsageError(f"--license {printable(arguments.license)}: not an identifier.\nGive one, such as apache-2.0.")
     from imagenet_cls.engine.predictor import Predictor
     from imagenet_cls.engine.publish import push, write_folder
 

@@ -2,11 +2,11 @@
 
 import argparse
 import csv
+import io
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -15,7 +15,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_components, run_command
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
 from imagenet_cls.errors import CheckpointError, UsageError, command_line, printable
-from imagenet_cls.files import explain_write_errors
+from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.lookup import is_factory_name, is_model_source
 
 if TYPE_CHECKING:
@@ -131,21 +131,25 @@ def check_exists(checkpoint: Path) -> None:
 
 def check_output_path(path: Path | None, option: str = "--out") -> None:
     """Raise UsageError, before a long computation, if a file can't be written or would be replaced. Leaves no file."""
-    if path is not None and (path.is_file() or path.is_dir()):
+    if path is None:
+        return
+    if path.is_file() or path.is_dir() or (path.is_symlink() and not path.exists()):
         raise UsageError(f"{path} already exists.\nName another file with {option}, or move that one away.")
-    if path is not None and not path.exists():
-        with explain_output_errors(path, option):
+    if not path.exists():
+        try:
             path.open("w").close()
+        except OSError as error:
+            raise UsageError(f"can't write {path}: {error.strerror}\nName another file with {option}.") from error
         path.unlink()
 
 
-@contextmanager
-def explain_output_errors(path: Path, option: str = "--out") -> Iterator[None]:
-    """Turn an OSError into a UsageError that names the file and the option."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"can't write {path}: {error.strerror}\nName another file with {option}.") from error
+def write_output(path: Path, content: bytes, option: str = "--out") -> None:
+    """Write a file whole or not at all, or to a device or FIFO. Raises ResourceError."""
+    with explain_write_errors(path, f"Name another file with {option}."):
+        if path.exists():
+            path.write_bytes(content)
+        else:
+            write_file(path, content)
 
 
 def check_report_folder(folder: Path | None) -> None:
@@ -217,20 +221,13 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
             + f"over {metrics['images']} images in {metrics['seconds']:.1f} s"
         )
     if arguments.out is not None:
-        write_file(arguments.out, predictions)
+        text = io.StringIO(newline="")
+        write_predictions(text, predictions, arguments.out.suffix == ".csv")
+        # surrogateescape: an image's name may be any bytes.
+        write_output(arguments.out, text.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {len(predictions)} predictions to {arguments.out}")
     if arguments.report is not None:
         print(f"wrote {arguments.report / 'report.html'}")
-
-
-def write_file(path: Path, rows: Iterable[dict]) -> None:
-    """Write predictions: as CSV if the file is called .csv, else one JSON object on each line."""
-    # surrogateescape: an image's name may be any bytes.
-    with (
-        explain_output_errors(path),
-        path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
-    ):
-        write_predictions(file, rows, path.suffix == ".csv")
 
 
 def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None:

@@ -133,7 +133,7 @@ def evaluate(
             hits_of_classes.index_add_(0, targets, top[:, 0].to(dtype))
             images_of_classes.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
             for metric in metrics[name].values():
-                metric.update(logits, targets)
+                metric.update(logits.clone(), targets.clone())  # it may change them
     if targets is None:  # an empty shard: metrics that gather lists need the dtype and dimensions of outputs
         no_logits = torch.zeros(0, num_classes, device=group.device)
         for metric in all_metrics:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.errors import ConfigError, Problem, first_line
+from imagenet_cls.errors import ConfigError, Problem, first_line, printable
 from imagenet_cls.lookup import import_factory
 from imagenet_cls.parallel.collectives import all_reduce_sum, gather_to_main, mark_printed_by_main, run_on_main
 from imagenet_cls.parallel.process_group import Group
@@ -101,11 +101,12 @@ def values_by_field(results: Mapping[str, Any], group: Group) -> dict[str, float
         fields = result if isinstance(result, Mapping) else {name.rpartition(":")[2].rpartition(".")[2]: result}
         for field, value in fields.items():
             number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-            if not isinstance(number, Real) or isinstance(number, bool):
+            is_too_large = isinstance(number, int) and number.bit_length() > 1023  # for a float
+            if not isinstance(number, Real) or isinstance(number, bool) or is_too_large:
                 shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
                 text = f"{field!r} is a {type(value).__name__}{shape}, not a number; return one from compute()"
-            elif not isinstance(field, str) or field in EVAL_FIELDS or field in values:
-                text = f"the name {field!r} is already used or is not a string; rename the factory or the dict's key"
+            elif not isinstance(field, str) or printable(field) != field or field in EVAL_FIELDS or field in values:
+                text = f"the name {field!r} is already used or is not a printable string; rename it"
             else:
                 values[field] = float(number)
                 continue

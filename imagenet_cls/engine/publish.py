@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from imagenet_cls.files import explain_write_errors
 from imagenet_cls.models.build import FOLDER, HUB, is_download_error
 from imagenet_cls.report.writers import changed_values
 
+FILES = ("model.safetensors", "config.json", "README.md")
 CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
 # Keys of timm's pretrained_cfg that do not depend on the weights, as tag, license and papers do.
 _ARCHITECTURE_KEYS = ("architecture", "input_size", "pool_size", "min_input_size", "first_conv", "classifier")
@@ -47,22 +49,25 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
     }
     described: dict[str, Any] = {"label_names": list(predictor.classes)}
     described["pretrained_cfg"] = {"license": license_id} if license_id else {}
-    try:
-        with (
-            invalid_content_errors(predictor.path, "timm can't describe its model"),
-            explain_write_errors(folder, "Give another folder."),
-        ):
+    with (
+        invalid_content_errors(predictor.path, "timm can't describe its model"),
+        explain_write_errors(folder, "Give another folder."),
+    ):
+        for file in FILES:  # an interrupted --overwrite leaves no card of another model
+            (folder / file).unlink(missing_ok=True)
+        try:
             timm.models.save_for_hf(
                 model, str(folder), described, config.model.kwargs, safe_serialization=True, data_config=preprocessing
             )
-            # transformers passes num_classes and **model_args to timm, so it must not be in both.
-            stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            stored.get("model_args", {}).pop("num_classes", None)
-            (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
-            card = model_card(predictor, preprocessing, license_id)
-            (folder / "README.md").write_text(generate_readme(card, name), encoding="utf-8")
-    except SafetensorError as error:
-        raise ResourceError(f"can't write {folder}: {first_line(error)}\nGive another folder.") from error
+        except SafetensorError as error:
+            raise ResourceError(f"can't write {folder}: {first_line(error)}\nGive another folder.") from error
+        # transformers passes num_classes and **model_args to timm, so it must not be in both.
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored.get("model_args", {}).pop("num_classes", None)
+        (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors' is 0600
+        card = model_card(predictor, preprocessing, license_id)
+        (folder / "README.md").write_text(generate_readme(card, name), encoding="utf-8")
 
 
 def check_timm_model(predictor: Predictor) -> None:
@@ -156,8 +161,7 @@ def push(folder: Path, repository: str) -> str:
     try:
         api = huggingface_hub.HfApi(library_name="imagenet-cls", library_version=__version__)
         url = api.create_repo(repository, exist_ok=True)
-        files = ["README.md", "config.json", "model.safetensors"]
-        api.upload_folder(repo_id=url.repo_id, folder_path=os.fspath(folder), allow_patterns=files)
+        api.upload_folder(repo_id=url.repo_id, folder_path=os.fspath(folder), allow_patterns=list(FILES))
         return str(url)
     except Exception as error:
         if not is_download_error(error):

@@ -1,5 +1,7 @@
 """Features: equal to timm's, written by predict.py, and classified by k-NN and a linear probe as by scikit-learn."""
 
+import errno
+import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -136,6 +138,32 @@ def test_predict_keeps_existing_files(run: Path, digits: Path, tmp_path: Path, c
     (tmp_path / "model.onnx").write_text("")
     code, _, err = call(predict_command, tmp_path / "model.onnx", image, "--features", tmp_path / "new.npz")
     assert code == 2 and "no features" in err and not (tmp_path / "new.npz").exists()
+
+
+@pytest.mark.parametrize("command", ["predict", "test"])
+def test_full_disk_leaves_no_output(
+    command: str, run: Path, digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    image = next((digits / "train/3").iterdir())
+    if command == "predict":
+        code, _, err = call(predict_command, run, image, "--features", tmp_path / "out.npz")
+    else:
+        code, _, err = call(evaluate_command, run, "--out", tmp_path / "rows.csv")
+    assert code == 5 and "No space" in err and not list(tmp_path.iterdir())
+
+
+def test_output_that_is_a_dangling_link_is_kept(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+    (tmp_path / "out.npz").symlink_to(tmp_path / "missing")
+    code, _, _ = call(predict_command, run, next((digits / "train/3").iterdir()), "--features", tmp_path / "out.npz")
+    assert code == 2 and (tmp_path / "out.npz").is_symlink() and not (tmp_path / "missing").exists()
+
+
+def test_rows_can_be_written_to_a_device(run: Path, call: Callable) -> None:
+    assert call(evaluate_command, run, "--out", "/dev/null")[0] == 0 and not Path("/dev/null").is_file()
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor]:

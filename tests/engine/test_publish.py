@@ -12,10 +12,12 @@ import timm
 import torch
 from helpers import arguments, train_here
 from PIL import Image
+from safetensors import SafetensorError
 
 from imagenet_cls.commands.publish import publish_command
 from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data.transforms import EvalTransform
+from imagenet_cls.engine import publish
 from imagenet_cls.engine.predictor import Predictor
 from imagenet_cls.engine.publish import timm_crop_pct
 
@@ -100,6 +102,22 @@ def test_folder_is_not_overwritten_without_the_option(call: Callable, run: Path,
     assert code == 2 and "--overwrite" in err and (tmp_path / "README.md").read_text() == "mine"
     assert call(publish_command, run, tmp_path, "--overwrite")[0] == 0
     assert "license: unknown" in (tmp_path / "README.md").read_text()
+
+
+def test_interrupted_overwrite_leaves_no_card_of_another_model(
+    call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(publish_command, run, tmp_path)[0] == 0
+    modes = {(tmp_path / name).stat().st_mode for name in publish.FILES}
+    assert len(modes) == 1
+
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(publish.timm.models, "save_for_hf", lambda *_, **__: full())
+    code, _, err = call(publish_command, run, tmp_path, "--overwrite")
+    assert code == 5 and "No space" in err and not list(tmp_path.iterdir())
+    assert call(publish_command, run, tmp_path / "new", "--license", "mit\nevil: 1")[0] == 2
 
 
 def test_push_without_network_is_exit_code_5(

@@ -13,6 +13,7 @@ from helpers import arguments
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, EvalConfig
+from imagenet_cls.engine.evaluate import evaluate
 from imagenet_cls.engine.metrics import build_metrics, metric_problems, values_by_field
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.guards.agreement import user_modules
@@ -138,6 +139,24 @@ def test_compute_that_fails_on_the_few_images_of_the_trial_is_ignored(
 def test_code_of_metrics_is_compared_between_ranks(own_module: str, tmp_path: Path) -> None:
     config = Config(eval=EvalConfig(metrics=["own_metric:Good"]))
     assert user_modules(config)["own_metric"] == tmp_path / "own_metric.py"
+
+
+def test_names_and_values_that_can_not_be_reported() -> None:
+    for result in ({"a\nb": 1.0}, {"large": 10**400}):
+        with pytest.raises(ConfigError, match=r"eval\.metrics"):
+            values_by_field({"a:b": result}, ALONE)
+
+
+def test_metric_that_changes_its_arguments_changes_no_result(own_module: str) -> None:
+    class Erasing(import_from_cwd(own_module).Good):
+        def update(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+            logits.zero_(), targets.zero_()
+
+    batch = torch.eye(3), torch.arange(3), torch.arange(3)
+    outputs = [({"raw": batch[0], "ema": batch[0]}, *batch[1:])]
+    metrics = {name: {"Erasing": Erasing(3)} for name in ("raw", "ema")}
+    results = evaluate(outputs, ["raw", "ema"], ALONE, 3, metrics=metrics)
+    assert [result["top1_pct"] for result in results.values()] == [100, 100]
 
 
 def test_value_that_is_true_is_no_number() -> None:
