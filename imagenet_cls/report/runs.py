@@ -209,7 +209,8 @@ def _checkpoint_rows(
 
 
 def _label(run: RunRecords) -> str:
-    return run.name if len(run.name) <= _MAX_LABEL else f"…{run.name[-_MAX_LABEL:]}"
+    name = f"./{run.name}" if run.name.startswith("_") else run.name  # matplotlib leaves out labels with "_" first
+    return name if len(name) <= _MAX_LABEL else f"…{name[-_MAX_LABEL:]}"
 
 
 def _draw_losses(runs: Sequence[RunRecords], figure: "Figure") -> None:
@@ -263,19 +264,20 @@ def _columns(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarra
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _first_batch(folder: Path) -> bytes | None:
-    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none, or if the path has
-    undecodable bytes, which TensorBoard can't read.
+    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none that can be read.
+
+    TensorBoard can't read paths with undecodable bytes.
     """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    files = sorted(folder.glob("events.*"))[:1]
-    with suppress(UnicodeEncodeError):
+    with suppress(Exception):
+        files = sorted(filter(Path.is_file, folder.glob("events.*")))[:1]
         for event in chain(*(islice(LegacyEventFileLoader(str(file)).Load(), _MAX_EVENTS) for file in files)):
             for value in event.summary.value:
                 if value.tag == "train/first_batch":

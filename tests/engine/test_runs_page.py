@@ -13,6 +13,8 @@ from urllib.parse import unquote_to_bytes
 
 import pytest
 from helpers import REPOSITORY, arguments, train_here
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
 
 from imagenet_cls.commands.print_config import differing_values
 from imagenet_cls.commands.report import report_command
@@ -140,6 +142,44 @@ def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable
     page = (tmp_path / "page.html").read_text()
     assert code == 0, err
     assert "interrupted: step 1, no checkpoint" in page and page.count("is not compared") == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("metrics.jsonl", {"kind": "train", "step": 1}, "'loss'"),
+        ("metrics.jsonl", {"kind": "train", "step": None, "loss": 1.0}, "NoneType"),
+        ("metrics.jsonl", {"kind": "eval", "step": 1, "weights": "raw", "seconds": 1.0}, "'top1_pct'"),
+        ("env.json", {"variables": {"WORLD_SIZE": "abc"}}, "'abc'"),
+        ("env.json", {"variables": [1]}, "'list'"),
+        ("checkpoints/step-0000022/state.json", {"plan": 3}, "'int'"),
+    ],
+)
+def test_invalid_content_is_an_error_that_names_the_run(
+    run: Path, tmp_path: Path, call: Callable, file: str, content: dict[str, object], reason: str
+) -> None:
+    damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
+    (damaged / file).write_text(json.dumps(content) + "\n")
+    code, _, err = call(report_command, run, damaged, "--out", tmp_path / "page.html")
+    assert code == 4 and f"{damaged}: invalid content" in err and reason in err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_unreadable_first_batch_is_left_out_and_a_name_with_an_underscore_is_in_the_legend(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, "_under")
+    for file in Path("_under", "tensorboard").iterdir():
+        file.unlink()
+    with SummaryWriter("_under/tensorboard") as writer:
+        image = Summary.Image(encoded_image_string=b"no image")
+        summary = Summary(value=[Summary.Value(tag="train/first_batch", image=image)])
+        writer._get_file_writer().add_summary(summary, 0)
+    Path("_under", "tensorboard", "events.out.a").mkdir()
+    assert call(report_command, "_under")[0] == 0
+    page = Path("report.html").read_text()
+    assert "First batch" not in page and "./_under, raw</text>" in page
 
 
 def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path, call: Callable) -> None:
