@@ -29,6 +29,8 @@ def export_command(argv: Sequence[str]) -> None:
         raise UsageError(
             f"--out {out}: not a {SUFFIXES[arguments.format]} file.\nName it so, or give another --format."
         )
+    if arguments.opset and arguments.format != "onnx":
+        raise UsageError(f"--opset {arguments.opset} is of ONNX.\nLeave it out, or give --format onnx.")
     check_exists(arguments.checkpoint)
     check_output_path(out)
     from imagenet_cls.engine.export import BATCHES, compare, comparison_images, export_model

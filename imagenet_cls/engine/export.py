@@ -78,7 +78,7 @@ class Export:
 
 
 def export_model(predictor: Predictor, format: str, preprocess: str, opset: int | None) -> Export:
-    """Export a model. Raises CheckpointError if that fails.
+    """Export a model. Raises CheckpointError if that fails, UsageError if it has another opset.
 
     predictor: on the CPU. format: `onnx` or `torch`. opset: of ONNX; None for torch's default.
     """
@@ -107,7 +107,12 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
             assert onnx is not None
             onnx.model.metadata_props.update({key: json.dumps(value) for key, value in values.items()})
             content = onnx.model_proto.SerializeToString()
-            return content, OnnxModel(content)
+            run = OnnxModel(content)
+        found = onnx.model.opset_imports[""]
+        if opset not in (None, found):  # torch keeps its own version if it can't convert the model
+            text = f"--opset {opset}: torch exports this model with {found} instead; no file was written."
+            raise UsageError(f"{text}\nGive --opset {found}, or another version.")
+        return content, run
 
     content, run = export(exported, metadata(predictor, preprocess))
     resize = export(exported.resize, {})[1] if preprocess == "resize" else exported.resize
@@ -174,8 +179,9 @@ def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) 
             raise DataError(f"data.name={data.name} is not opened" if is_code else f"no {data.root} here")
         source = open_datasets(data, ("val",), subset=True).val
         assert source is not None
-        indices = [i * len(source) // count for i in range(count)]
-        return [to_channels(source.load(i)[0], channels) for i in indices], f"{count} held-out images"
+        found = min(count, len(source))
+        indices = [i * len(source) // found for i in range(found)]
+        return [to_channels(source.load(i)[0], channels) for i in indices], f"{found} held-out images"
     except (DataError, OSError) as error:
         generator = torch.Generator().manual_seed(0)
         shapes = [(channels, height + 9 * i, width + 17 * i) for i in range(count)]

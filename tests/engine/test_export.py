@@ -2,7 +2,9 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -236,6 +238,29 @@ def test_other_pixels_are_an_error_and_leave_no_file(
     listed = [line for line in out.splitlines() if "another top-1; in PyTorch its logit is" in line]
     assert code == 0 and len({line.split(",")[0] for line in listed}) > 1, out
     assert len(listed) == 2 * len([line for line in listed if "in a batch of 1:" in line])
+
+
+def test_opset_that_is_not_exported_is_an_error(call: Callable, run: Path, tmp_path: Path) -> None:
+    for form, opset, expected in (
+        ("onnx", 7, "--opset 18"),
+        ("onnx", 99, "--opset 18"),
+        ("torch", 18, "--format onnx"),
+    ):
+        out = tmp_path / ("model.onnx" if form == "onnx" else "model.pt2")
+        code, _, err = call(export_command, run, "--format", form, "--opset", opset, "--out", out, *TRUST)
+        assert code == 2 and f"--opset {opset}" in err and expected in err and not out.exists()
+
+
+def test_number_of_held_out_images_is_that_of_a_small_part(run: Path, digits: Path, tmp_path: Path) -> None:
+    for digit in "0123":
+        (tmp_path / "val" / digit).mkdir(parents=True)
+        shutil.copy(min((digits / "train" / digit).iterdir()), tmp_path / "val" / digit)
+    predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
+    data = replace(predictor.config.data, name="folder", root=str(tmp_path), train="val", val="val", val_fraction=None)
+    predictor.config = replace(predictor.config, data=data)
+    images, described = export.comparison_images(predictor, TRUST[1:])
+    assert described == "4 held-out images" and len(images) == 4
+    assert len(export.compare(predictor, export.export_model(predictor, "torch", "resize", None), images)) == 1
 
 
 def test_random_images_replace_missing_data(call: Callable, run: Path, digits: Path, tmp_path: Path) -> None:
