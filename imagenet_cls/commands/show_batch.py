@@ -49,11 +49,15 @@ def show_batch_command(argv: Sequence[str]) -> None:
     from imagenet_cls.data.samplers import samples_per_epoch
     from imagenet_cls.engine.build import build
     from imagenet_cls.engine.loaders import build_train_loader
-    from imagenet_cls.engine.plan import plan_run
+    from imagenet_cls.engine.plan import batch_problem, plan_run
     from imagenet_cls.parallel.environment import RankInfo
     from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.report.page import text
     from imagenet_cls.report.plots import plot_images
 
+    if problem := batch_problem(config.train, arguments.ranks, config.parallel.uneven == "allow"):
+        size = config.train.global_batch_size
+        raise UsageError(f"--ranks {arguments.ranks}: {problem.message}.\nA batch of {size} allows up to {size} ranks.")
     cpu = torch.device("cpu")
     parts = build(config, Group(RankInfo(), cpu), load_initial_weights=False)
     assert parts.data.train is not None
@@ -67,7 +71,8 @@ def show_batch_command(argv: Sequence[str]) -> None:
     images, targets = preprocess(batch, arguments.epoch, arguments.epoch * plan.steps_per_epoch, 0)
     pixels = (images[: arguments.images] * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     # Several views of a batch (augment.splits) are one behind the other.
-    labels = [describe_target(targets[i % len(targets)], parts.data.classes) for i in range(len(pixels))]
+    classes = [text(name) for name in parts.data.classes]
+    labels = [describe_target(targets[i % len(targets)], classes) for i in range(len(pixels))]
     try:
         plot_images(path, pixels.numpy(), labels)
     except OSError as error:

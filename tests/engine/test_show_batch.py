@@ -1,5 +1,7 @@
 """show_batch.py draws what the model gets, for any epoch and rank."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,22 @@ def test_images_are_those_of_the_epoch_and_the_rank(
     assert np.array_equal(alone, again) and not np.array_equal(alone, later)
     ranks = [images("--ranks", 2, "--rank", rank) for rank in (0, 1)]
     assert np.array_equal(ranks[0][:4], alone[0:8:2]) and np.array_equal(ranks[1][:4], alone[1:8:2])
+
+
+def test_class_name_with_an_undecodable_byte(digits: Path, tmp_path: Path, call: Callable) -> None:
+    name = os.fsdecode(b"bad\xff")
+    for folder in (name, "good"):
+        shutil.copytree(digits / "train" / "3", tmp_path / "train" / folder)
+    words = without_work_dir(arguments(tmp_path, tmp_path, data__name="folder", data__val="train"))
+    code, _, err = call(show_batch.show_batch_command, *words, "--out", tmp_path / "batch.png")
+    assert (code, err) == (0, "")
+
+
+def test_more_ranks_than_images_of_a_batch_are_a_usage_error(digits: Path, tmp_path: Path, call: Callable) -> None:
+    words = without_work_dir(arguments(digits, tmp_path))
+    for more in (["--ranks", 500, "--rank", 499], ["--ranks", 100, "train.micro_batch_size=1"]):
+        code, _, err = call(show_batch.show_batch_command, *words, *more)
+        assert code == 2 and f"--ranks {more[1]}" in err and "up to 128 ranks" in err
 
 
 @pytest.mark.parametrize("words", [["--rank", 1], ["--out", "batch.jpg"], ["optimizer.rl=1"]])
