@@ -74,11 +74,11 @@ def find_lr_command(argv: Sequence[str]) -> None:
     batch = config.train.global_batch_size
     factor, _ = scaled_lr(replace(config.optimizer, lr=1.0), batch)
     scaled = "" if factor == 1 else f", which optimizer.lr_base_batch multiplies by {factor:.4g} to {lr:.2g}"
+    careful = f"more careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest smoothed loss\n"
     print(
         f"suggestion: optimizer.lr={lr / factor:.2g}{scaled}: where the smoothed loss falls fastest with the logarithm "
-        f"of the rate\nmore careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest smoothed "
-        f"loss\nBoth are hints, not promises: for a global batch of {batch} images and the peak of the schedule. "
-        f"Factors of parameter groups were applied.\nwrote {path}"
+        f"of the rate\n{careful if tenth < lr else ''}A suggestion is a hint, not a promise: for a global batch of "
+        f"{batch} images and the peak of the schedule. Factors of parameter groups were applied.\nwrote {path}"
     )
 
 

@@ -168,6 +168,18 @@ def test_range_test_ends_once_the_loss_diverges(digits: Path, tmp_path: Path, ca
     assert code == 0 and "no suggestion" in out and not (tmp_path / "none.png").exists()
 
 
+@pytest.mark.parametrize(("lowest", "is_printed"), [(3e-3, True), (10.0, False)])
+def test_more_careful_rate_is_below_the_suggestion(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, lowest: float, is_printed: bool
+) -> None:
+    lrs = np.geomspace(1e-6, 1e2, 81)
+    curve = 2 - np.tanh(2 * np.log10(lrs / 1e-3)) + np.abs(np.log10(lrs / lowest))
+    found = LrRange(lrs.tolist(), curve.tolist(), curve.tolist())
+    monkeypatch.setattr(finders, "lr_range", lambda *given: found)
+    code, out, _ = call(find_lr_command, *words(digits), "--out", tmp_path / "lr.png")
+    assert code == 0 and "suggestion: optimizer.lr=0.001:" in out and ("more careful" in out) == is_printed
+
+
 def test_steepest_descent_of_a_known_curve() -> None:
     lrs = np.geomspace(1e-6, 1e2, 81)
     curve = 2 - np.tanh(2 * np.log10(lrs / 1e-3)) + np.maximum(np.log10(lrs / 1e-1), 0) ** 2
