@@ -245,6 +245,7 @@ def _batches(loader: DataLoader[Any], timeout_sec: float) -> Iterator[Any]:
         if len(os.fsencode(get_temp_dir())) > _MAX_TEMP_DIR_BYTES:
             raise ResourceError(f"{get_temp_dir()}: too long for sockets of data workers\nset TMPDIR to a shorter path")
         iterator = iter(loader)  # starts them; the time limit is for batches
+        _ignore_worker_deaths(iterator)
         _kill_workers_at_exit()
     while True:
         with _worker_errors(loader, timeout_sec) if loader.num_workers > 0 else nullcontext():
@@ -269,10 +270,6 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
 
     def expire() -> None:
         expired.set()
-        if (iterator := loader._iterator) is not None:
-            # torch's handler would raise once for each killed worker, also while the first error is handled. Without
-            # it torch notices within five seconds.
-            _ignore_worker_deaths(iterator)
         for worker in _workers(loader):
             worker.kill()
 
@@ -283,7 +280,7 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
         yield
     except (OSError, EOFError, RuntimeError) as error:
         hung = _awaited_worker(loader) if expired.is_set() else None
-        _stop_workers(loader)  # before torch's SIGCHLD handler raises again
+        _stop_workers(loader)
         if hung is not None:
             raise ResourceError(
                 f"{hung} returned no batch for {timeout_sec:g} s (data.timeout_sec)\n"
@@ -314,7 +311,6 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
     loader._iterator = None
     if iterator is None:
         return
-    _ignore_worker_deaths(iterator)
     iterator._shutdown = True
     if hasattr(iterator, "_pin_memory_thread_done_event"):
         iterator._pin_memory_thread_done_event.set()
@@ -325,10 +321,13 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
 
 
 def _ignore_worker_deaths(iterator: Any) -> None:
-    """Keep torch's SIGCHLD handler from raising for the workers of this iterator, wherever this process is."""
-    if iterator._worker_pids_set:
-        iterator._worker_pids_set = False
-        signal_handling._remove_worker_pids(id(iterator))
+    """Keep torch's SIGCHLD handler from raising for the workers of this iterator.
+
+    It raises wherever this process is: in a training step, while an error is handled, or while another worker sends a
+    batch, which then prints a traceback. Without it torch notices a dead worker within five seconds of waiting for it.
+    """
+    iterator._worker_pids_set = False
+    signal_handling._remove_worker_pids(id(iterator))
 
 
 def init_worker(worker_id: int) -> None:
@@ -364,8 +363,8 @@ def _kill_all() -> None:
 def killed_worker_error(error: Exception) -> ResourceError | None:
     """The error for a worker that was killed, where `error` is a sign of that; None for any other error.
 
-    torch raises a RuntimeError from a signal handler: mostly while the main process waits for a batch, else within a
-    training step. The connection to a worker that dies while it sends a batch is closed.
+    torch raises a RuntimeError while it waits for a batch. The connection to a worker that dies while it sends a batch
+    is closed.
     """
     if not isinstance(error, ConnectionError | EOFError) and "DataLoader worker" not in str(error):
         return None
