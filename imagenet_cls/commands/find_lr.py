@@ -48,10 +48,9 @@ def find_lr_command(argv: Sequence[str]) -> None:
         raise UsageError(f"{path}: {problem}.\nName another file with --out FILE.png.")
     config = replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none"))
     group = join_alone(replace(loaded, config=config))
-    from imagenet_cls.data.loader import killed_worker_error
     from imagenet_cls.engine.finders import lr_range
     from imagenet_cls.engine.run import describe_batch_sizes
-    from imagenet_cls.guards.memory import explain_resource_errors
+    from imagenet_cls.guards.memory import explain_out_of_memory
     from imagenet_cls.optim.schedule import scaled_lr
     from imagenet_cls.report.plots import plot_lr_range
 
@@ -61,7 +60,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
             print(f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  {found.smoothed[-1]:9.4f}", flush=True)
 
     print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
-    with explain_resource_errors(killed_worker_error, describe_batch_sizes(config, 1)):
+    with explain_out_of_memory(describe_batch_sizes(config, 1)):
         found = lr_range(config, group, arguments.low, arguments.high, arguments.steps, report)
     print(f"ended {found.end}")
     suggested = found.steepest()

@@ -168,10 +168,9 @@ def check_report_folder(folder: Path | None) -> None:
 
 def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
     """One rank's part of an evaluation."""
-    from imagenet_cls.data.loader import killed_worker_error
     from imagenet_cls.engine.check import check_agreement
     from imagenet_cls.engine.evaluate_weights import evaluate_weights
-    from imagenet_cls.guards.memory import explain_resource_errors
+    from imagenet_cls.guards.memory import explain_out_of_memory
     from imagenet_cls.parallel.collectives import run_on_main
     from imagenet_cls.report.jsonl import describe_metrics
 
@@ -182,7 +181,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     if uses_features(arguments):
         from imagenet_cls.engine.features import evaluate_features
 
-        with explain_resource_errors(killed_worker_error):
+        with explain_out_of_memory():
             lines = evaluate_features(
                 loaded.config,
                 checkpoint,
@@ -197,7 +196,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
         return
     run_on_main(group, lambda: check_output_path(arguments.out))
     run_on_main(group, lambda: check_report_folder(arguments.report))
-    with explain_resource_errors(killed_worker_error):
+    with explain_out_of_memory():
         keep_predictions = arguments.out is not None
         messages, metrics_by_name, predictions = evaluate_weights(
             loaded.config,

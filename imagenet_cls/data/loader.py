@@ -286,7 +286,7 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
                 f"{hung} returned no batch for {timeout_sec:g} s (data.timeout_sec)\n"
                 "most often a disk or network hangs: check it, and continue with --resume"
             ) from None
-        raise killed_worker_error(error) or error from None
+        raise _killed_worker_error(error) or error from None
     finally:
         timer.cancel()
 
@@ -360,7 +360,7 @@ def _kill_all() -> None:
             child.kill()
 
 
-def killed_worker_error(error: Exception) -> ResourceError | None:
+def _killed_worker_error(error: Exception) -> ResourceError | None:
     """The error for a worker that was killed, where `error` is a sign of that; None for any other error.
 
     torch raises a RuntimeError while it waits for a batch. The connection to a worker that dies while it sends a batch

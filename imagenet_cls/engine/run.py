@@ -17,7 +17,7 @@ from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.device import prefetch_to_device
-from imagenet_cls.data.loader import TrainBatch, killed_worker_error
+from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs, stops_early
 from imagenet_cls.engine.loaders import DataWaitCheck
@@ -31,7 +31,7 @@ from imagenet_cls.engine.train import forward_backward, train
 from imagenet_cls.errors import Stopped, UserError
 from imagenet_cls.guards.agreement import versions
 from imagenet_cls.guards.hang import HangLog
-from imagenet_cls.guards.memory import explain_resource_errors
+from imagenet_cls.guards.memory import explain_out_of_memory
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.models.adapt import set_training
@@ -44,7 +44,7 @@ from imagenet_cls.report.reporter import Reporter
 
 def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
     """A training run, or a dry run, on this rank. Raises Stopped (after a save) or another UserError."""
-    with explain_resource_errors(killed_worker_error, describe_batch_sizes(loaded.config, group.world_size)):
+    with explain_out_of_memory(describe_batch_sizes(loaded.config, group.world_size)):
         if options.dry_run:
             dry_run(loaded, options, group)
         else:

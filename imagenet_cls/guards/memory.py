@@ -4,7 +4,7 @@ import contextlib
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,20 +16,17 @@ _GIB = 2.0**30
 
 
 @contextlib.contextmanager
-def explain_resource_errors(
-    killed_worker_error: Callable[[RuntimeError], ResourceError | None], sizes: str = ""
-) -> Iterator[None]:
-    """Replace a RuntimeError by a ResourceError where memory ran out, or where `killed_worker_error` returns one.
+def explain_out_of_memory(sizes: str = "") -> Iterator[None]:
+    """Replace a RuntimeError by a ResourceError where memory ran out.
 
     sizes: of the batches, such as "32 images at once of 224 px", for the message.
     """
     try:
         yield
     except RuntimeError as error:
-        explained = out_of_memory_error(error, sizes) if is_out_of_memory(error) else killed_worker_error(error)
-        if explained is None:
+        if not is_out_of_memory(error):
             raise
-        raise explained from error
+        raise out_of_memory_error(error, sizes) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -215,8 +215,9 @@ def test_bad_command_lines(
 
 @pytest.mark.parametrize("command", [find_batch_command, find_lr_command])
 def test_one_of_several_ranks_exits_2(
-    digits: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, command: Callable
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, command: Callable
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     code, _, err = call(command, *words(digits))

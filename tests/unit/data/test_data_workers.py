@@ -17,7 +17,7 @@ from helpers import environment
 
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.data import loader as data_loader
-from imagenet_cls.data.loader import TrainLoader, WorkerOptions, killed_worker_error
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import TrainTransform
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(200)  # a worker that is not ended hangs
 SCRIPT = """
 import multiprocessing, os, signal, sys, tempfile, time
 from pathlib import Path
-from imagenet_cls.data.loader import init_worker, killed_worker_error
+from imagenet_cls.data.loader import init_worker
 from imagenet_cls.errors import ResourceError
 from test_data_workers import Images, first_batch
 
@@ -50,8 +50,6 @@ try:
     list(epoch)
 except ResourceError as error:
     print("killed:", error, flush=True)
-except RuntimeError as error:  # torch's signal handler was faster than the loader
-    print("killed:", killed_worker_error(error), flush=True)
 killed.close()
 
 loader, _ = first_batch(Images())
@@ -130,10 +128,6 @@ def test_temporary_folder_too_long_for_sockets_raises(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
     with pytest.raises(ResourceError, match="TMPDIR"):
         first_batch(Images())
-
-
-def test_worker_death_of_another_error_is_none() -> None:
-    assert killed_worker_error(RuntimeError("something else")) is None
 
 
 def test_epoch_with_workers_hung_in_the_first_batch_raises(tmp_path: Path) -> None:
