@@ -90,13 +90,12 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
 def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     """The statistics of a run by name, None where unknown.
 
-    best, last: of the weights with the higher top-1. hours: of training steps and evaluations, from the speed of each
-    logging interval. images_per_sec: the median of the intervals; data_wait_pct: their mean.
+    best: the highest top-1; last: the last evaluation of the same weights. hours: of training steps and evaluations,
+    from the speed of each logging interval. images_per_sec: the median of the intervals; data_wait_pct: their mean.
     """
     train, results = run.records("train"), run.records("eval")
     best = max(results, key=itemgetter("top1_pct"), default={})
-    at_end = (record for record in results if record["step"] == results[-1]["step"])
-    last = max(at_end, key=itemgetter("top1_pct"), default={})
+    last = next((record for record in reversed(results) if record["weights"] == best["weights"]), {})
     intervals = [record for record in train if record.get("images_per_sec")]
     first = train[0]["step"] if train else 1  # above 1 for a run that continues another one's checkpoint
     counts = np.diff([first - 1, *(record["step"] for record in intervals)])

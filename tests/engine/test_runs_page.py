@@ -130,6 +130,17 @@ def test_run_that_continues_another_and_has_a_metric_named_like_a_column(tmp_pat
     assert page.count(">last top-1 %</th>") == 2 and "0.2500" in cells(page)
 
 
+def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None:
+    values = [(10, "raw", 60.0), (10, "ema", 20.0), (20, "raw", 50.0), (20, "ema", 55.0)]
+    records = [
+        {"kind": "eval", "step": step, "epoch": 0, "weights": weights, "top1_pct": top1_pct, "loss": 1.0, "seconds": 1}
+        for step, weights, top1_pct in values
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = run_statistics(read_run(tmp_path, {}), 128)
+    assert [found[key] for key in ("best_top1_pct", "best_weights", "last_top1_pct")] == [60.0, "raw", 50.0]
+
+
 def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable) -> None:
     """Records without an evaluation, with a loss that is not finite; no config, checkpoint or versions."""
     (tmp_path / "empty").mkdir()
