@@ -15,6 +15,8 @@ from helpers import REPOSITORY, arguments, evaluations, newest, saved_bytes, tra
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.commands.average_checkpoints import average_command
+from imagenet_cls.commands.find_batch import find_batch_command
+from imagenet_cls.commands.find_lr import find_lr_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
@@ -28,6 +30,8 @@ TOOLS = {
     "test": evaluate_command,
     "predict": predict_command,
     "average_checkpoints": average_command,
+    "find_batch": find_batch_command,
+    "find_lr": find_lr_command,
 }
 # Small ones in place of what the page names.
 SMALL = {
@@ -56,9 +60,13 @@ def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
     small = [re.sub("|".join(SMALL), lambda match: SMALL[match[0]], word) for word in words]
     sizes = [f"{key}=32" for key in ("augment.size_px", "eval.crop_px") if not any(key in word for word in words)]
     added = [*sizes, "data.num_workers=0", "eval.crop_pct=1.0"]
+    kind = "vit" if any("vit" in word for word in words) else "resnet"
+    overlay = f"model.kwargs.pretrained_cfg_overlay.file={weights / kind}.safetensors"
+    if tool == "find_batch":
+        added += ["--max", "4"]
+    if tool == "find_lr":
+        added += [overlay, "--steps", "20"]
     if tool == "train":
-        kind = "vit" if any("vit" in word for word in words) else "resnet"
-        overlay = f"model.kwargs.pretrained_cfg_overlay.file={weights / kind}.safetensors"
         added.append("--dry-run" if words[0].startswith("my_") else overlay)
         added += ["train.max_steps=8", "log.tensorboard=false", "log.plots=false"]  # two epochs
     return small + added
