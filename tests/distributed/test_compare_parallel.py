@@ -45,7 +45,8 @@ def test_rows_without_batch_norm_differ_by_rounding_only(digits: Path, tmp_path:
 @pytest.mark.nightly
 def test_rows_of_the_demo_differ_by_batch_norm(tmp_path: Path) -> None:
     """Plain DDP differs from the first step on, SyncBN by rounding."""
-    done = run([*TOOL, "device=cpu", f"data.root={tmp_path / 'digits'}"], timeout_sec=600)
+    sizes = ["augment.size_px=16", "eval.crop_px=16"]
+    done = run([*TOOL, "device=cpu", f"data.root={tmp_path / 'digits'}", *sizes], timeout_sec=600)
     rows = cells(done.stdout)
     differences = {name: [float(text) for text in rows[name][1:4]] for name in ROWS[2:]}
     assert max(differences["DDP with SyncBN"]) < 1e-4, done.stdout
