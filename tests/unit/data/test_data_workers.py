@@ -154,6 +154,17 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(capfd: pytes
     assert capfd.readouterr() == ("", "")
 
 
+def test_worker_that_dies_outside_of_the_loader_raises_at_its_next_batch() -> None:
+    """torch's SIGCHLD handler would raise here, in `join`."""
+    loader, epoch = first_batch(Images())
+    worker = loader.loader._iterator._workers[0]  # type: ignore[union-attr]
+    worker.kill()
+    worker.join()
+    with pytest.raises(ResourceError, match="was killed"):
+        list(epoch)
+    loader.close()
+
+
 def test_signal_of_a_worker_that_timed_out_does_not_replace_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection is closed first, and torch's SIGCHLD handler runs while that error is handled."""
     loader, _ = first_batch(Images(), timeout_sec=60.0)
