@@ -85,7 +85,7 @@ class Predictor:
         """fp32 features (B, D) on the CPU: the input of the classifier, see `FeatureModel`. Raises as `logits`, and
         UsageError where the model has no classifier that is known.
 
-        With `eval.flip_tta` the mean of the features of each image and of its mirror image, as of the logits.
+        With `eval.flip_tta` they are the mean of those of the image and of its mirror image, as logits are.
         """
         pixels = self.prepare(images)
         with invalid_content_errors(self.path):
@@ -116,7 +116,7 @@ class Predictor:
         compute: Callable[[Sequence[AnyImage]], Tensor],
         bad: list[DataError] | None = None,
     ) -> Iterator[tuple[list[str | int], Tensor]]:
-        """For each batch of images their names, as of `predict`, and `compute` of them: `logits` or `features`."""
+        """Yield the names of a batch of images, see `predict`, and what `compute` returns: `logits` or `features`."""
         for start in range(0, len(images), _BATCH):
             names: list[str | int] = []
             batch: list[Tensor] = []

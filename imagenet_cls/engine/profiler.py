@@ -13,7 +13,7 @@ _SHOWN_OPERATORS = 10
 class StepProfiler:
     """Profiles a range of steps of this rank by `torch.profiler` and writes a trace and a table of operators.
 
-    steps: first and last, counted from 1; None: none, at no cost. folder: for the files, whose names have the first and
+    steps: first and last, counted from 1; None: disabled. folder: where the files are written, named by the first and
     the last profiled step.
     """
 
@@ -23,7 +23,7 @@ class StepProfiler:
         self._first = 0
 
     def update(self, step: int) -> str | None:
-        """Start or end where that is due. step: how many steps are done. Returns a message about files, if written."""
+        """Start or end the profile if it is due after `step` steps. Returns a message about the files, if written."""
         if self._steps is None:
             return None
         if self._profile is None and self._steps[0] - 1 <= step < self._steps[1]:

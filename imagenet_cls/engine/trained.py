@@ -1,4 +1,4 @@
-"""Trained models: of a checkpoint or run folder, of a file of other weights, or published; on one rank or all."""
+"""Loads trained models from a checkpoint, a run folder, a file of weights, or published weights; on all ranks."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -44,9 +44,9 @@ EVALUATION_KEYS = (
 class TrainedModels:
     """Models by the name of their weights (`raw`, `ema`), on the CPU in evaluation mode, and how they were trained.
 
-    config: with which the models are built. classes: None if unknown. origin: where the weights come from. warnings: a
-    line for each damaged checkpoint that was skipped, and for each removed key of its config. best: the weights that
-    evaluated best in their run, if known.
+    config: the one that the models are built with. classes: None if unknown. origin: where the weights come from.
+    warnings: a line for each damaged checkpoint that was skipped, and for each removed key of its config. best: the
+    weights that evaluated best in their run, if known.
     """
 
     models: dict[str, nn.Module]

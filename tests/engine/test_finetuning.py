@@ -60,8 +60,8 @@ def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
     small = [re.sub("|".join(SMALL), lambda match: SMALL[match[0]], word) for word in words]
     sizes = [f"{key}=32" for key in ("augment.size_px", "eval.crop_px") if not any(key in word for word in words)]
     added = [*sizes, "data.num_workers=0", "eval.crop_pct=1.0"]
-    kind = "vit" if any("vit" in word for word in words) else "resnet"
-    overlay = f"model.kwargs.pretrained_cfg_overlay.file={weights / kind}.safetensors"
+    family = "vit" if any("vit" in word for word in words) else "resnet"
+    overlay = f"model.kwargs.pretrained_cfg_overlay.file={weights / family}.safetensors"
     if tool == "find_batch":
         added += ["--max", "4"]
     if tool == "find_lr":
