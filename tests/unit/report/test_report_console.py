@@ -90,7 +90,7 @@ output = console.Console()
 for number in range(20000):
     output.message(f"line {number}")
 output.close()
-exit.print_error("the error", 5)
+exit.print_error("the error" * 1000, 5)  # does not fit into the pipe
 """
 
 
