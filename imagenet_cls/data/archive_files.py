@@ -1,7 +1,7 @@
-"""Tar and zip archives: their members, and the images at known places in them. Nothing is unpacked.
+"""Tar and zip archives: lists their members, and reads a member by its offset.
 
 Formats: POSIX.1-2001 `pax`, section "pax Interchange Format", with GNU's long names; PKWARE's APPNOTE.TXT 6.3, sections
-4.3 and 4.5.3 (Zip64).
+4.3 and 4.5.3 (Zip64). To list a tar, tarfile takes several times as long.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Spans:
     """Where each image lies: in `archives[number]` at `offset` with `size` bytes, int arrays (N,).
 
     packed: the compressed size in a zip, where `offset` is that of the local header; 0 in a tar. statuses: size and
-    time of the last change (ns) of each archive when it was indexed.
+    mtime (ns) of each archive when it was indexed.
     """
 
     archives: tuple[str, ...]

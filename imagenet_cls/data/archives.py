@@ -1,7 +1,6 @@
 """Datasets in tar and zip archives: archives of class folders, WebDataset shards, ImageNet's own tars.
 
-The members are listed once, and then read by their offsets. A shard has `KEY.jpg` beside `KEY.cls` or `KEY.json`, as in
-WebDataset.
+Members are listed once, and then read by their offsets. A WebDataset shard has `KEY.jpg` and `KEY.cls` or `KEY.json`.
 """
 
 import contextlib
@@ -9,13 +8,11 @@ import glob
 import json
 import os
 import re
-import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,16 +28,16 @@ from imagenet_cls.errors import DataError, format_value
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 _THREADS = 16  # they wait for the disk
-_CHUNK = 65_536  # as many names are Python objects at a time
+_CHUNK = 65_536  # names that are Python objects at a time
 _LAYOUTS = "an archive holds CLASS/NAME.jpg; a shard KEY.jpg, and beside each KEY.cls or KEY.json with `label`"
 
 
 def find_archives(root: Path, part: str) -> list[Path] | None:
-    """The archives that hold a part of a dataset, in order; None if it is no archive, but a folder, or missing.
+    """The archives that hold a part of a dataset, in order; None for a folder of class folders, and for nothing.
 
-    `root/part` is an archive, a folder of archives, or a pattern of them (`*`, `?`, `{0000..1023}`); or `root` is an
-    archive, with folder `part` in it; or ImageNet's own archive lies in `root`. Raises DataError for a pattern that
-    names no file, and for class tars beside class folders, unless each tar was unpacked into a folder of its name.
+    `root/part` is an archive, a folder of archives, or a pattern (`*`, `?`, `{0000..1023}`); or `root` is an archive
+    with the folder `part`; or ImageNet's own archive lies in `root`. Raises DataError for a pattern without a match,
+    and for class tars beside class folders, unless each tar was unpacked into a folder of its name.
     """
     if os.path.isfile(root):  # noqa: PTH113 (pathlib raises without permission)
         return [root]
@@ -88,11 +85,10 @@ def _expand(root: Path, pattern: str) -> list[Path]:
 def index_archives(
     root: Path, part: str, archives: Sequence[Path], classes: Sequence[str] | None = None, must_match: bool = True
 ) -> ImageIndex:
-    """Index the images in what `find_archives` found. classes: the training classes, for a validation part.
-    must_match: class folders have to be these; otherwise the index has the classes that are there.
+    """Index the images in what `find_archives` found: in the order of class folders on disk, or of the shards.
 
-    Class folders: classes, names and their order are those of the same folders on disk. Shards: names and order are
-    those in the shards; for the classes see `label_positions`. Raises DataError.
+    classes: the training classes, for a validation part. must_match: class folders have to be these; otherwise the
+    index has the classes that are there. For the classes of shards see `label_positions`. Raises DataError.
     """
     place = root / part
     devkit = labels_beside(archives[0]) if archives[0].name == VAL_TAR else None
@@ -132,10 +128,11 @@ def _with_labels_resolved(
         position = {label: int(label) for label in labels if 0 <= int(label) < len(names)}
     else:
         position = {name: i for i, name in enumerate(names)}
-    for unknown in [i for i, label in enumerate(labels) if label not in position]:
-        row = int(np.argmax(index.targets == unknown))
+    unknown = next((i for i, label in enumerate(labels) if label not in position), None)
+    if unknown is not None:
+        image = index.describe(int(np.argmax(index.targets == unknown)))
         raise DataError(
-            f"{index.describe(row)}: its label {format_value(labels[unknown])} is none of the {len(names)} classes\n"
+            f"{image}: its label {format_value(labels[unknown])} is none of the {len(names)} classes\n"
             f"correct the shards, or list all classes, one per line, in {class_file}"
         )
     targets = np.array([position[label] for label in labels], np.int64)[index.targets]
@@ -166,6 +163,9 @@ class _Rows:
 
 def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None) -> Scan:
     """Classes of a Scan of shards: the labels, in the order in which they appear. Its counts are empty."""
+    from rich.console import Console
+    from rich.progress import track
+
     started, place = time.time(), root / part
     try:
         statuses: dict[bytes, os.stat_result | None] = {p: file_status(p) for p in map(os.fsencode, listed)}
@@ -173,17 +173,15 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
         raise DataError(f"{os.fsdecode(error.filename)}: {error.strerror}\ncheck its permissions") from None
     with ThreadPoolExecutor(_THREADS) as pool:
         pieces = [piece for found in pool.map(_pieces, archives, range(len(archives))) for piece in found]
-        with _progress([_length(piece) for piece in pieces]) as advance:
-            scanned = list(pool.map(partial(_scan_piece, advance=advance), pieces))
+        console, scans = Console(stderr=True), pool.map(_scan_piece, pieces)
+        scanned = list(track(scans, "listing archives", len(pieces), console=console, disable=not console.is_terminal))
     if devkit is not None:
         wnids = validation_labels(devkit)
         scanned = [_in_folders(r, [wnid_of(wnids, os.fsdecode(n)).encode() for n in r.names.tolist()]) for r in scanned]
     elif len(pieces) > 1:
-        is_class = [b"" in rows.groups and not rows.is_shard for rows in scanned]
-        scanned = [
-            _below(rows, piece.stem) if found else rows
-            for rows, piece, found in zip(scanned, pieces, is_class, strict=True)
-        ]
+        for i, (rows, piece) in enumerate(zip(scanned, pieces, strict=True)):
+            if b"" in rows.groups and not rows.is_shard:  # images at the top of a tar of one class
+                scanned[i] = _in_folders(rows, [piece.stem] * len(rows.names))
     shards = [rows.is_shard for rows in scanned if len(rows.names)]
     if not shards or any(shards) != all(shards):
         what = f"no labels in {shards.count(False)} of {len(shards)} archives" if shards else "no image in it"
@@ -211,24 +209,6 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     return Scan(classes, counts, names, statuses, started, arrays)
 
 
-@contextlib.contextmanager
-def _progress(lengths: Sequence[int]) -> Iterator[Callable[[int], object]]:
-    """A function that advances a progress bar by bytes; the bar is on stderr if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("listing archives", total=sum(lengths))
-        yield lambda count: progress.advance(task, count)
-
-
-def _length(piece: _Piece) -> int:
-    return (Path(piece.path).stat().st_size if piece.end is None else piece.end) - piece.start
-
-
 def _pieces(path: Path, number: int) -> list[_Piece]:
     """The whole archive; of a tar of tars, as ImageNet's, each of them, so that several threads read it."""
     whole = _Piece(str(path), number, os.fsencode(path.stem))
@@ -246,8 +226,7 @@ def _pieces(path: Path, number: int) -> list[_Piece]:
     ]
 
 
-def _scan_piece(piece: _Piece, advance: Callable[[int], object]) -> _Rows:
-    done = piece.start
+def _scan_piece(piece: _Piece) -> _Rows:
     names: list[bytes] = []
     parts: list[np.ndarray] = []
     folders: dict[bytes, int] = {}
@@ -271,23 +250,25 @@ def _scan_piece(piece: _Piece, advance: Callable[[int], object]) -> _Rows:
             size.append(length)
             packed.append(compressed)
             folder.append(folders.setdefault(name[: max(name.rfind(b"/"), 0)], len(folders)))
-            if not len(names) & 1023 and not is_zip:
-                advance(start - done)
-                done = start
             if len(names) == _CHUNK and not others:
                 parts.append(np.array(names))
                 names.clear()
         labels = _labels(file, piece.path, names, others) if others and not parts else []
     parts.append(np.array(names or [b""])[: len(names)])
     arrays = {"offset": np.asarray(offset), "size": np.asarray(size), "packed": np.asarray(packed)}
-    advance(piece.start + _length(piece) - done)
     rows = _Rows(_joined(parts), np.asarray(folder), list(folders), False, arrays)
     if not any(labels):
         return rows
     chosen = np.array([label is not None for label in labels])
-    table: dict[bytes, int] = {}
-    group = np.array([table.setdefault(label, len(table)) for label in labels if label is not None], np.int32)
-    return _Rows(rows.names[chosen], group, list(table), True, {key: array[chosen] for key, array in arrays.items()})
+    groups, group = _unique(label for label in labels if label is not None)
+    return _Rows(rows.names[chosen], group, groups, True, {key: array[chosen] for key, array in arrays.items()})
+
+
+def _unique(values: Iterable[bytes]) -> tuple[list[bytes], np.ndarray]:
+    """The different values, in the order in which they appear, and the index of each value: int32 (N,)."""
+    indices: dict[bytes, int] = {}
+    group = np.array([indices.setdefault(value, len(indices)) for value in values], np.int32)
+    return list(indices), group
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
@@ -299,10 +280,8 @@ def _checked_name(name: bytes, path: str) -> bytes:
     """A member's path without `.` in it; empty for a hidden file. Raises DataError for one that leads elsewhere."""
     parts = name.split(b"/")
     if name.startswith(b"/") or b".." in parts:
-        raise DataError(
-            f"{path}: {shown(name)}: an absolute path, or one with `..`\nmake the archive again with paths relative to "
-            "the folder that holds the classes"
-        )
+        what = f"{path}: {shown(name)}: an absolute path, or one with `..`"
+        raise DataError(f"{what}\nmake the archive again with paths relative to the folder that holds the classes")
     parts = [part for part in parts if part not in (b"", b".")]
     return b"" if any(part.startswith(b".") for part in parts) else b"/".join(parts)
 
@@ -333,8 +312,7 @@ def _labels(
     if not any(labels) and all(b"/" in name for name in names):  # class folders with further files in them
         return []
     if repeated:
-        text = f"{path}: {shown(repeated)}: two images have this key"
-        raise DataError(f"{text}\ngive each sample of a shard its own key")
+        raise DataError(f"{path}: {shown(repeated)}: two images have this key\ngive each sample its own key")
     if unlabeled:
         raise DataError(f"{path}: {shown(unlabeled)}: no label\nadd {shown(unlabeled)}.cls, or `label` to its .json")
     return labels
@@ -360,19 +338,11 @@ def _json_label(content: bytes) -> bytes | None:
     return str(label).encode() if isinstance(label, (int, str)) and not isinstance(label, bool) else None
 
 
-def _below(rows: _Rows, folder: bytes) -> _Rows:
-    """The images of a tar of one class, which has images at its top, below a folder."""
-    names = [b"%b/%b" % (folder, name) for name in rows.names.tolist()]
-    groups = [b"%b/%b" % (folder, group) if group else folder for group in rows.groups]
-    return replace(rows, names=np.array(names or rows.names), groups=groups)
-
-
 def _in_folders(rows: _Rows, folders: Sequence[bytes]) -> _Rows:
-    """Images without folders, each in its class folder."""
-    table: dict[bytes, int] = {}
-    group = np.array([table.setdefault(folder, len(table)) for folder in folders], np.int32)
+    """The images with a folder before each path."""
     names = [b"%b/%b" % pair for pair in zip(folders, rows.names.tolist(), strict=True)]
-    return replace(rows, names=np.array(names or rows.names), group=group, groups=list(table))
+    groups, group = _unique(name.rpartition(b"/")[0] for name in names)
+    return replace(rows, names=np.array(names or rows.names), group=group, groups=groups)
 
 
 def _order_of_folders(
@@ -380,8 +350,7 @@ def _order_of_folders(
 ) -> tuple[list[str], list[int], np.ndarray, int]:
     """Classes, images in each, the order of `scan_images` as rows, and the length of the path above the classes.
 
-    inside: the folder in the archive that holds the classes, perhaps in another one; empty: the top, or a single
-    folder in it. Raises DataError.
+    inside: the folder that holds the classes, at the top or in a single folder; empty: either of these itself.
     """
     tops = {folder.partition(b"/")[0] for folder in folders}
     top = tops.pop() + b"/" if len(tops) == 1 else b""
