@@ -1,6 +1,7 @@
 """User-defined metrics of an evaluation, `eval.metrics`: those of torchmetrics, or modules with the same methods."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -72,15 +73,19 @@ def build_metric(name: str, num_classes: int, group: Group) -> Any:
 def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
     """The values over the images of all ranks, by field. A collective.
 
-    The tensors in each `state_dict()` are summed over the ranks. That of a `torchmetrics.Metric` is empty: it gathers
-    its state in `compute`. Raises ConfigError if a value is not a number or differs between ranks by more
+    The tensors in each `state_dict()` are summed over the ranks, but not those of a `torchmetrics.Metric`, which
+    gathers its state in `compute`. Raises ConfigError if a value is not a number or differs between ranks by more
     than 0.1 %.
     """
     if not metrics:
         return {}
+    gathers = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for metric in metrics.values():
-        for tensor in metric.state_dict().values():
-            all_reduce_sum(tensor, group)
+        names = (name for name, module in metric.named_modules() if isinstance(module, gathers))
+        gathered = tuple(name and f"{name}." for name in names)
+        for name, tensor in metric.state_dict().items():
+            if not name.startswith(gathered):
+                all_reduce_sum(tensor, group)
     values = values_by_field({name: metric.compute() for name, metric in metrics.items()}, group)
     of_ranks = gather_to_main([values], group)
 

@@ -29,7 +29,7 @@ from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
-from imagenet_cls.engine.metrics import build_metrics
+from imagenet_cls.engine.metrics import build_metrics, compute_metrics
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import ConfigError, ResourceError
 from imagenet_cls.guards.replicas import check_same_weights
@@ -126,6 +126,26 @@ OWN_METRICS = [
 ]
 
 
+class Nested(nn.Module):
+    """A module that holds a metric of torchmetrics."""
+
+    def __init__(self, metric: nn.Module):
+        super().__init__()
+        self.metric = metric
+        self.compute = metric.compute
+
+
+def persistent_states_of_torchmetrics_are_summed_once(group: Group) -> None:
+    from torchmetrics import SumMetric
+
+    for nested in (False, True):
+        metric = SumMetric()
+        metric.persistent(True)
+        metric.update(torch.tensor(group.rank + 1.0))
+        expected = sum(range(group.world_size + 1))
+        assert compute_metrics({"a:sum": Nested(metric) if nested else metric}, group) == {"sum": expected}
+
+
 def counts_of_each_rank_alone_end_the_run(group: Group) -> None:
     own = build_metrics(["test_world_sizes:local_hits"], 7, ["raw"], group)
     batches = [({"raw": torch.eye(7)[: group.rank]}, torch.arange(group.rank), torch.arange(group.rank))]
@@ -188,6 +208,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
             if size > 1:
                 starting_weights(group)
                 counts_of_each_rank_alone_end_the_run(group)
+                persistent_states_of_torchmetrics_are_summed_once(group)
                 synchronized_statistics_stay(group)
                 destroy_group(group)
 
