@@ -7,15 +7,18 @@ since that takes half a second.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from imagenet_cls.files import write_file
 from imagenet_cls.report.jsonl import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MAX_LABEL = 24  # characters of a line
 _MAX_WINDOWS = 200  # of the running mean: fewer hide changes, more show the noise of single batches
@@ -26,7 +29,6 @@ def plot_run(metrics: Sequence[Record], folder: Path) -> None:
 
     metrics: the records of one run, in order, see `jsonl`. Values that are not finite leave gaps.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     train = [record for record in metrics if record["kind"] == "train"]
     steps, losses = _column(train, "step"), _column(train, "loss")
     with _plot(folder / "loss.png", "loss") as axes:
@@ -60,8 +62,7 @@ def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
     for axes, image, label in zip(grid.flat, images, labels, strict=False):
         axes.imshow(image, cmap="gray", vmin=0, vmax=1)
         axes.set_title("\n".join(line[:_MAX_LABEL] for line in label.split("\n")), fontsize=7, parse_math=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    _write(path, figure)
 
 
 def plot_panels(path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]) -> None:
@@ -81,15 +82,13 @@ def plot_panels(path: Path, title: str, epochs: Sequence[float], panels: Mapping
             axes.set_ylim(0, 1.25 * max(values) or 1.0)
     all_axes[0].set_title(title, parse_math=False)
     all_axes[-1].set_xlabel("epoch")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    _write(path, figure)
 
 
 def plot_lr_range(
     path: Path, lrs: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], marked: Mapping[str, float]
 ) -> None:
     """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with _plot(path, "loss", "learning rate") as axes:
         axes.plot(lrs, losses, alpha=0.25, linewidth=0.8, color="C0")
         axes.plot(lrs, smoothed, color="C0", label="smoothed")
@@ -114,7 +113,15 @@ def _plot(path: Path, label: str, x_label: str = "step") -> "Iterator[Axes]":
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
-    figure.savefig(path, format="png")
+    _write(path, figure)
+
+
+def _write(path: Path, figure: "Figure") -> None:
+    """Write a PNG file whole or not at all. Raises OSError."""
+    content = BytesIO()
+    figure.savefig(content, format="png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, content.getvalue())
 
 
 def _draw_evaluations(axes: "Axes", metrics: Sequence[Record], key: str, label: str) -> None:

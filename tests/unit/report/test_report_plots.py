@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from imagenet_cls.report.plots import plot_run
+from imagenet_cls.report.plots import plot_images, plot_run
 
 FIRST_COLOR = (0x1F, 0x77, 0xB4)  # of matplotlib
 
@@ -25,3 +25,15 @@ def test_plot_run_draws_three_png_files(tmp_path: Path, monkeypatch: pytest.Monk
     for path in paths:
         pixels = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
         assert (pixels == FIRST_COLOR).all(axis=1).sum() > 20, path.name
+
+
+def test_failed_write_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    path = tmp_path / "picture.png"
+    path.write_bytes(b"old")
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        plot_images(path, np.zeros((1, 2, 2, 3)), ["label"])
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
