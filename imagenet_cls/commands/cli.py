@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from imagenet_cls.config import keys
+from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.errors import ResourceError, UsageError, UserError, command_line, explain_permission_error
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.exit import end_process, exit_on_signal, handle_interrupts, print_error
@@ -175,6 +176,14 @@ def split_overrides(arguments: argparse.Namespace, names: Sequence[str]) -> tupl
             f"Write overrides as {key or 'key'}=value{', without spaces around the equals sign' if spaced else ''}."
         )
     return overrides, others
+
+
+def load_one_config(arguments: argparse.Namespace, usage: str) -> LoadedConfig:
+    """The config of a command that takes one and overrides. usage: of the command, for the error without a config."""
+    overrides, configs = split_overrides(arguments, ["one config"])
+    if not configs:
+        raise UsageError(f"no config given.\nUsage: {usage}")
+    return load_config(configs[0], overrides)
 
 
 def _whole_number(text: str, least: int, most: int | None = None) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.commands.cli import not_negative, open_streams, parse, port_number, positive
 from imagenet_cls.config.load import LoadedConfig
+from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_permission_error, first_line
 from imagenet_cls.parallel.environment import LAUNCHERS, RankInfo, cpu_threads, find_rank_info, machine_options
 from imagenet_cls.parallel.exit import (
@@ -65,10 +66,10 @@ def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
     return replace(group, heartbeat=start_heartbeat(group, parallel.timeout_sec))
 
 
-def join_alone(loaded: LoadedConfig) -> "Group":
-    """The group of a command that runs in one process, which `find_rank_info` must not know as one of several ranks.
+def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
+    """The config with `parallel.mode` none, and the group of a command that runs in one process.
 
-    Checks the components of the config, too.
+    Raises UsageError if a launcher has started several processes. Checks the components of the config, too.
     """
     rank_info = find_rank_info(os.environ)
     if rank_info is not None and rank_info.world_size > 1:
@@ -76,9 +77,10 @@ def join_alone(loaded: LoadedConfig) -> "Group":
             f"this runs in one process, and a launcher has started {rank_info.world_size}.\n"
             "Run it without torchrun, srun or mpirun, and unset WORLD_SIZE and RANK."
         )
+    loaded = replace(loaded, config=replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none")))
     prepare_process(loaded, RankInfo())
     check_components(loaded, None)
-    return join_group(loaded, RankInfo())
+    return loaded.config, join_group(loaded, RankInfo())
 
 
 @dataclass(frozen=True)

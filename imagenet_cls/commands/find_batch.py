@@ -1,13 +1,11 @@
 """`tools/find_batch.py`: find the largest micro-batch that fits on a device."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import join_alone
-from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import BATCH, TrainConfig
-from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.errors import ResourceError
 
 _USAGE = "CONFIG [key=value ...] [--gpus N] [--max IMAGES]"
 _GIB = 2.0**30
@@ -32,12 +30,8 @@ def find_batch_command(argv: Sequence[str]) -> None:
         help="largest size to try (default: no limit)",
     )
     arguments = cli.parse(parser, argv)
-    overrides, configs = cli.split_overrides(arguments, ["one config"])
-    if not configs:
-        raise UsageError(f"no config given.\nUsage: find_batch.py {_USAGE}")
-    loaded = load_config(configs[0], overrides)
-    config = replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none"))
-    group = join_alone(replace(loaded, config=config))
+    loaded = cli.load_one_config(arguments, f"find_batch.py {_USAGE}")
+    config, group = join_alone(loaded)
     from imagenet_cls.engine.finders import micro_batch_trials
 
     print(f"{'images':>9}  {'images/s':>9}  peak GiB" + ("  reserved GiB" if group.device.type == "cuda" else ""))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import join_alone
-from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import UsageError
 from imagenet_cls.files import explain_write_errors
 
@@ -36,18 +35,14 @@ def find_lr_command(argv: Sequence[str]) -> None:
     add("--steps", type=cli.positive, default=100, metavar="N", help="at most (default: 100)")
     add("--out", type=Path, metavar="FILE.png", help="a new file; default: work_dirs/<config name>_lr.png")
     arguments = cli.parse(parser, argv)
-    overrides, configs = cli.split_overrides(arguments, ["one config"])
-    if not configs:
-        raise UsageError(f"no config given.\nUsage: find_lr.py {_USAGE}")
     if arguments.low >= arguments.high or arguments.steps < _MIN_STEPS:
         raise UsageError(f"--from must be below --to, and --steps at least {_MIN_STEPS}.\nCorrect the options.")
-    loaded = load_config(configs[0], overrides)
+    loaded = cli.load_one_config(arguments, f"find_lr.py {_USAGE}")
     path = arguments.out or Path(f"work_dirs/{loaded.name}_lr.png")
     if path.suffix.lower() != ".png" or path.exists():
         problem = "exists, and is not replaced" if path.exists() else "the plot is a PNG file"
         raise UsageError(f"{path}: {problem}.\nName another file with --out FILE.png.")
-    config = replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none"))
-    group = join_alone(replace(loaded, config=config))
+    config, group = join_alone(loaded)
     from imagenet_cls.engine.finders import lr_range
     from imagenet_cls.engine.run import describe_batch_sizes
     from imagenet_cls.guards.memory import explain_out_of_memory

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_components
-from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, DataConfig, height_width
 from imagenet_cls.errors import UsageError
 
@@ -31,10 +30,7 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
         help="in the training set; default: counted in data.root, or ImageNet's 1281167 if that is missing",
     )  # fmt: skip
     arguments = cli.parse(parser, argv)
-    overrides, configs = cli.split_overrides(arguments, ["one config"])
-    if not configs:
-        raise UsageError(f"no config given.\nUsage: plot_schedule.py {_USAGE}")
-    loaded = load_config(configs[0], overrides)
+    loaded = cli.load_one_config(arguments, f"plot_schedule.py {_USAGE}")
     path = arguments.out or Path(f"work_dirs/{loaded.name}_schedule.png")
     if path.suffix.lower() != ".png":
         raise UsageError(f"--out {path}: the plot is a PNG file.\nName it *.png.")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_components
-from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,12 +26,9 @@ def show_batch_command(argv: Sequence[str]) -> None:
     parser.add_argument("--images", type=cli.positive, default=32, metavar="N", help="at most (default: 32)")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: work_dirs/<config name>_batch.png")
     arguments = cli.parse(parser, argv)
-    overrides, configs = cli.split_overrides(arguments, ["one config"])
-    if not configs:
-        raise UsageError(f"no config given.\nUsage: show_batch.py {_USAGE}")
     if arguments.rank >= arguments.ranks:
         raise UsageError(f"--rank {arguments.rank}: ranks are 0 to {arguments.ranks - 1}.\nGive --ranks, too.")
-    loaded = load_config(configs[0], overrides)
+    loaded = cli.load_one_config(arguments, f"show_batch.py {_USAGE}")
     config = replace(
         loaded.config,
         device="cpu",
