@@ -24,7 +24,7 @@ from imagenet_cls.engine.loaders import DataWaitCheck
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import micro_batch_for
 from imagenet_cls.engine.profiler import StepProfiler
-from imagenet_cls.engine.run_folder import RunFolder, RunOptions, open_run_folder
+from imagenet_cls.engine.run_folder import RunOptions, open_run_folder
 from imagenet_cls.engine.state import disk_space_warning, open_saver, restore
 from imagenet_cls.engine.summary import class_counts, final_message, start_warnings, startup_table
 from imagenet_cls.engine.train import forward_backward, train
@@ -95,7 +95,7 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
             profiler = StepProfiler(profiled, options.work_dir / "profile", group.device.type)
             run = Run(parts, progress, reporter, saver, stop_signals, hang_log, profiler)
             with hang_log:
-                run.train_to_last_step(folder, options.overwrite)
+                run.train_to_last_step()
             run_on_main(group, saver.wait)
             if config.log.plots:
                 reporter.plot()
@@ -190,11 +190,8 @@ class Run:
             lambda: replicated_tensors(parts.model, parts.ema.module, base_optimizer(parts.optimizer).state),
         )
 
-    def train_to_last_step(self, folder: RunFolder, overwrites: bool = False) -> None:
-        """Train to the last step. Raises Stopped, after a save, if a signal stops the run.
-
-        overwrites: whether the command has --overwrite, for the message.
-        """
+    def train_to_last_step(self) -> None:
+        """Train to the last step. Raises Stopped, after a save, if a signal stops the run."""
         try:
             self.evaluate_if_due()  # the run may have stopped between the last step of an epoch and its evaluation
             self.profile()
@@ -206,8 +203,8 @@ class Run:
             step, total = self.progress.step, self.parts.plan.total_steps
             raise Stopped(
                 f"stopped by {signal.Signals(request.signal_number).name} after step {step} of {total}, "
-                f"saved in {checkpoint_path(folder.checkpoints, step)}\n"
-                f"Resume with the same command and --resume{' in place of --overwrite' if overwrites else ''}.",
+                f"saved in {checkpoint_path(self.saver.checkpoints, step)}\n"
+                "Resume with the same command and --resume.",
                 request.signal_number,
             ) from None
         finally:
