@@ -1,6 +1,6 @@
 """`tools/report.py`: write a page about one run or several."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
@@ -13,7 +13,7 @@ from imagenet_cls.files import explain_write_errors, write_file
 
 
 def report_command(argv: Sequence[str]) -> None:
-    """Write the page. Raises UsageError for a folder without a run, CheckpointError for one with invalid content."""
+    """Write the page. Raises UsageError for a folder without a run, CheckpointError for an invalid file of a run."""
     parser = cli.build_parser("report", "Write a page about one run or several, finished or not.", "RUN [RUN ...]")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as work_dirs/resnet50")
     parser.add_argument(
@@ -38,31 +38,15 @@ def report_command(argv: Sequence[str]) -> None:
             configs.append(None)
             notes.append(f"{run}: its config can't be read and is not compared: {first_line(error)}")
 
-    def draw(shown: Mapping[Path, int | None], differences: Mapping[str, Sequence[str | None]]) -> bytes:
-        """The page of runs, which are given with their batches."""
-        steps = [{step_of(path): path for path in list_checkpoints(run / "checkpoints")} for run in shown]
-        records = [read_run(run, checkpoints) for run, checkpoints in zip(shown, steps, strict=True)]
-        return runs_page(records, list(shown.values()), differences, notes, out.parent)
-
     known = [config for config in configs if config is not None]
-    sizes = [None if config is None else config.train.global_batch_size for config in configs]
-    batches = dict(zip(runs, sizes, strict=True))
+    batches = [None if config is None else config.train.global_batch_size for config in configs]
     differences = {
         key: [None if config is None else values.pop(0) for config in configs]
         for key, values in differing_values(known).items()
     }
-    try:
-        page = draw(batches, differences)
-    except (UserError, OSError, MemoryError):
-        raise
-    except Exception:
-        from imagenet_cls.checkpoint.format import invalid_content_errors
-
-        for run, batch in batches.items():
-            what = "invalid content of metrics.jsonl, env.json or a state.json"
-            with invalid_content_errors(run, what, "Restore that file, or leave this run out."):
-                draw({run: batch}, {})
-        raise
+    checkpoints = [{step_of(path): path for path in list_checkpoints(run / "checkpoints")} for run in runs]
+    records = [read_run(run, found) for run, found in zip(runs, checkpoints, strict=True)]
+    page = runs_page(records, batches, differences, notes, out.parent)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, page)

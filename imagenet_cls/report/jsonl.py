@@ -31,7 +31,7 @@ from imagenet_cls.files import write_file
 
 Record = dict[str, Any]
 
-_TEXT_KEYS = ("kind", "weights", "message", "classes")
+TEXT_KEYS = ("kind", "weights", "message", "classes")
 EVAL_FIELDS = (
     *("kind", "step", "epoch", "weights", "top1_pct", "top5_pct", "loss", "images", "seconds"),
     *("balanced_accuracy_pct", "real_pct", "real_images", "classes"),
@@ -130,7 +130,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                 return  # the last line of a run that was killed while it wrote
             try:
                 items = json.loads(line).items()
-                record = {k: float(v) if isinstance(v, str) and k not in _TEXT_KEYS else v for k, v in items}
+                record = {k: float(v) if isinstance(v, str) and k not in TEXT_KEYS else v for k, v in items}
             except (ValueError, AttributeError, RecursionError):  # not JSON, not an object, or nested too deeply
                 record = {}
             if not {"kind", "step"} <= record.keys():

@@ -21,29 +21,47 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_LABEL = 24  # characters of a line
-_MAX_WINDOWS = 200  # of the running mean: fewer hide changes, more show the noise of single batches
+_MAX_POINTS = 300  # of a curve; each is a mean
+# Fields of the records that are drawn over the steps of a run, and the labels of their axes.
+CURVES = {
+    "loss": "loss",
+    "top1_pct": "top-1 on validation images (%)",
+    "lr": "learning rate",
+    "images_per_sec": "images per second",
+    "data_wait_pct": "waiting for data (%)",
+}
 
 
 def plot_run(metrics: Sequence[Record], folder: Path) -> None:
-    """Draw `loss.png`, `lr.png` and `top1.png` into `folder`. Existing files are replaced. Raises OSError.
+    """Draw `loss.png`, `lr.png` and `top1.png` of a run into `folder`. Existing files are replaced. Raises OSError."""
+    for name, key in (("loss", "loss"), ("lr", "lr"), ("top1", "top1_pct")):
+        with _plot(folder / f"{name}.png") as axes:
+            draw_curve(axes, key, [("", metrics)])
 
-    metrics: the records of one run, in order, see `jsonl`. Values that are not finite leave gaps.
+
+def draw_curve(axes: "Axes", key: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> None:
+    """Draw a field of `CURVES` over the steps of runs: means of neighboring training steps, evaluations, resumes.
+
+    runs: the beginning of the labels of each run, and its records, see `jsonl`. Values that are not finite leave gaps.
     """
-    train = [record for record in metrics if record["kind"] == "train"]
-    steps, losses = _column(train, "step"), _column(train, "loss")
-    with _plot(folder / "loss.png", "loss") as axes:
-        window = math.ceil(len(train) / _MAX_WINDOWS)
-        if window > 1:
-            axes.plot(steps, losses, alpha=0.25, linewidth=0.8, color="C0")
-            mean_losses = np.convolve(losses, np.full(window, 1 / window), mode="valid")
-            axes.plot(steps[window - 1 :], mean_losses, color="C0", label=f"training, mean of {window} steps")
-        else:
-            axes.plot(steps, losses, color="C0", label="training")
-        _draw_evaluations(axes, metrics, "loss", "validation, {} weights")
-    with _plot(folder / "lr.png", "learning rate") as axes:
-        axes.plot(steps, _column(train, "lr"))
-    with _plot(folder / "top1.png", "top-1 on validation images (%)") as axes:
-        _draw_evaluations(axes, metrics, "top1_pct", "{} weights")
+    for number, (label, metrics) in enumerate(runs):
+        color = f"C{number}"
+        steps = [record for record in metrics if record["kind"] == "train" and key in record]
+        if steps and key != "top1_pct":
+            parts = [np.array_split(column, min(_MAX_POINTS, len(steps))) for column in _columns(steps, key)]
+            means = [part.mean() for part in parts[1]]
+            axes.plot([part[-1] for part in parts[0]], means, color=color, label=f"{label}training")
+        for weights, style in (("raw", "o-"), ("ema", "s--")):
+            results = [r for r in metrics if r["kind"] == "eval" and r["weights"] == weights and key in r]
+            if results:
+                columns = _columns(results, key)
+                axes.plot(*columns, style, color=color, markersize=4, linewidth=1, label=f"{label}{weights} weights")
+        events = [record for record in metrics if record["kind"] == "event"]
+        resumed = {event["step"] for event in events if event["message"].startswith("resumed from ")}
+        for count, step in enumerate(sorted(resumed)):
+            line_label = None if count else f"{label}resumed"
+            axes.axvline(step, color=color, linestyle=":", linewidth=0.8, label=line_label)
+    _finish(axes, "step", CURVES[key])
 
 
 def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
@@ -89,7 +107,7 @@ def plot_lr_range(
     path: Path, lrs: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], marked: Mapping[str, float]
 ) -> None:
     """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label. Raises OSError."""
-    with _plot(path, "loss", "learning rate") as axes:
+    with _plot(path) as axes:
         axes.plot(lrs, losses, alpha=0.25, linewidth=0.8, color="C0")
         axes.plot(lrs, smoothed, color="C0", label="smoothed")
         for number, (label, lr) in enumerate(marked.items(), 1):
@@ -98,21 +116,16 @@ def plot_lr_range(
         lowest = min(smoothed)
         height = max(smoothed[: smoothed.index(lowest) + 1]) - lowest
         axes.set_ylim(lowest - height / 2, lowest + 2 * height)  # a loss that diverges would hide the rest
+        _finish(axes, "learning rate", "loss")
 
 
 @contextmanager
-def _plot(path: Path, label: str, x_label: str = "step") -> "Iterator[Axes]":
-    """Axes, by default over the steps of a run, which are saved to `path` at the end."""
+def _plot(path: Path) -> "Iterator[Axes]":
+    """Axes, which are saved to `path` at the end."""
     from matplotlib.figure import Figure
 
     figure = Figure((8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    yield axes
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+    yield figure.subplots()
     _write(path, figure)
 
 
@@ -124,14 +137,15 @@ def _write(path: Path, figure: "Figure") -> None:
     write_file(path, content.getvalue())
 
 
-def _draw_evaluations(axes: "Axes", metrics: Sequence[Record], key: str, label: str) -> None:
-    """One field of the evaluations, raw and EMA weights side by side."""
-    for weights in ("raw", "ema"):
-        records = [record for record in metrics if record["kind"] == "eval" and record["weights"] == weights]
-        if records:
-            axes.plot(_column(records, "step"), _column(records, key), marker="o", label=label.format(weights))
+def _finish(axes: "Axes", x_label: str, y_label: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
 
 
-def _column(records: Sequence[Record], key: str) -> np.ndarray:
-    """One field of all records. matplotlib leaves out values that are not finite."""
-    return np.array([record[key] for record in records], dtype=np.float64)
+def _columns(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values; those that are not finite are NaN."""
+    values = np.array([record[key] for record in records], dtype=np.float64)
+    return np.array([record["step"] for record in records]), np.where(np.isfinite(values), values, np.nan)

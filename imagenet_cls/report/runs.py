@@ -3,8 +3,8 @@
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -17,19 +17,19 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
+from imagenet_cls.errors import CheckpointError, UserError, first_line
 from imagenet_cls.files import is_locked
-from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
+from imagenet_cls.report.jsonl import TEXT_KEYS, Record, read_metrics, user_metrics
 from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, text, to_jpeg
+from imagenet_cls.report.plots import CURVES, draw_curve
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_POINTS = 300  # of a curve; each is a mean
 _MAX_EVENTS = 100  # of TensorBoard's file that are searched for the first batch, which is among the first
 _BATCH_PX = 1000
 _MAX_LABEL = 40  # characters of a run's path in a legend
-_CURVES = {"lr": "learning rate", "images_per_sec": "images per second", "data_wait_pct": "waiting for data (%)"}
+_NEEDED = {"train": ("loss", "lr"), "eval": ("weights", "top1_pct", "loss", "seconds"), "event": ("message",)}
 
 # Columns of the results: title, key of `run_statistics`, format.
 _RESULTS = (
@@ -48,19 +48,21 @@ _RESULTS = (
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run folder holds, finished or not. JSON files that are missing or can't be parsed count as empty.
+    """What a run folder holds, finished or not; None and empty where a file is missing.
 
-    has_incomplete_last_line: of metrics.jsonl; `metrics` is without it. is_running: its process has the lock.
-    environment: `env.json`. state: of the newest checkpoint that has a readable one. checkpoints: by step, newest
-    first.
+    metrics: without an incomplete last line. is_running: its process has the lock. total_steps, saved_step and
+    stopped_early: of the newest checkpoint that is there. checkpoints: by step, newest first.
     """
 
     name: str
     metrics: Sequence[Record]
     has_incomplete_last_line: bool
     is_running: bool
-    environment: Mapping[str, Any]
-    state: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+    ranks: int | None
+    total_steps: int | None
+    saved_step: int | None
+    stopped_early: bool
     checkpoints: Mapping[int, Path]
     first_batch: bytes | None = field(repr=False)
 
@@ -69,22 +71,66 @@ class RunRecords:
 
 
 def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
-    """Read a run folder. checkpoints: of the run by step, newest first. Raises CheckpointError as `read_metrics`."""
-    metrics = folder / "metrics.jsonl"
-    states = (_read_json(path / "state.json") for path in checkpoints.values())
-    with metrics.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-        last_byte = file.read(1)
+    """Read a run folder. checkpoints: of the run by step, newest first.
+
+    Raises CheckpointError with the file that can't be read or has missing or invalid values.
+    """
+    file = folder / "metrics.jsonl"
+    with _content_errors(file):
+        metrics = read_metrics(file)
+        with file.open("rb") as opened:
+            opened.seek(max(opened.seek(0, os.SEEK_END) - 1, 0))
+            has_incomplete_last_line = opened.read(1) not in (b"", b"\n")
+        for line, record in enumerate(metrics, start=1):
+            for key in (*_NEEDED.get(record["kind"], ()), *record):
+                value, kind = record.get(key), int if key == "step" else int | float
+                if not isinstance(value, str if key in TEXT_KEYS else kind):
+                    reason = f"{key!r} is missing or invalid"
+                    raise CheckpointError(f"{file}:{line}: {reason}\nRemove this line, or leave the run out.")
+    versions: dict[str, str | None] = {"commit": None}
+    ranks = total_steps = saved_step = None
+    stopped_early = False
+    file = folder / "env.json"
+    with _content_errors(file):
+        if file.exists():
+            environment = json.loads(file.read_bytes())
+            code = environment.get("code")
+            commit = code and code["commit"][:12] + (", with changes" if code["uncommitted_changes"] else "")
+            versions = {"commit": commit, **environment.get("versions", {})}
+            ranks = int(environment.get("variables", {}).get("WORLD_SIZE", 1))
+    for path in checkpoints.values():
+        file = path / "state.json"
+        with _content_errors(file):
+            if file.is_file():
+                state = json.loads(file.read_bytes())
+                total_steps, saved_step = int(state["plan"]["total_steps"]), int(state["progress"]["step"])
+                stopped_early = bool(state["progress"].get("stopped_early"))
+                break
     return RunRecords(
         text(folder),
-        read_metrics(metrics),
-        last_byte not in (b"", b"\n"),
+        metrics,
+        has_incomplete_last_line,
         is_locked(folder),
-        _read_json(folder / "env.json"),
-        next(filter(None, states), {}),
+        versions,
+        ranks,
+        total_steps,
+        saved_step,
+        stopped_early,
         checkpoints,
         _first_batch(folder / "tensorboard"),
     )
+
+
+@contextmanager
+def _content_errors(file: Path) -> Iterator[None]:
+    """Turn errors of reading a file, and of its content, into a CheckpointError that names it."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
+        raise CheckpointError(f"{file}: {reason}\nRestore this file, or leave the run out.") from error
 
 
 def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
@@ -103,7 +149,7 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     evaluated = {record["step"]: record["seconds"] for record in results}
     return {
         "step": train[-1]["step"] if train else 0,
-        "total_steps": run.state.get("plan", {}).get("total_steps"),
+        "total_steps": run.total_steps,
         "best_top1_pct": best.get("top1_pct"),
         "best_step": best.get("step"),
         "best_weights": best.get("weights"),
@@ -114,7 +160,7 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
         "hours": (sum(seconds) + sum(evaluated.values())) / 3600 if global_batch and intervals else None,
         "images_per_sec": median(record["images_per_sec"] for record in intervals) if intervals else None,
         "data_wait_pct": fmean(record["data_wait_pct"] for record in intervals) if intervals else None,
-        "ranks": int(run.environment.get("variables", {}).get("WORLD_SIZE", 1)) if run.environment else None,
+        "ranks": run.ranks,
     }
 
 
@@ -144,19 +190,17 @@ def runs_page(
         [run.name, _state(run, row), *(row[key] for _, key, _ in _RESULTS), *map(row["user_metrics"].get, own)]
         for run, row in zip(runs, statistics, strict=True)
     ]
-    versions = [{"commit": _commit(run)} | run.environment.get("versions", {}) for run in runs]
+    versions = [run.versions for run in runs]
     parts = [
         heading("Results", *notes, *incomplete),
         table(columns, rows),
         Html("<p>Hours and img/s are of the steps and evaluations, without start-up and saving.</p>"),
         heading(
             "Curves",
-            "Lines of training steps are means of neighboring steps. Points are evaluations, for the loss of the raw "
-            "weights only.",
+            "Lines of training steps are means of neighboring steps, points are evaluations. Where a run was "
+            "interrupted and resumed is a dotted vertical line.",
         ),
-        plot(9, 4, partial(_draw_losses, runs)),
-        plot(9, 4, partial(_draw_top1, runs)),
-        *(plot(9, 2.6, partial(_draw_curve, runs, key)) for key in _CURVES),
+        *(plot(9, 4 if key in ("loss", "top1_pct") else 2.6, partial(_draw, runs, key)) for key in CURVES),
     ]
     by_run = [("", ""), *((name, "") for name in names)]
     if len(runs) > 1:
@@ -180,21 +224,15 @@ def runs_page(
 
 def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
     step, total = statistics["step"], statistics["total_steps"]
-    progress = run.state.get("progress", {})
     reached = f"step {step:,} of {total:,}" if total else f"step {step:,}, no checkpoint"
     if run.is_running:
         return f"running: {reached}"
-    if total and progress.get("step") == step:
+    if total and run.saved_step == step:
         if step >= total:
             return f"done, {step:,} steps"
-        if progress.get("stopped_early"):
+        if run.stopped_early:
             return f"stopped early: {reached}"
     return f"interrupted: {reached}"
-
-
-def _commit(run: RunRecords) -> str | None:
-    code = run.environment.get("code")
-    return code and code["commit"][:12] + (", with changes" if code["uncommitted_changes"] else "")
 
 
 def _checkpoint_rows(
@@ -207,65 +245,10 @@ def _checkpoint_rows(
             yield run.name, Html(f'<a href="{address}">{escape(path.name)}</a>{note}')
 
 
-def _label(run: RunRecords) -> str:
-    name = f"./{run.name}" if run.name.startswith("_") else run.name  # matplotlib leaves out labels with "_" first
-    return name if len(name) <= _MAX_LABEL else f"…{name[-_MAX_LABEL:]}"
-
-
-def _draw_losses(runs: Sequence[RunRecords], figure: "Figure") -> None:
-    axes = figure.subplots()
-    for number, run in enumerate(runs):
-        _draw_means(axes, run.records("train"), "loss", f"C{number}", _label(run))
-        results = [record for record in run.records("eval") if record["weights"] == "raw"]
-        axes.plot(*_columns(results, "loss"), "o", color=f"C{number}", markersize=3)
-    _finish(axes, "loss")
-
-
-def _draw_top1(runs: Sequence[RunRecords], figure: "Figure") -> None:
-    axes = figure.subplots()
-    for number, run in enumerate(runs):
-        for weights, style in (("raw", "o-"), ("ema", "s--")):
-            results = [record for record in run.records("eval") if record["weights"] == weights]
-            if results:
-                x, y = _columns(results, "top1_pct")
-                axes.plot(x, y, style, color=f"C{number}", markersize=3, label=f"{_label(run)}, {weights}")
-    _finish(axes, "top-1 (%)")
-
-
-def _draw_curve(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
-    axes = figure.subplots()
-    for number, run in enumerate(runs):
-        _draw_means(axes, [record for record in run.records("train") if key in record], key, f"C{number}", _label(run))
-    _finish(axes, _CURVES[key])
-
-
-def _draw_means(axes: "Axes", records: Sequence[Record], key: str, color: str, label: str) -> None:
-    """A line through the means of at most `_MAX_POINTS` parts of the records, at their last steps."""
-    if records:
-        parts = [np.array_split(column, min(_MAX_POINTS, len(records))) for column in _columns(records, key)]
-        axes.plot([part[-1] for part in parts[0]], [part.mean() for part in parts[1]], color=color, label=label)
-
-
-def _finish(axes: "Axes", label: str) -> None:
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
-    axes.grid(True)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-
-
-def _columns(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values; those that are not finite leave gaps."""
-    values = np.array([record[key] for record in records], dtype=np.float64)
-    return np.array([record["step"] for record in records]), np.where(np.isfinite(values), values, np.nan)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _draw(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
+    labels = [f"./{run.name}" if run.name.startswith("_") else run.name for run in runs]  # matplotlib hides "_..."
+    short = [label if len(label) <= _MAX_LABEL else f"…{label[-_MAX_LABEL:]}" for label in labels]
+    draw_curve(figure.subplots(), key, [(f"{label}, ", run.metrics) for label, run in zip(short, runs, strict=True)])
 
 
 def _first_batch(folder: Path) -> bytes | None:

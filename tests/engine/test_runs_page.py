@@ -67,6 +67,14 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, ca
     assert f">step-{best['step']:07d}</a>, best top-1" in page
 
 
+def test_curves_show_where_a_run_was_resumed(digits: Path, tmp_path: Path, call: Callable) -> None:
+    run = tmp_path / "run"
+    for epochs, resumed in ((1, 0), (2, 5)):
+        train_here([*arguments(digits, run, train__epochs=epochs), "--resume", "--allow-change", "train.epochs"])
+        assert call(report_command, run, "--out", tmp_path / "page.html")[0] == 0
+        assert (tmp_path / "page.html").read_text().count(", resumed</text>") == resumed
+
+
 def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
     """Running while another process has the lock, which the page leaves in place; stopped early."""
     early = Path(shutil.copytree(run, tmp_path / "early"))
@@ -159,20 +167,27 @@ def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable
     ("file", "content", "reason"),
     [
         ("metrics.jsonl", {"kind": "train", "step": 1}, "'loss'"),
-        ("metrics.jsonl", {"kind": "train", "step": None, "loss": 1.0}, "NoneType"),
+        ("metrics.jsonl", {"kind": "train", "step": None, "loss": 1.0, "lr": 1.0}, "'step'"),
+        ("metrics.jsonl", {"kind": "event", "step": 1, "message": 5}, "'message'"),
         ("metrics.jsonl", {"kind": "eval", "step": 1, "weights": "raw", "seconds": 1.0}, "'top1_pct'"),
         ("env.json", {"variables": {"WORLD_SIZE": "abc"}}, "'abc'"),
         ("env.json", {"variables": [1]}, "'list'"),
+        ("env.json", None, "directory"),
         ("checkpoints/step-0000022/state.json", {"plan": 3}, "'int'"),
     ],
 )
-def test_invalid_content_is_an_error_that_names_the_run(
-    run: Path, tmp_path: Path, call: Callable, file: str, content: dict[str, object], reason: str
+def test_invalid_content_is_an_error_that_names_the_file(
+    run: Path, tmp_path: Path, call: Callable, file: str, content: dict[str, object] | None, reason: str
 ) -> None:
+    """content: None for a folder in the place of the file."""
     damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
-    (damaged / file).write_text(json.dumps(content) + "\n")
+    (damaged / file).unlink()
+    if content is None:
+        (damaged / file).mkdir()
+    else:
+        (damaged / file).write_text(json.dumps(content) + "\n")
     code, _, err = call(report_command, run, damaged, "--out", tmp_path / "page.html")
-    assert code == 4 and f"{damaged}: invalid content" in err and reason in err
+    assert code == 4 and f"{damaged}/{file}:" in err and reason in err
     assert not (tmp_path / "page.html").exists()
 
 
@@ -190,7 +205,7 @@ def test_unreadable_first_batch_is_left_out_and_a_name_with_an_underscore_is_in_
     Path("_under", "tensorboard", "events.out.a").mkdir()
     assert call(report_command, "_under")[0] == 0
     page = Path("report.html").read_text()
-    assert "First batch" not in page and "./_under, raw</text>" in page
+    assert "First batch" not in page and "./_under, raw weights</text>" in page
 
 
 def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path, call: Callable) -> None:
