@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.data.archive_files import Spans, opened, shown, tar_members, zip_members
-from imagenet_cls.data.classes import join_names, match_classes
+from imagenet_cls.data.classes import join_names, match_classes, read_classes
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
 from imagenet_cls.data.index import IMAGE_SUFFIXES, SPLIT_NAMES, ImageIndex
-from imagenet_cls.data.index_cache import Scan, file_status, read_scan, write_scan
-from imagenet_cls.data.lists import NUMBER, label_positions, read_classes
+from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
+from imagenet_cls.data.lists import NUMBER, label_positions
 from imagenet_cls.errors import DataError, format_value
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
@@ -118,7 +118,7 @@ def _with_labels_resolved(
     index: ImageIndex, labels: Sequence[str], class_file: Path, classes: Sequence[str] | None
 ) -> ImageIndex:
     """index: of shards, whose targets are indices into `labels`."""
-    own = read_classes(class_file) if class_file.is_file() else None
+    own = read_classes(class_file, "check its permissions") if class_file.is_file() else None
     if own is not None and classes is not None and own != list(classes):
         raise DataError(f"{class_file}: not the training classes\nuse the same classes.txt for both parts")
     names = own or classes
@@ -168,7 +168,7 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
 
     started, place = time.time(), root / part
     try:
-        statuses: dict[bytes, os.stat_result | None] = {p: file_status(p) for p in map(os.fsencode, listed)}
+        statuses: dict[bytes, os.stat_result | None] = {p: open_status(p) for p in map(os.fsencode, listed)}
     except OSError as error:
         raise DataError(f"{os.fsdecode(error.filename)}: {error.strerror}\ncheck its permissions") from None
     with ThreadPoolExecutor(_THREADS) as pool:

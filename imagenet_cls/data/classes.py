@@ -1,4 +1,4 @@
-"""The classes of a dataset and their order: `data.classes`, and class folders that are matched to other classes."""
+"""The classes of a dataset and their order: text files of classes, and class folders matched to other classes."""
 
 import unicodedata
 from collections import Counter
@@ -13,23 +13,33 @@ NO_VALIDATION = "data.val=null data.val_fraction=0.1"
 
 
 def chosen_classes(data: DataConfig) -> tuple[str, ...] | None:
-    """The classes that `data.classes` lists or that its file has, one in each line; None: all. Raises DataError."""
-    if data.classes is None:
-        return None
-    if isinstance(data.classes, list):
-        return tuple(data.classes)
+    """The classes that `data.classes` lists or that its file has; None: all. Raises DataError."""
+    if data.classes is None or isinstance(data.classes, list):
+        return None if data.classes is None else tuple(data.classes)
     file = Path(data.classes).expanduser()
+    remedy = "data.classes: give a text file with one class a line"
+    names = read_classes(file, remedy)
+    if not names:
+        raise DataError(f"{file}: lists no class\n{remedy}")
+    return tuple(names)
+
+
+def read_classes(file: Path, remedy: str) -> list[str]:
+    """The lines of a text file, one class each. Raises DataError as `read_text`, and for a class that is repeated."""
+    names = [line.strip() for line in read_text(file, remedy).splitlines() if line.strip()]
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise DataError(f"{file}: {join_names(repeated)} is listed more than once\nlist each class once")
+    return names
+
+
+def read_text(file: Path, remedy: str, length: int = -1) -> str:
+    """The text of a file, or its first `length` characters. Raises DataError with the remedy if it can't be read."""
     try:
         check_regular(file)
-        lines = file.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as opened:
+            return opened.read(length)
     except OSError as error:
-        raise DataError(f"{file} (data.classes): {error.strerror}\ngive a text file with one class a line") from None
-    names = tuple(line.strip() for line in lines if line.strip())
-    if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{file} (data.classes): {join_names(repeated)} is listed more than once\nlist it once")
-    if not names:
-        raise DataError(f"{file} (data.classes): lists no class\ngive one class a line")
-    return names
+        raise DataError(f"{file}: {error.strerror}\n{remedy}") from None
 
 
 def is_numbered(found: Sequence[str], classes: Sequence[str]) -> bool:

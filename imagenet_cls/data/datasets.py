@@ -54,8 +54,7 @@ TORCHVISION_RESERVED = ("root", "train", "transform", "target_transform", "trans
 @dataclass(frozen=True)
 class DataSets:
     """An open dataset. A part that was not asked for is None. classes: names, in the order of the targets.
-
-    note: information for the user, such as that images are left out.
+    note: for the user, about images that are left out.
     """
 
     train: ImageSource | None
@@ -67,9 +66,8 @@ class DataSets:
 def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val"), subset: bool = False) -> DataSets:
     """Open the parts asked for. Writes the digits, or downloads a torchvision set, where they are missing.
 
-    subset: the validation part need not have all classes of the training part.
-
-    Expects a section in which `data_problems` finds none. Raises DataError for data that is missing, empty or wrong.
+    subset: the validation part need not have all classes of the training part. Expects a section without
+    `data_problems`. Raises DataError for data that is missing, empty or wrong.
     """
     assert parts and set(parts) <= {"train", "val"}, parts
     note, chosen = None, chosen_classes(data)
@@ -115,8 +113,7 @@ def data_problems(data: DataConfig) -> list[Problem]:
     ]
     if data.min_decoded_px is not None and (data.decode == "whole" or find_turbojpeg() is None):
         missing = "data.decode=auto" if data.decode == "whole" else "libjpeg-turbo 3 (pip install turbojpeg)"
-        text = f"needs {missing}; or set it to null"
-        problems.append(Problem("data.min_decoded_px", text))
+        problems.append(Problem("data.min_decoded_px", f"needs {missing}; or set it to null"))
     if data.name == "digits" and data.val is not None:
         problems.append(Problem("data.val", "digits have one part only: use data.val=null data.val_fraction=0.2"))
     return problems
@@ -160,21 +157,17 @@ def _open_files(
     if "train" in parts and data.fraction < 1:
         train = indexes["train"]
         indexes["train"] = train.select(fraction_rows(train.names, train.targets, data.fraction))
-    verified = "CONFIG" if "train" in indexes and indexes["train"].spans is not None else str(root)
-    verify = f"{command_line('verify-data')} {verified}"
+    listed = "CONFIG" if "train" in indexes and indexes["train"].spans is not None else str(root)
+    verify = f"{command_line('verify-data')} {listed}"
     remedies = {
         "train": f"replace the file, or list it ({verify}) and set data.exclude to the list",
         "val": "replace the file: validation leaves no image out",
     }
     min_px = {"train": data.min_decoded_px, "val": None}
-    return (
-        {
-            part: FolderSource(index, remedies[part], data.decode, min_px[part], data.exif)
-            for part, index in indexes.items()
-        },
-        note,
-        classes,
-    )
+    sources: dict[str, ImageSource] = {}
+    for part, index in indexes.items():
+        sources[part] = FolderSource(index, remedies[part], data.decode, min_px[part], data.exif)
+    return sources, note, classes
 
 
 def _index_files(
@@ -182,20 +175,19 @@ def _index_files(
 ) -> tuple[dict[str, ImageIndex], Sequence[str] | None]:
     """The index of each part asked for, and the training classes if there is a training part.
 
-    For val alone, only the classes of the training part are read. must_match: the class folders of val have to be the
-    training classes; otherwise its index has the classes that are there.
+    must_match: the class folders of val have to be the training classes; otherwise its index has those that are there.
     """
 
     def read(part: str, classes: Sequence[str] | None = None) -> ImageIndex:
         if data.name == "list":
             return index_list(root / part, root, classes)
         archives = find_archives(root, part)
-        if archives:
-            index = index_archives(root, part, archives, classes, must_match)
-            if classes is None:
-                check_level(index)
-            return index
-        return index_folder(root / part, classes if must_match else None)
+        if not archives:
+            return index_folder(root / part, classes if must_match else None)
+        index = index_archives(root, part, archives, classes, must_match)
+        if classes is None:
+            check_level(index)
+        return index
 
     if data.name == "digits":
         write_digits(root, data.train)
@@ -211,7 +203,7 @@ def _index_files(
     elif data.name == "folder" and find_archives(root, data.train):
         classes = read(data.train).classes
     elif (root / data.train).exists():
-        classes = class_folders(root / data.train)
+        classes = class_folders(root / data.train)  # the images are not listed
     if "val" in parts:
         indexes["val"] = read(data.val, classes)
     return indexes, classes
@@ -240,8 +232,7 @@ def _share(data: DataConfig, source: ImageSource) -> ImageSource:
     """The part of a map-style source that `data.fraction` leaves."""
     if data.fraction == 1:
         return source
-    numbers, targets = _numbers_and_targets(source)
-    return SubsetSource(source, fraction_rows(numbers, targets, data.fraction))
+    return SubsetSource(source, fraction_rows(*_numbers_and_targets(source), data.fraction))
 
 
 def _numbers_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
@@ -255,8 +246,7 @@ def _numbers_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
 
 
 def _map_source(data: DataConfig, part: str) -> MapSource:
-    root = Path(data.root).expanduser()
-    name = f"{data.name}/{part}"
+    root, name = Path(data.root).expanduser(), f"{data.name}/{part}"
     dataset: Any
     if data.name.startswith(TORCHVISION):
         dataset = _open_torchvision(data.name.removeprefix(TORCHVISION), root, part, data.kwargs)
@@ -292,11 +282,10 @@ def _torchvision_problems(name: str, kwargs: Mapping[str, Any], val: str | None)
 
 
 def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any]) -> Any:
-    """A part of the dataset, as a map-style dataset; missing files are downloaded.
+    """A part of the dataset; missing files are downloaded. Raises DataError if that fails, and for an unknown part.
 
     part: `train` is `train=True` for sets with that flag, anything else `train=False`; for sets with a `split` it is
-    that, and `val` also means `valid` or `test`. Raises DataError for an unknown part, and for missing files that can't
-    be downloaded.
+    that, and `val` also means `valid` or `test`.
     """
     factory = getattr(torchvision.datasets, name)
     taken, _ = keyword_names(factory)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from imagenet_cls.data.classes import NO_VALIDATION, join_names, match_classes
-from imagenet_cls.data.index_cache import Scan, folder_status, read_scan, write_scan
+from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.errors import DataError, command_line
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ PREPARE_COMMAND = f"{command_line('prepare-imagenet')} ARCHIVES OUT"
 class ImageIndex:
     """Images on disk and their classes.
 
-    root: the folder that paths are relative to. names: (N,) paths in the file system's bytes, of one width (dtype S):
-    one array, since reference counts would copy a list of Python objects into each forked worker. targets: int64
-    (N,). classes: name of each target. spans: where the images lie in archives; None: they are files.
+    root: the folder that paths are relative to. names: (N,) paths of dtype S; reference counts would copy a list of
+    Python objects into each forked worker. targets: int64 (N,). classes: name of each target. spans: where the images
+    lie in archives; None: they are files.
     """
 
     root: Path
@@ -81,11 +81,10 @@ class ImageIndex:
 
 
 def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
-    """Index class folders: every image at any depth below `folder/CLASS/` is of that class.
+    """Index class folders, with images at any depth, in the order of torchvision's ImageFolder.
 
-    Classes and images are in the order of torchvision's ImageFolder. Unlike there, hidden files and folders are
-    skipped, and .gif is an image. classes: the training classes, which a validation folder's classes are matched to by
-    name. Raises DataError.
+    Unlike there, hidden files and folders are skipped, and .gif is an image. classes: the training classes, which those
+    of a validation folder are matched to. Raises DataError.
     """
     root = Path(folder)
     scan = read_scan(root)
@@ -93,7 +92,13 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
         scan = scan_classes(root)
         write_scan(root, scan)
     found = scan.classes
-    check_classes(root, found, scan.counts)
+    empty = [name for name, count in zip(found, scan.counts, strict=True) if count == 0]
+    if empty:
+        raise DataError(
+            f"{root}: {len(empty)} of {len(found)} class folders hold no image: {join_names(empty)}\n"
+            "remove these folders, or restore their images (an interrupted extraction leaves such folders)"
+        )
+    check_not_parts(root, found)
     labels = range(len(found)) if classes is None else match_classes(found, classes, root)
     targets = np.repeat(np.array(labels, np.int64), scan.counts)
     return ImageIndex(root, scan.names, targets, tuple(found if classes is None else classes))
@@ -104,7 +109,7 @@ def scan_classes(root: Path) -> Scan:
     started, base = time.time(), os.fsencode(root)
     folders: dict[bytes, os.stat_result | None] = {b"": None}
     with contextlib.suppress(OSError):  # `class_folders` raises an error that explains it
-        status = folder_status(base)
+        status = open_status(base)
         _, _, is_cacheable = list_folder(base)
         folders[b""] = status if is_cacheable else None
     classes = class_folders(root)
@@ -121,7 +126,7 @@ def is_image(name: bytes) -> bool:
     return name[name.rfind(b".") :].lower() in IMAGE_SUFFIXES and not name.startswith(b".")
 
 
-def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result | None] | None = None) -> list[bytes]:
+def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result | None]) -> list[bytes]:
     """The images at any depth below `base/folder`, as paths relative to `base` with `/` between folders.
 
     Order: folders by their whole path, files by name within each, as torchvision's ImageFolder. Links are followed;
@@ -132,13 +137,12 @@ def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result 
         path = pending.pop()
         full_path = os.path.join(base, path)  # noqa: PTH118
         try:
-            status = folder_status(full_path)
+            status = open_status(full_path)
             images, subfolders, is_cacheable = list_folder(full_path)
         except OSError as error:
             shown = os.path.normpath(os.fsdecode(full_path))
             raise DataError(f"{shown}: {error.strerror}\ncheck its permissions, or use another folder") from None
-        if folders is not None:
-            folders[path] = status if is_cacheable else None
+        folders[path] = status if is_cacheable else None
         found.append((path, images))
         pending += [os.path.normpath(os.path.join(path, name)) for name in subfolders]  # noqa: PTH118
     names = []
@@ -151,8 +155,8 @@ def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result 
 def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], bool]:
     """Names of the images, sorted, and of the subfolders, without hidden ones; and whether the folder can be cached.
 
-    Links are followed. A folder can't be cached if it holds a link that leads to no folder and is not named as an
-    image: its target may become a folder, which changes no time of this folder. Raises OSError.
+    It can't if it holds a link that leads to no folder and is not named as an image: its target may become a folder,
+    which changes no time of this folder. Links are followed. Raises OSError.
     """
     with os.scandir(path) as entries:
         found = list(entries)
@@ -209,20 +213,6 @@ def _layout_remedy(missing: Path) -> str:
     else:
         otherwise = f"without validation images: {NO_VALIDATION}"
     return f"{root} holds {join_names(found) or 'nothing'}: set data.root, data.train and data.val; {otherwise}"
-
-
-def check_classes(root: Path, found: Sequence[str], counts: Sequence[int]) -> None:
-    """Raise DataError for class folders without images, and as `check_not_parts`.
-
-    found: the folders in `root`; counts: the images in each, at any depth.
-    """
-    empty = [name for name, count in zip(found, counts, strict=True) if count == 0]
-    if empty:
-        raise DataError(
-            f"{root}: {len(empty)} of {len(found)} class folders hold no image: {join_names(empty)}\n"
-            "remove these folders, or restore their images (an interrupted extraction leaves such folders)"
-        )
-    check_not_parts(root, found)
 
 
 def check_not_parts(root: Path, found: Sequence[str]) -> None:

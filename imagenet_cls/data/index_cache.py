@@ -29,7 +29,6 @@ FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs",
 # whose clock is slow.
 MIN_AGE_SEC = 60
 _OF_A_FOLDER = ("version", "folders", "times", "classes", "counts", "names")
-_TEMPORARY_SEC = 3600  # a temporary file that is older was left by a killed process
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,9 @@ class Scan:
     """The images in the class folders of a dataset.
 
     classes: names of the folders, sorted. counts: images in each, at any depth. names: (N,) paths relative to the
-    dataset, of dtype S. folders: each folder that was listed, relative to the dataset, with its status before the
-    listing; None for a folder that can't be cached (`index.list_folder`). started: Unix time. For archives, `folders`
-    are their absolute paths, and `arrays` has further arrays (N,), by name.
+    dataset, of dtype S. folders: the listed folders, relative to the dataset, with their status before the listing;
+    None for one that can't be cached (`index.list_folder`). started: Unix time. For archives, `folders` are their
+    absolute paths, and `arrays` has further arrays (N,), by name.
     """
 
     classes: list[str]
@@ -50,17 +49,13 @@ class Scan:
     arrays: Mapping[str, Any] = field(default_factory=dict)
 
 
-def folder_status(path: bytes, flags: int = os.O_DIRECTORY) -> os.stat_result:
-    """The status of a folder. The folder is opened, so that an NFS client asks the server."""
-    descriptor = os.open(path, os.O_RDONLY | flags)
+def open_status(path: bytes) -> os.stat_result:
+    """The status of a folder or file. It is opened, so that an NFS client asks the server."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         return os.fstat(descriptor)
     finally:
         os.close(descriptor)
-
-
-def file_status(path: bytes) -> os.stat_result:
-    return folder_status(path, 0)
 
 
 def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
@@ -74,8 +69,7 @@ def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
             if archives and stored["folders"].tolist() != list(map(os.fsencode, archives)):
                 return None
             for path in stored["folders"].tolist():
-                status = file_status if archives else folder_status
-                folders[path] = status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
+                folders[path] = open_status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
             if not np.array_equal(stored["times"], _times(folders.values())):
                 return None
             classes = list(map(os.fsdecode, stored["classes"].tolist()))
@@ -95,9 +89,6 @@ def write_scan(root: Path, scan: Scan) -> None:
             return
         target = _cache_file(root)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in target.parent.glob(f"{TEMPORARY}*"):
-            if time.time() - path.stat().st_mtime > _TEMPORARY_SEC:
-                path.unlink()
         with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=target.parent, delete=False) as file:
             try:
                 np.savez(

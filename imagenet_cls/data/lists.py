@@ -1,23 +1,22 @@
-"""Text files that list images: annotation files (`path label` lines, or CSV) as an `ImageIndex`, and the list of bad
-images that `tools/verify_data.py` writes, of which `data.exclude` leaves out the training images.
+"""Text files that list images: annotation files (`path label` lines, or CSV), and the list of bad images that
+`tools/verify_data.py` writes, for `data.exclude`.
 """
 
 import csv
 import io
 import json
+import math
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.classes import chosen_classes, join_names, match_classes
+from imagenet_cls.data.classes import chosen_classes, join_names, match_classes, read_classes, read_text
 from imagenet_cls.data.index import ImageIndex, check_not_parts, class_folders, is_image
 from imagenet_cls.errors import DataError, command_line, format_value
-from imagenet_cls.files import check_regular
 
 # Names of columns in the header of a CSV file, in lower case.
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
@@ -27,6 +26,7 @@ BAD_IMAGES_FILE = "bad_images.txt"
 NUMBER = re.compile(r"-?[0-9]{1,9}")
 # One of this many training images may be left out; of fewer, one.
 IMAGES_PER_EXCLUDED = 10_000
+REMEDY = "set data.root, data.train and data.val to the lists"
 
 Row = tuple[int, str, str]  # line number (from 1), path, label
 
@@ -55,7 +55,7 @@ def check_paths(data: DataConfig, subset: bool = False) -> None:
                 )
     elif data.name == "list":
         for name in filter(None, (data.train, data.val)):
-            _read_text(root / name, 1)
+            read_text(root / name, REMEDY, 1)
     if data.exclude is not None:
         read_bad_images(Path(data.exclude).expanduser())
 
@@ -63,15 +63,13 @@ def check_paths(data: DataConfig, subset: bool = False) -> None:
 def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
     """Index the images that `file` names, in its order, with paths relative to `folder` (or absolute).
 
-    Format: CSV for a name that ends in .csv: the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or
-    the first two.
-    Otherwise `path label` lines, split at the last white space, so that paths may contain spaces. Labels are class
-    names, or numbers 0 .. C-1. The classes are, in this order of precedence: `classes` (the training classes, for a
-    validation list); the lines of a `classes.txt` next to `file`; the names, sorted; for numbers, their decimal
-    strings. Numbers that are not class names are indices of classes.
+    A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the first two. Another one
+    has `path label` lines, split at the last white space. Labels are class names, or numbers 0 .. C-1. The classes are,
+    in this order of precedence: `classes` (the training classes, for a validation list); the lines of a `classes.txt`
+    next to `file`; the names, sorted; for numbers, their decimal strings.
 
     Raises DataError with file and line for a malformed line, a label that is unknown or out of range, and a first
-    image that is missing; to look for all of them takes minutes on a network disk.
+    image that is missing.
     """
     file, folder = Path(file), Path(folder)
     rows = read_rows(file)
@@ -79,9 +77,9 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
         raise DataError(f"{file}: no images in it\nwrite one `path label` line for each image")
     class_file = file.with_name("classes.txt")
     if classes is None and class_file.is_file():
-        classes = read_classes(class_file)
+        classes = read_classes(class_file, REMEDY)
     targets, names = _targets(file, rows, classes)
-    number, path, _ = rows[0]
+    number, path, _ = rows[0]  # to look for all images takes minutes on a network disk
     if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)
         raise DataError(
             f"{file}:{number}: no image {folder / path}\n"
@@ -90,18 +88,9 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
     return ImageIndex(folder, np.array([os.fsencode(path) for _, path, _ in rows]), targets, tuple(names))
 
 
-def read_classes(file: Path) -> list[str]:
-    """The lines of a `classes.txt`. Raises DataError for a class that is listed twice."""
-    classes = [line.strip() for line in _read_text(file).splitlines() if line.strip()]
-    repeated = sorted(name for name, count in Counter(classes).items() if count > 1)
-    if repeated:
-        raise DataError(f"{file}: {join_names(repeated)} is listed more than once\nlist each class once")
-    return classes
-
-
 def read_rows(file: Path) -> list[Row]:
     """The rows of an annotation file, without blank lines. Raises DataError for a line that does not parse."""
-    text = _read_text(file)
+    text = read_text(file, REMEDY)
     if file.suffix.lower() == ".csv":
         return _csv_rows(file, text)
     rows = []
@@ -112,16 +101,6 @@ def read_rows(file: Path) -> list[Row]:
         if parts:
             rows.append((number, parts[0], parts[1]))
     return rows
-
-
-def _read_text(file: Path, most: int = -1) -> str:
-    """The text of a list, or its first characters."""
-    try:
-        check_regular(file)
-        with file.open(encoding="utf-8-sig", errors="surrogateescape") as opened:
-            return opened.read(most)
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}\nset data.root, data.train and data.val to the lists") from None
 
 
 def _csv_rows(file: Path, text: str) -> list[Row]:
@@ -136,10 +115,8 @@ def _csv_rows(file: Path, text: str) -> list[Row]:
             elif any(cells):
                 path, label = (cells[column] if column < len(cells) else "" for column in columns)
                 if not path or not label:
-                    row = format_value(",".join(cells))
-                    raise DataError(
-                        f"{file}:{reader.line_num}: {row} is not `path,label`\ngive both, with a comma between"
-                    )
+                    what = f"{format_value(','.join(cells))} is not `path,label`"
+                    raise DataError(f"{file}:{reader.line_num}: {what}\ngive both, with a comma between")
                 rows.append((reader.line_num, path, label))
     except csv.Error as error:  # such as a quote that is never closed
         raise DataError(f"{file}:{reader.line_num}: not CSV: {error}\nlook for a missing quote") from None
@@ -160,9 +137,8 @@ def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> 
     unknown = labels - position.keys()
     if unknown:
         number, _, label = next(row for row in rows if row[2] in unknown)
-        what = (
-            f"out of range 0 to {len(names) - 1}" if NUMBER.fullmatch(label) else f"not one of the {len(names)} classes"
-        )
+        is_number, count = NUMBER.fullmatch(label), len(names)
+        what = f"out of range 0 to {count - 1}" if is_number else f"not one of the {count} classes"
         raise DataError(
             f"{file}:{number}: label {format_value(label)} is {what} ({len(unknown)} such labels)\n"
             "correct the list, or list all classes, one per line, in a classes.txt next to the training list"
@@ -196,16 +172,12 @@ def read_bad_images(path: Path) -> dict[str, str]:
 
     One image per line: path, tab, reason. Also reads the `verified_images.json` of earlier versions. Raises DataError.
     """
-    try:
-        check_regular(path)
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
-        if text.startswith("{"):
+    text = read_text(path, f"data.exclude: make it with {command_line('verify-data')} DATA_ROOT --out {path}")
+    if text.startswith("{"):
+        try:
             return {image["path"]: image["reason"] for image in json.loads(text)["bad"]}
-    except OSError as error:
-        remedy = f"make it with: {command_line('verify-data')} DATA_ROOT --out {path}"
-        raise DataError(f"{path} (data.exclude): {error.strerror}\n{remedy}") from None
-    except (ValueError, TypeError, KeyError):
-        raise DataError(f"{path} (data.exclude): not a list that verify-data wrote") from None
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{path} (data.exclude): not a list that verify-data wrote") from None
     rows = [line.partition("\t") for line in text.split("\n") if line.strip()]
     return {name: reason or "listed" for name, _, reason in rows}
 
@@ -219,12 +191,10 @@ def exclude_images(index: ImageIndex, root: Path, path: Path) -> tuple[ImageInde
     rows = [row for row, _ in _bad_rows(index, root, path)]
     if not rows:
         return index, None
-    most = -(-len(index) // IMAGES_PER_EXCLUDED)
+    most = math.ceil(len(index) / IMAGES_PER_EXCLUDED)
     if len(rows) > most:
-        raise DataError(
-            f"{path} (data.exclude): names {len(rows)} of {len(index)} training images, and at most {most} may be left "
-            "out\nreplace the others"
-        )
+        what = f"names {len(rows)} of {len(index)} training images, and at most {most} may be left out"
+        raise DataError(f"{path} (data.exclude): {what}\nreplace the others")
     names = join_names([index.name(row) for row in rows])
     note = f"{len(rows)} of {len(index)} training images left out by data.exclude: {names}"
     return index.select(np.delete(np.arange(len(index)), rows)), note
