@@ -118,7 +118,7 @@ def _with_labels_resolved(
     index: ImageIndex, labels: Sequence[str], class_file: Path, classes: Sequence[str] | None
 ) -> ImageIndex:
     """index: of shards, whose targets are indices into `labels`."""
-    own = read_classes(class_file, "check its permissions") if class_file.is_file() else None
+    own = read_classes(class_file) if class_file.is_file() else None
     if own is not None and classes is not None and own != list(classes):
         raise DataError(f"{class_file}: not the training classes\nuse the same classes.txt for both parts")
     names = own or classes

@@ -1,11 +1,11 @@
 """Datasets that need no files: scikit-learn's digits, written once as JPEGs, and random images made on the device.
 
-Random images measure a model without its input, and try a config without data. With `data.name: synthetic`,
-`SyntheticLoader` and `synthetic_eval_batches` replace `TrainLoader` and `eval_batches`; nothing is decoded or copied.
+With `data.name: synthetic`, `SyntheticLoader` and `synthetic_eval_batches` replace `TrainLoader` and `eval_batches`.
 """
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from imagenet_cls.config.schema import AugmentConfig, Size, height_width
-from imagenet_cls.data.loader import TrainBatch
+from imagenet_cls.data.loader import TrainBatch, TrainLoader
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import draw_boxes, size_px_at
@@ -27,11 +27,10 @@ POOL_BATCHES = 4
 
 
 def write_digits(root: Path, part: str) -> None:
-    """Write the 1,797 digits to `root/part/<digit>/<number>.jpg` unless they are there.
+    """Write the 1,797 digits to `root/part/<digit>/<number>.jpg` unless they are there, enlarged from 8 to 32 pixels.
 
-    The 8x8 images with 17 gray levels are enlarged to 32x32 (bicubic) and saved as JPEG, quality 95. They are written
-    to a temporary folder that is renamed, so the folder is always whole; of several processes that write at once, one
-    wins. Raises DataError for a folder with other contents.
+    They are written to a temporary folder that is renamed, so the folder is always whole, also if several processes
+    write at once. Raises DataError for a folder with other contents.
     """
     folder = root / part
     if folder.exists():
@@ -90,28 +89,20 @@ class SyntheticSource(ImageSource):
         return sha256(repr((self.part, self.num_images, self.size_px, len(self.classes))).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
 class SyntheticLoader:
-    """A `BatchLoader` whose batches are made on `device`, a few for each epoch, and used again and again.
+    """As `TrainLoader`, but the batches are made on `device`, a few for each epoch, and used again and again.
 
     The key (seed, epoch, step, micro-batch, rank) chooses the batch, and (seed, rank, number in the pool) decides its
     content. Size, splits and erasing are as in `augment`; the rest of it would not change noise.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        sampler: EpochSampler,
-        augment: AugmentConfig,
-        seed: int,
-        device: torch.device,
-        channels: int = 3,
-    ):
-        self.channels = channels
-        self.num_classes = num_classes
-        self.sampler = sampler
-        self.augment = augment
-        self.seed = seed
-        self.device = device
+    num_classes: int
+    sampler: EpochSampler
+    augment: AugmentConfig
+    seed: int
+    device: torch.device
+    channels: int = 3
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
         """Micro-batches of this rank, images and targets on the device. They share memory: don't change them."""
@@ -139,6 +130,9 @@ class SyntheticLoader:
 
     def close(self) -> None:
         """Has no effect: there are no workers."""
+
+
+BatchLoader = TrainLoader | SyntheticLoader
 
 
 def synthetic_eval_batches(

@@ -16,19 +16,20 @@ def chosen_classes(data: DataConfig) -> tuple[str, ...] | None:
     """The classes that `data.classes` lists or that its file has; None: all. Raises DataError."""
     if data.classes is None or isinstance(data.classes, list):
         return None if data.classes is None else tuple(data.classes)
-    file = Path(data.classes).expanduser()
-    remedy = "data.classes: give a text file with one class a line"
-    names = read_classes(file, remedy)
+    return tuple(read_classes(Path(data.classes).expanduser(), "data.classes: "))
+
+
+def read_classes(file: Path, key: str = "") -> list[str]:
+    """The lines of a text file, one class each. Raises DataError without a class, or if one is repeated.
+
+    key: of the config, for the error.
+    """
+    remedy = f"{key}give a text file with one class a line, each once"
+    names = [line.strip() for line in read_text(file, remedy).splitlines() if line.strip()]
     if not names:
         raise DataError(f"{file}: lists no class\n{remedy}")
-    return tuple(names)
-
-
-def read_classes(file: Path, remedy: str) -> list[str]:
-    """The lines of a text file, one class each. Raises DataError as `read_text`, and for a class that is repeated."""
-    names = [line.strip() for line in read_text(file, remedy).splitlines() if line.strip()]
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise DataError(f"{file}: {join_names(repeated)} is listed more than once\nlist each class once")
+        raise DataError(f"{file}: {join_names(repeated)} is listed more than once\n{remedy}")
     return names
 
 

@@ -77,7 +77,7 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
         raise DataError(f"{file}: no images in it\nwrite one `path label` line for each image")
     class_file = file.with_name("classes.txt")
     if classes is None and class_file.is_file():
-        classes = read_classes(class_file, REMEDY)
+        classes = read_classes(class_file)
     targets, names = _targets(file, rows, classes)
     number, path, _ = rows[0]  # to look for all images takes minutes on a network disk
     if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)

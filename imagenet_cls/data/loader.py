@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
@@ -43,9 +43,8 @@ _OUT_OF_MEMORY = ("No space left on device", "Cannot allocate memory", "shared m
 class TrainBatch(NamedTuple):
     """B images in V views each (`augment.splits`), view-major: `images.split(B)` are the views, as in timm's AugMix.
 
-    images: uint8 (B * V, C, H, W), channels-last. targets: int64 (B,). With random erasing, boxes: int32 (B * V, n, 4)
-    of top, left, height, width, zeros where none; and keys: int64 (B * V,), which the fill colors are drawn from. Both
-    are always on the CPU, and None without erasing.
+    images: uint8 (B * V, C, H, W), channels-last. targets: int64 (B,). With random erasing, on the CPU: boxes, int32
+    (B * V, n, 4) of top, left, height, width, zeros where none; and keys, int64 (B * V,), of the fill colors.
     """
 
     images: torch.Tensor
@@ -58,9 +57,8 @@ class TrainBatch(NamedTuple):
 class WorkerOptions:
     """Options of a loader's worker processes, which don't change its batches.
 
-    num_workers: with 0, samples are made in this process, and torch's, numpy's and Python's default generators keep
-    their states. prefetch_batches: batches that each worker prepares ahead. pin_memory: copy batches into page-locked
-    memory, for asynchronous transfers to a GPU. timeout_sec: the longest wait for a batch.
+    num_workers: 0 makes samples in this process, whose default generators keep their states. prefetch_batches: batches
+    that each worker prepares ahead. timeout_sec: the longest wait for a batch.
     """
 
     num_workers: int = 0
@@ -69,20 +67,10 @@ class WorkerOptions:
     timeout_sec: float = 300.0
 
 
-class BatchLoader(Protocol):
-    """The micro-batches of this rank in training, epoch by epoch, in the order of `sampler`."""
-
-    sampler: EpochSampler
-
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]: ...
-
-    def close(self) -> None: ...
-
-
 class TrainLoader:
-    """A `BatchLoader` that reads images in worker processes. Workers stay alive between epochs, until `close`.
+    """The micro-batches of this rank in training, made by worker processes that live until `close`.
 
-    Workers read ahead into the next epoch, so that its first batches are made during the evaluation.
+    They read ahead into the next epoch, so that its first batches are made during the evaluation.
     """
 
     def __init__(
@@ -104,10 +92,10 @@ class TrainLoader:
         self._next = -1  # number of its next batch, counted from the start of the run; -1: it has none
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
-        """Batches from `start_step` on, in order. The image size may differ between epochs.
+        """Batches from `start_step` on, in order. An unfinished iterator is invalid after the next call or `close`.
 
-        An unfinished iterator is invalid after the next call or `close`. Raises DataError for an image that cannot be
-        read, and ResourceError for a worker that was killed, raised anything else, or took longer than the timeout.
+        Raises DataError for an image that cannot be read, and ResourceError for a worker that was killed, raised
+        anything else, or took longer than the timeout.
         """
         steps, per_step = self.sampler.steps_per_epoch, len(self.sampler.micro_batch_sizes)
         first, end = per_step * (epoch * steps + start_step), per_step * (epoch + 1) * steps
@@ -131,8 +119,7 @@ def eval_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Batches for evaluation: images uint8 (B, C, H, W), channels-last, targets int64 (B,), indices int64 (B,).
 
-    Every image of `indices` once, in order; the last batch may be smaller. The workers end with the iterator. Errors
-    as in `TrainLoader.epoch`.
+    Every image of `indices` once, in order. The workers end with the iterator. Errors as in `TrainLoader.epoch`.
     """
     batches = BatchSampler(indices, batch_size, drop_last=False)
     loader = _data_loader(partial(_eval_batch, source, transform), batches, options)
@@ -175,10 +162,7 @@ def _eval_batch(source: ImageSource, transform: EvalTransform, indices: list[int
 
 
 def _empty_images(num_images: int, size_px: Size, channels: int) -> torch.Tensor:
-    """uint8 (num_images, channels, height, width), channels-last, not initialized.
-
-    In a worker it is in shared memory, as in torch's `default_collate`.
-    """
+    """uint8 (num_images, channels, height, width), channels-last; in a worker in shared memory, as torch's batches."""
     height, width = height_width(size_px)
     size_bytes = num_images * height * width * channels
     if get_worker_info() is None:
@@ -189,16 +173,13 @@ def _empty_images(num_images: int, size_px: Size, channels: int) -> torch.Tensor
 
 
 class _BatchDataset(Dataset[Any]):
-    """A dataset for the DataLoader that makes whole batches, in a worker or in the main process."""
+    """The dataset of a DataLoader, whose items are whole batches."""
 
     def __init__(self, make_batch: Callable[[list[Any]], tuple[Any, ...]]):
         self.make_batch = make_batch
 
-    def __getitems__(self, keys: list[Any]) -> Any:
-        """The batch for these keys, as a tuple of tensors; or the error of its first image that has one.
-
-        The error is returned, not raised: torch would wrap it in another one.
-        """
+    def __getitem__(self, keys: list[Any]) -> Any:
+        """The batch for these keys; or the error of its first image that has one, since torch would wrap it if raised."""
         worker = get_worker_info()
         with nullcontext() if worker is not None else preserve_rng_state():
             try:
@@ -224,17 +205,13 @@ def _data_loader(
         }
     return DataLoader(
         _BatchDataset(make_batch),
-        batch_sampler=batches,
+        batch_size=None,  # an item of the dataset is a batch
+        sampler=batches,
         num_workers=options.num_workers,
-        collate_fn=_identity,
         pin_memory=options.pin_memory,
         generator=torch.Generator(),  # otherwise each epoch draws a number from torch's default generator
         **worker_kwargs,
     )
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 def _batches(loader: DataLoader[Any], timeout_sec: float) -> Iterator[Any]:
@@ -263,8 +240,8 @@ def _batches(loader: DataLoader[Any], timeout_sec: float) -> Iterator[Any]:
 def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None]:
     """Raise ResourceError where the block, which waits for a batch, takes too long or finds that a worker has died.
 
-    After `timeout_sec` the workers are killed. torch's own timeout ends when a worker announces a batch; the batch is
-    then received from a socket of the worker, and a stopped worker would block the loader forever.
+    torch's own timeout ends when a worker announces a batch, which is then received from a socket: a worker that is
+    stopped in between would block the loader forever.
     """
     expired = threading.Event()
 
@@ -303,10 +280,7 @@ def _awaited_worker(loader: DataLoader[Any]) -> str:
 
 
 def _stop_workers(loader: DataLoader[Any]) -> None:
-    """Kill the loader's workers, which have nothing to save, and wait until they are gone, for seconds at most.
-
-    torch would ask them to end, and wait for each one that hangs.
-    """
+    """Kill the loader's workers, and wait for seconds at most. torch would wait for each one that hangs."""
     iterator: Any = loader._iterator
     loader._iterator = None
     if iterator is None:
@@ -321,10 +295,9 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
 
 
 def _ignore_worker_deaths(iterator: Any) -> None:
-    """Keep torch's SIGCHLD handler from raising for the workers of this iterator.
+    """Keep torch's SIGCHLD handler from raising for the workers of this iterator, wherever this process is.
 
-    It raises wherever this process is: in a training step, while an error is handled, or while another worker sends a
-    batch, which then prints a traceback. Without it torch notices a dead worker within five seconds of waiting for it.
+    Without the handler torch notices a dead worker within five seconds of waiting for it.
     """
     iterator._worker_pids_set = False
     signal_handling._remove_worker_pids(id(iterator))
@@ -333,8 +306,7 @@ def _ignore_worker_deaths(iterator: Any) -> None:
 def init_worker(worker_id: int) -> None:
     """A DataLoader's `worker_init_fn`: end with the parent process, and leave `STOP_SIGNALS` to it.
 
-    The parent may need batches until it has saved a checkpoint, and launchers signal whole process groups. A worker
-    that outlives its parent would keep the parent's sockets and output open.
+    Launchers signal whole process groups, and the parent may need batches until it has saved a checkpoint.
     """
     parent = multiprocessing.parent_process()
     if set_parent_death_signal(signal.SIGKILL) and parent is not None and os.getppid() != parent.pid:
@@ -344,10 +316,9 @@ def init_worker(worker_id: int) -> None:
 
 
 def _kill_workers_at_exit() -> None:
-    """Kill all workers when this process exits. Call it after a loader's workers have started.
+    """Kill all workers when this process exits, before torch and multiprocessing would wait for them.
 
-    torch and multiprocessing ask workers to end, or send SIGTERM, and wait. Exit handlers run in reverse order: ours is
-    moved to the end of the list, to run before theirs.
+    Call it after a loader's workers have started: exit handlers run in reverse order.
     """
     atexit.unregister(_kill_all)
     atexit.register(_kill_all)
@@ -361,11 +332,8 @@ def _kill_all() -> None:
 
 
 def _killed_worker_error(error: Exception) -> ResourceError | None:
-    """The error for a worker that was killed, where `error` is a sign of that; None for any other error.
-
-    torch raises a RuntimeError while it waits for a batch. The connection to a worker that dies while it sends a batch
-    is closed.
-    """
+    """The error for a worker that was killed, where `error` is a sign of that; None for any other error."""
+    # torch raises a RuntimeError. The connection to a worker that dies while it sends a batch is closed.
     if not isinstance(error, ConnectionError | EOFError) and "DataLoader worker" not in str(error):
         return None
     return ResourceError(
@@ -389,8 +357,7 @@ def check_shared_memory(held: Sequence[tuple[int, int]], local_ranks: int) -> No
     """Raise ResourceError where the workers of all ranks of this machine need more shared memory than is free.
 
     held: for each loader of a rank, the most images that its workers hold ready, and the bytes of one. The loaders add
-    up: training workers keep their batches during an evaluation. Containers often have 64 MiB, and a worker that finds
-    it full is killed within the run.
+    up, since training workers keep their batches during an evaluation.
     """
     if not SHARED_MEMORY.is_dir():  # not Linux
         return

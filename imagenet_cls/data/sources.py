@@ -1,7 +1,6 @@
 """One image and its target: image files, map-style datasets, and subsets of another source."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,14 +16,7 @@ import torch
 from PIL import Image
 
 from imagenet_cls.data.classes import match_classes
-from imagenet_cls.data.decode import (
-    ChooseBox,
-    decode_region,
-    decode_rgb,
-    decode_upright,
-    exif_orientation,
-    rgb_tensor,
-)
+from imagenet_cls.data.decode import ChooseBox, decode_region, decode_rgb, decode_upright, exif_orientation, rgb_tensor
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
@@ -117,7 +109,7 @@ class FolderSource(ImageSource):
 def describe_sizes(source: ImageSource) -> str | None:
     """The sizes of at most 1,000 evenly spaced files, as number, sum and digest; None if the images are not files.
 
-    Tells other images under the same names. Not of all files, since that takes minutes on a network disk.
+    They tell other images under the same names. Those of all files take minutes on a network disk.
     """
     if not isinstance(source, FolderSource):
         return None
@@ -132,26 +124,18 @@ def describe_sizes(source: ImageSource) -> str | None:
 def exif_warning(source: ImageSource) -> str | None:
     """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that `data.exif` ignores.
 
-    Reads the files for at most a few seconds, in an order in which the first ones are spread, too, and in a thread, so
-    that a disk that hangs does not stop the run here. A file that can't be read is an error only when it is used.
+    Reads the files for at most a few seconds, in an order in which the first ones are spread, too. A file that can't be
+    read is an error only when it is used.
     """
     if not isinstance(source, FolderSource) or source.exif == "apply":
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_ORIENTATIONS)).astype(int)
-    end, found = time.monotonic() + _ORIENTATIONS_SEC, list[int]()
-
-    def examine() -> None:
-        for row in np.random.default_rng(0).permutation(rows).tolist():
-            with suppress(OSError, DataError):
-                data = source.read(row)
-                if time.monotonic() > end:
-                    return
-                found.append(exif_orientation(data))
-
-    examination = threading.Thread(target=examine, daemon=True)
-    examination.start()
-    examination.join(_ORIENTATIONS_SEC)
-    orientations = list(found)
+    end, orientations = time.monotonic() + _ORIENTATIONS_SEC, list[int]()
+    for row in np.random.default_rng(0).permutation(rows).tolist():
+        if time.monotonic() > end:
+            break
+        with suppress(OSError, DataError):
+            orientations.append(exif_orientation(source.read(row)))
     rotated = sum(orientation != 1 for orientation in orientations)
     if rotated == 0 or rotated < 0.05 * len(orientations):
         return None

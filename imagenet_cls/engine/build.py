@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from imagenet_cls.config.schema import Config, EmaConfig, height_width
+from imagenet_cls.data.builtin import BatchLoader
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
-from imagenet_cls.data.loader import BatchLoader, check_shared_memory
+from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, describe_sizes, exif_warning, required_targets
 from imagenet_cls.engine.evaluate import EvaluationParts

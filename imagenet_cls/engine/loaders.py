@@ -6,9 +6,9 @@ from statistics import fmean
 from typing import Any
 
 from imagenet_cls.config.schema import Config, height_width
-from imagenet_cls.data.builtin import SyntheticLoader, synthetic_eval_batches
+from imagenet_cls.data.builtin import BatchLoader, SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.datasets import DataSets
-from imagenet_cls.data.loader import BatchLoader, TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import ImageSource, required_targets
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
