@@ -35,9 +35,8 @@ _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressi
 def decode_rgb(data: bytes) -> torch.Tensor:
     """Decode an image file into uint8 (3, H, W) on the CPU, the pixels of Pillow's `Image.open(...).convert("RGB")`.
 
-    Gray images get three equal channels, also those of 16 bits, which are divided by 256 (Pillow would clip them at
-    255); transparency is dropped; an animation gives its first frame. An EXIF orientation is not applied, as in
-    torchvision's ImageFolder and timm. The memory may be channels-last. Raises DataError with the reason, without the
+    Gray images of 16 bits are divided by 256 (Pillow would clip them at 255); an animation gives its first frame. An
+    EXIF orientation is not applied. The memory may be channels-last. Raises DataError with the reason, without the
     file's name, for broken, truncated and too large images (`MAX_PIXELS`).
     """
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
@@ -58,9 +57,7 @@ def decode_upright(data: bytes) -> torch.Tensor:
 
 
 def exif_orientation(data: bytes) -> int:
-    """The EXIF orientation of an image file, 1 to 8. 1 if it has none, a broken one, or if it is a TIFF file, to which
-    Pillow always applies it.
-    """
+    """The EXIF orientation of an image file, 1 to 8; 1 for a TIFF file, to which Pillow always applies it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -72,19 +69,14 @@ def exif_orientation(data: bytes) -> int:
 
 
 def decode_region(
-    data: bytes,
-    choose: ChooseBox,
-    turbojpeg: TurboJpeg | None,
-    min_px: int | None = None,
-    exif: str = "ignore",
+    data: bytes, choose: ChooseBox, turbojpeg: TurboJpeg | None, min_px: int | None = None, exif: str = "ignore"
 ) -> tuple[torch.Tensor, Box]:
     """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also returns the box.
 
-    choose: called once. turbojpeg: decodes only the region of most JPEGs; then an error elsewhere in the file may not
-    be noticed. None decodes every file whole. Other files, and those with errors or warnings, are decoded whole.
-    min_px: decode JPEGs at the smallest of 1/2, 1/4 and 1/8 of their size at which both sides of the box have at least
-    `min_px` pixels; the returned image and box are of that size. exif: `data.exif`; with `apply`, files to
-    rotate are decoded whole.
+    turbojpeg: decodes only the region of most JPEGs, and may not notice an error elsewhere in the file. Other files,
+    those with errors or warnings, and those that exif (`data.exif`) rotates, are decoded whole. min_px: decode at the
+    smallest of 1/2, 1/4 and 1/8 of the size at which both sides of the box have at least `min_px` pixels; the returned
+    image and box are of that size.
     """
     if exif == "apply" and exif_orientation(data) != 1:
         image = decode_upright(data)
@@ -134,8 +126,7 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
 def _jpeg_header(data: bytes) -> tuple[int, int, int] | None:
     """Height, width and channels of a JPEG that torchvision can decode; None for other files.
 
-    ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. A thumbnail is within an APP
-    segment, which is skipped. Fill bytes, which are rare, are left to Pillow.
+    ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. Fill bytes are left to Pillow.
     """
     if data[:2] != b"\xff\xd8":
         return None

@@ -20,8 +20,7 @@ T = TypeVar("T")
 class Preprocess:
     """Callable: uint8 (B, C, H, W) on any device -> float32 (B, C, H, W) on `device`, (x / 255 - mean) / std.
 
-    mean, std: per channel, of values scaled to 0..1. Computed as (x - 255 mean) * (1 / (255 std)), in place, which
-    differs by rounding only. The transfer is of bytes, and asynchronous from pinned memory.
+    mean, std: per channel, of values scaled to 0..1. Computed as (x - 255 mean) * (1 / (255 std)), in place.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device, channels_last: bool):
@@ -41,8 +40,7 @@ class Preprocess:
 def prefetch_to_device(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
     """Yield the batches. On a GPU, images and targets are copied to it while the previous batch is used.
 
-    The copies run on a separate CUDA stream, asynchronously from pinned memory. On other devices the batches are
-    unchanged, and each is taken from `batches` when it is needed.
+    The copies run on a separate CUDA stream, asynchronously from pinned memory. For other devices nothing is copied.
     """
     if device.type != "cuda":
         yield from batches
@@ -73,8 +71,7 @@ def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "r
 
     images: float (N, C, H, W) on any device, normalized, so that zero is the mean color. boxes: int32 (N, n, 4) of
     `draw_boxes`, and keys: int64 (N,) of the samples, both on the CPU, so that nothing waits for a GPU. mode, as in
-    timm: zeros (`const`), one normal color for each box (`rand`) or for each pixel (`pixel`). The same key gives the
-    same colors on the same device type.
+    timm: zeros (`const`), one normal color for each box (`rand`) or for each pixel (`pixel`).
     """
     assert boxes.device.type == keys.device.type == "cpu" and len(images) == len(boxes) == len(keys)
     generator = torch.Generator(images.device)
@@ -95,11 +92,9 @@ def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "r
 def build_mixing(mix: MixConfig, num_classes: int) -> Mixup | None:
     """timm's mixup and cutmix, which pairs image i with image B - 1 - i; None where neither is on.
 
-    It takes images, float (B, C, H, W) with an even B (`mix_batch` takes any), which are **changed in place**, and
-    targets, int64 (B,); it returns images and float32 targets (B, num_classes) whose rows sum to 1, also where the draw
-    is not to mix. It draws from numpy's default generator, on the host. With mode `batch` nothing waits for a GPU;
-    `pair` and `elem` copy their B ratios to it. Label smoothing is left to the loss (`optim.losses`), with the same
-    result.
+    It takes images, float (B, C, H, W) with an even B, which are **changed in place**, and targets, int64 (B,); it
+    returns images and float32 targets (B, num_classes). It draws from numpy's default generator, on the host. With mode
+    `batch` nothing waits for a GPU. Label smoothing is left to the loss (`optim.losses`), with the same result.
     """
     if not mix.is_on:
         return None
@@ -109,10 +104,7 @@ def build_mixing(mix: MixConfig, num_classes: int) -> Mixup | None:
 
 
 def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Mix a batch of any size. If it is odd, the image in the middle is paired with itself, so it does not change.
-
-    timm's Mixup requires an even size.
-    """
+    """Mix a batch of any size; timm's Mixup requires an even one. An image in the middle is paired with itself."""
     middle, is_odd = divmod(len(images), 2)
     if is_odd:
         images, targets = (torch.cat([batch[: middle + 1], batch[middle:]]) for batch in (images, targets))

@@ -17,8 +17,7 @@ class ExportTransform(nn.Module):
     """`EvalTransform` with the operators of ONNX: uint8 (N, C, H, W) -> whole numbers, float32 (N, C, *crop_px).
 
     Resize and crop are the product with one matrix for each side. As in the kernels for uint8 of torch and Pillow, the
-    width is resized first, and both results are rounded to bytes; those kernels round the weights, too. Pixels are
-    expected to differ by at most `MAX_PIXEL_DIFFERENCE`; `engine.export.compare` checks it.
+    width is resized first, and both results are rounded to bytes; those kernels round the weights, too.
     """
 
     fill: Tensor

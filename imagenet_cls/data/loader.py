@@ -179,7 +179,7 @@ class _BatchDataset(Dataset[Any]):
         self.make_batch = make_batch
 
     def __getitem__(self, keys: list[Any]) -> Any:
-        """The batch for these keys; or the error of its first image that has one, since torch would wrap it if raised."""
+        """The batch for these keys. An error is returned, since torch would wrap one that is raised."""
         worker = get_worker_info()
         with nullcontext() if worker is not None else preserve_rng_state():
             try:

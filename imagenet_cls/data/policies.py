@@ -75,9 +75,7 @@ def build_policy(augment: AugmentConfig, size_px: int, mean: Sequence[float] = I
     mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. As in the reference
     scripts, the policy interpolates as the crop does (`random`: timm draws bilinear or bicubic for each operation,
     torchvision takes bilinear), and timm's translations are at most 0.45 of the side (`timm.data.transforms_factory`).
-    torchvision's policies get Pillow images, as for the published results; that is faster, and only Pillow has bicubic.
-    A user's factory is called as `factory(**policy_kwargs)` for each size; the policy that it returns gets a tensor.
-    Expects a config in which `policy_problems` finds none.
+    torchvision's policies get Pillow images, as for the published results. Expects a config without `policy_problems`.
     """
     name = augment.policy
     if name is None:
@@ -152,8 +150,7 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
 def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
     """All problems of `augment.policy` and `augment.policy_kwargs` that show without data.
 
-    At the end the policy is tried on a few images: an exception is a problem, and so is a result that is not a uint8
-    image of the same size.
+    If there is none, the policy is tried on a few images: it must return uint8 images of the same size.
     """
     name = augment.policy
     if name is None or (":" not in name and augment.policy_kwargs):

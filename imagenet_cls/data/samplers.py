@@ -21,22 +21,17 @@ class EpochSampler(DistributedSampler[SampleKey]):
     is at least N k.
 
     The samples of an epoch are a permutation of the images, with every image `repeats` times in a row, as views 0 to
-    repeats - 1, truncated to `samples_per_epoch`: with repeats, an epoch has as many samples, but of fewer images. The
-    global batch of step s consists of samples s G to (s + 1) G - 1. The incomplete last batch is dropped.
+    repeats - 1, truncated to `samples_per_epoch`. With `balance`, it is a permutation of `balanced_samples`. The global
+    batch of step s consists of samples s G to (s + 1) G - 1. The incomplete last batch is dropped.
 
     Micro-batch m of global device index d consists of every (N k)-th sample of the global batch, from number d k + m
     on. If N k does not divide G, some micro-batches have one sample more than the others. So the images of one forward
-    pass depend on the product N k only: one device with eight micro-batches computes the same forward passes as eight
-    devices with one. The images that SyncBN normalizes together depend on k only. A rank has one device, or several
-    with DataParallel, which splits the batch; then N k must divide G.
-
-    With `balance` above 0, the permutation is one of `balanced_samples`: it has as many samples, and may have an image
-    several times, as different views.
+    pass depend on the product N k only, and the images that SyncBN normalizes together on k only. A rank has one
+    device, or several with DataParallel, which splits the batch; then N k must divide G.
 
     Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. As in RASampler
     of DeiT's `samplers.py` and of torchvision's references, sample p of an epoch is on device p mod N, if k is 1 and N
-    divides G. Its number of samples is that of `repeats_multiple=256`. Unlike torch's DistributedSampler, nothing is
-    padded, the seed is hashed and not added to the epoch, and an epoch can start at any step.
+    divides G. Its number of samples is that of `repeats_multiple=256`.
     """
 
     def __init__(
@@ -115,13 +110,10 @@ class EpochSampler(DistributedSampler[SampleKey]):
 
 
 class MicroBatchSampler(Sampler[list[SampleKey]]):
-    """The samples of an `EpochSampler`, one list per micro-batch: of its epoch, and of those that follow.
-
-    torch's BatchSampler has a fixed batch size.
-    """
+    """The samples of an `EpochSampler`, one list per micro-batch: of its epoch, and of those that follow."""
 
     def __init__(self, sampler: EpochSampler, num_epochs: int = 0):
-        """num_epochs: of the run. From the last one on, an iteration ends with its epoch."""
+        """num_epochs: of the run; an iteration ends with the last one. 0: it ends with its epoch."""
         self.sampler = sampler
         self.num_epochs = num_epochs
 
@@ -138,10 +130,7 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
 
 
 def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> int:
-    """Samples of an epoch, repeats included: the number of images, rounded down to a multiple of `repeats_multiple`.
-
-    Raises DataError if that is 0.
-    """
+    """Samples of an epoch: the number of images, rounded down to a multiple of `repeats_multiple`, else DataError."""
     if repeats_multiple is None:
         return num_images
     if num_images < repeats_multiple:
@@ -154,8 +143,8 @@ def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> i
 def class_quotas(counts: np.ndarray, balance: float, num_samples: int) -> np.ndarray:
     """The samples of each class in an epoch, int64 (classes,), `num_samples` together.
 
-    Proportional to n^(1 - balance), where n is the number of images, and rounded by the largest remainder. balance: 0
-    is as in the data, 1 is the same number for every class that has images. counts: n of each class.
+    Proportional to n^(1 - balance), where n is the number of images, and rounded by the largest remainder. counts: n of
+    each class.
     """
     shares = np.where(counts > 0, np.maximum(counts, 1.0) ** (1 - balance), 0)
     exact = np.round(num_samples * shares / shares.sum(), 6)  # the last bits may differ between processors
@@ -170,8 +159,8 @@ def balanced_samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The samples of an epoch, class by class: (images, occurrences), each int64 (samples,).
 
-    Of a class with n images and quota q, each image has floor(q / n) samples. The others are those that come first in a
-    permutation with the key (seed, epoch, class). occurrences: which sample of its image in this epoch it is, from 0.
+    Of a class with n images and quota q, each image has floor(q / n) samples; the others come first in a permutation
+    with the key (seed, epoch, class). occurrences: which sample of its image in this epoch it is, from 0.
     """
     samples, occurrences = [], []
     for number, (images, quota) in enumerate(zip(images_by_class, quotas, strict=True)):

@@ -5,7 +5,7 @@ A hash depends on the name alone, so the choice is the same on every machine, an
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -32,40 +32,37 @@ def split_by_config(data: DataConfig, names: Names, targets: np.ndarray) -> tupl
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 
 
-def name_hashes(names: Iterable[bytes], count: int) -> np.ndarray:
-    """The BLAKE2b hash of each name in 64 bits: uint64 (count,)."""
+def name_hashes(names: Names) -> np.ndarray:
+    """The BLAKE2b hash of each name in 64 bits: uint64 (N,)."""
     hashes = (int.from_bytes(blake2b(name, digest_size=8).digest(), "little") for name in names)
-    return np.fromiter(hashes, np.uint64, count)
+    return np.fromiter(hashes, np.uint64, len(names))
 
 
 def fold_mask(names: Names, fold: Sequence[int]) -> np.ndarray:
-    """Which images are of fold i of k, where fold is [i, k]: bool (N,). Those whose hash modulo k is i.
-
-    Each image is of one fold, and files that are added move no other image.
-    """
+    """Which images are of fold i of k, where fold is [i, k]: bool (N,). Those whose hash modulo k is i."""
     number, folds = fold
-    mask: np.ndarray = name_hashes(names, len(names)) % np.uint64(folds) == np.uint64(number)
+    mask: np.ndarray = name_hashes(names) % np.uint64(folds) == np.uint64(number)
     return mask
 
 
 def held_out_mask(
     names: Names, targets: np.ndarray, fraction: float, groups: Sequence[bytes] | None = None
 ) -> np.ndarray:
-    """Which images are held out for validation: bool (N,). A pure function of the arguments.
+    """Which images are held out for validation: bool (N,).
 
     Of each class with n images, those round(n * fraction) (half to even) with the smallest hash of their name; at least
     one, and not all, where the class has two or more images. A single image stays in training.
 
-    groups: the group of each image. Then the same for groups instead of images: they are held out until the number of
-    their images is nearest to the fraction; class by class if no group has images of several classes, else of all.
+    groups: of each image. Then groups are held out instead of images, until the number of their images is nearest to
+    the fraction; class by class if no group has images of several classes, else of all.
     """
     if groups is None:
-        return _smallest_hashes(name_hashes(names, len(names)), targets, np.ones(len(names), np.int64), fraction)
+        return _smallest_hashes(name_hashes(names), targets, np.ones(len(names), np.int64), fraction)
     unique, first, group_of = np.unique(np.array(groups), return_index=True, return_inverse=True)
     classes = targets[first]
     if (classes[group_of] != targets).any():
         classes = np.zeros_like(classes)
-    hashes = name_hashes(unique.tolist(), len(unique))
+    hashes = name_hashes(unique)
     held_out: np.ndarray = _smallest_hashes(hashes, classes, np.bincount(group_of), fraction)[group_of]
     return held_out
 
@@ -86,7 +83,7 @@ def fraction_rows(names: Names, targets: np.ndarray, fraction: float) -> np.ndar
 
     The images with the smallest hashes, so that a smaller share is part of a larger one.
     """
-    by_class = _by_class(name_hashes(names, len(names)), targets)
+    by_class = _by_class(name_hashes(names), targets)
     return np.sort(np.concatenate([rows[: max(round(len(rows) * fraction), 1)] for rows in by_class]))
 
 

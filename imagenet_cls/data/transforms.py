@@ -38,8 +38,8 @@ BOX_ATTEMPTS = 10
 def size_px_at(augment: AugmentConfig, epoch: int) -> Size:
     """Size of the training images of epoch `epoch` (from 0): `augment.size_px`, or with progressive resizing a side.
 
-    Linear between the points of `augment.progressive`, constant before the first and after the last, rounded to a
-    multiple of `multiple_px`, halves to the even multiple: `round(interp(epoch) / 32) * 32` of FFCV's `rn50_train.py`.
+    Interpolated between the points of `augment.progressive` and rounded to a multiple of `multiple_px`, halves to the
+    even multiple, as in FFCV's `rn50_train.py`.
     """
     points = augment.progressive
     return augment.size_px if points.epochs is None else int(_sides_at(points, np.array([epoch]))[0])
@@ -75,12 +75,10 @@ class TrainTransform:
     or 1 if `mean` has one number: gray.
 
     Order: crop and resize as `augment.crop` says, horizontal flip, vertical flip, policy, color jitter, grayscale, as
-    in torchvision and timm. (timm omits color jitter beside most policies.) The draws are those of torchvision's v2, in
-    the same order, from torch's default CPU generator; `interpolation: random` draws just before the resize. A
-    transform with probability 0 draws nothing. Resizing is always antialiased, as Pillow's is.
+    in torchvision and timm (which omits color jitter beside most policies). The draws are those of torchvision's v2, in
+    the same order, from torch's default CPU generator. Resizing is antialiased.
 
-    With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first gets no other
-    transform.
+    With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first has no other transform.
     """
 
     def __init__(self, augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
@@ -98,10 +96,9 @@ class TrainTransform:
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
 
     def __call__(self, image: torch.Tensor, epoch: int, keys: Sequence[int], crop: Box | None = None) -> list[View]:
-        """`splits` views, with the boxes to erase in each. keys: one for each view. crop: None to draw it.
+        """`splits` views, with the boxes to erase in each but the first of several. crop: None to draw it.
 
-        The caller has seeded the default generators with the first key; they are seeded with each further key before
-        its view. The boxes of a view are drawn last. The first of several views has none.
+        keys: one for each view. The caller has seeded the default generators with the first one.
         """
         assert len(keys) == self.splits, (keys, self.splits)
         erasing = self.augment.erasing
@@ -122,9 +119,7 @@ class TrainTransform:
         return views
 
     def crop_and_flip(self, image: torch.Tensor, epoch: int, crop: Box | None = None) -> torch.Tensor:
-        """uint8 (3, H, W) -> uint8 (C, *size). Draws, in this order, the crop unless it is given, the interpolation,
-        the crop of the padded image, and the flips.
-        """
+        """uint8 (3, H, W) -> uint8 (C, *size)"""
         augment, size = self.augment, height_width(size_px_at(self.augment, epoch))
         top, left, height, width = crop or self.draw_crop(*image.shape[1:])
         interpolation: str = augment.interpolation
@@ -143,7 +138,7 @@ class TrainTransform:
     def draw_crop(self, height: int, width: int) -> Box:
         """A random crop, from the draws of `v2.RandomResizedCrop`, in less time; else the whole image, without draws.
 
-        If ten crops do not fit, it is the largest centered crop whose ratio is within the bounds, and at least a pixel.
+        If ten crops do not fit, it is the largest centered crop with a ratio within the bounds.
         """
         if self.augment.crop != "random_resized":
             return Box(0, 0, height, width)
@@ -193,17 +188,15 @@ def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Te
 
 
 def draw_bernoulli(prob: float) -> bool:
-    """True with this probability, drawn as torchvision's v2 does; nothing is drawn for 0."""
+    """True with this probability, drawn as by torchvision's v2; nothing is drawn for 0."""
     return prob > 0 and torch.rand(1).item() < prob
 
 
 def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
     """Boxes for one image: int32 (max_count, 4) of top, left, height, width in pixels; zeros where none.
 
-    The draws are those of timm's RandomErasing, in its order, from `random`'s default generator: whether at all; how
-    many, where max_count allows more than one; for each box its area (share / how many), the logarithm of height /
-    width, top and left. Zhong et al., "Random Erasing Data Augmentation", 2017, algorithm 1, which draws the ratio
-    itself uniformly and not its logarithm.
+    The draws are those of timm's RandomErasing, in its order, from `random`'s default generator. Zhong et al., "Random
+    Erasing Data Augmentation", 2017, algorithm 1, which draws the aspect ratio uniformly and not its logarithm.
     """
     boxes = torch.zeros(erasing.max_count, 4, dtype=torch.int32)
     if random.random() > erasing.prob:
@@ -227,9 +220,8 @@ class EvalTransform:
     """Resize as `eval.mode` says, then crop the center: uint8 (3, H, W) -> uint8 (C, *crop_px).
 
     The short side, with `squash` both sides, and with `pad` the long side becomes resize_px, or floor(crop_px /
-    crop_pct), as in timm's `transforms_imagenet_eval`. Where that is [height, width], the image just covers both; with
-    `squash` it is both, and with `pad` it fits into both. mean: per channel, of values scaled to 0..1; the fill of
-    `pad`. C: 3, or 1 if it has one number: gray.
+    crop_pct), as in timm's `transforms_imagenet_eval`. For [height, width] the image just covers both, with `pad` it
+    fits into both. mean: per channel, of values scaled to 0..1; the fill of `pad`. C: 3, or 1 if it has one number.
     """
 
     def __init__(self, config: EvalConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):

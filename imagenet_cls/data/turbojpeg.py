@@ -1,8 +1,6 @@
 """Decoding a region of a JPEG with libjpeg-turbo 3's TurboJPEG library, by ctypes.
 
-torchvision and Pillow decode a whole image, of which a random crop needs less than half on average.
-`tj3SetCroppingRegion` (libjpeg-turbo 3.0 and later) decodes only the rows and the blocks of a region, to the same
-pixels.
+`tj3SetCroppingRegion` decodes only the rows and the blocks of a region, to the same pixels as the whole image.
 """
 
 import contextlib
@@ -10,7 +8,6 @@ import ctypes
 import functools
 import os
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -75,11 +72,8 @@ class TurboJpeg:
         """Decode a JPEG into uint8 (3, height / divisor, width / divisor), rounded up, channels-last.
 
         height, width: of its header. divisor: 1, 2, 4 or 8 (DCT scaling). box: in the resulting image; only the pixels
-        in it are defined.
-
-        Returns None for files with errors or warnings, and for formats whose pixels were not tested to be the same: the
-        caller then decodes the whole image. Each call creates a handle, because a handle keeps tables and errors of
-        earlier files.
+        in it are defined. Returns None for files with errors or warnings, and for formats whose pixels were not tested
+        to be the same. Each call creates a handle, because a handle keeps tables and errors of earlier files.
         """
         handle = self._open(_INIT_DECOMPRESS)
         if not handle:
@@ -121,15 +115,15 @@ def _declare(function: Any, *argument_types: type) -> Any:
 @functools.cache
 def find_turbojpeg() -> TurboJpeg | None:
     """The library that `IMAGENET_CLS_TURBOJPEG` names, the system's, or the wheel's; None without libjpeg-turbo 3."""
-    for path in filter(None, [os.environ.get(LIBRARY_VARIABLE), *_NAMES, _path_in_wheel()]):
+    for path in filter(None, [os.environ.get(LIBRARY_VARIABLE), *_NAMES, *_paths_in_wheel()]):
         with contextlib.suppress(OSError, AttributeError):
             return TurboJpeg(path)
     return None
 
 
-def _path_in_wheel() -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        for file in metadata.files("turbojpeg") or ():
-            if Path(file).name.startswith("libturbojpeg"):
-                return str(file.locate())
-    return None
+def _paths_in_wheel() -> list[str]:
+    try:
+        files = metadata.files("turbojpeg") or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [str(file.locate()) for file in files if file.name.startswith("libturbojpeg")]
