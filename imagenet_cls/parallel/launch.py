@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -61,7 +61,8 @@ def configure_agent(
     A fixed number of machines uses the static rendezvous. Agents that may restart ranks use c10d; any machine may then
     get rank 0, so the run folder must be on a shared disk. So does a single machine without a given port.
 
-    Raises UsageError for options that contradict each other, ResourceError for a rendezvous file of an earlier run.
+    Raises UsageError for options that contradict each other or a wrong `PET_RDZV_CONF`, ResourceError for a rendezvous
+    file of an earlier run.
     """
     first, _, last = nodes.partition(":")
     min_nodes, max_nodes = int(first), int(last or first)
@@ -78,12 +79,29 @@ def configure_agent(
         run_id="imagenet-cls",
         rdzv_backend="static" if static else "c10d",
         rdzv_endpoint=str(rendezvous),
-        rdzv_configs={"rank": node_rank, "timeout": math.ceil(timeout_sec)} if static else {},
+        rdzv_configs={"rank": node_rank, "timeout": math.ceil(timeout_sec)} if static else elastic_options(os.environ),
         local_addr=None if static else address_towards(rendezvous.host),
         # No signal is left to the agent, whose handler raises for each one, also during the clean-up.
         signals_to_handle="",
         shutdown_timeout=_STOP_TIMEOUT_SEC,
     )
+
+
+def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
+    """The options of the c10d rendezvous in `PET_RDZV_CONF`: seconds by name, as of torchrun's `--rdzv-conf`.
+
+    Raises UsageError.
+    """
+    options = {}
+    for item in filter(None, env.get("PET_RDZV_CONF", "").split(",")):
+        name, _, value = item.partition("=")
+        if not (value.isdecimal() and int(value) > 0):
+            example = "last_call_timeout=10,join_timeout=600"
+            raise UsageError(
+                f"PET_RDZV_CONF: {item!r} is not a number of seconds.\nSet it as in {example}, or unset it."
+            )
+        options[name] = int(value)
+    return options
 
 
 def check_node_options(nodes: str, node_rank: int, max_nodes: int, restarts: bool, init_method: str) -> None:

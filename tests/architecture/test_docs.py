@@ -19,7 +19,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "tests" / "README.md"]
 PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()]
 # Options of other programs, and files that the reader creates.
-FOREIGN_OPTIONS = {"--nproc-per-node", "--nnodes", "--bind-to", "--local-rank", "--shm-size", "--signal", "--time"}
+FOREIGN_OPTIONS = {
+    "--nproc-per-node",
+    "--nnodes",
+    "--bind-to",
+    "--local-rank",
+    "--rdzv-conf",
+    "--shm-size",
+    "--signal",
+    "--time",
+}
 FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation"}  # of tests/configs/golden.py, of pip
 FOREIGN_OPTIONS |= {f"--{name}" for name in ("job-name", "ntasks-per-node", "gpus-per-node", "cpus-per-task")}  # SLURM
 FOREIGN_OPTIONS |= {"--repo-type", "--local-dir"}  # of the Hugging Face Hub's client

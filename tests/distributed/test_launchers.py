@@ -215,6 +215,7 @@ def test_elastic_job_restarts_and_resumes(one_rank: Path, digits: Path, tmp_path
     folder, port = tmp_path / "run", free_port()
     config, *rest = words_for(digits, folder)
     env = {"NNODES": "1:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MAX_RESTARTS": "1"}
+    env["PET_RDZV_CONF"] = "last_call_timeout=5"
     command: Command = (["bash", DIST_TRAIN, config, "1", *rest], env)
     killed: list[int] = []
 
@@ -243,7 +244,8 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
     folder, port, agents = tmp_path / "run", free_port(), []
     paused = f"{{dropout: 0.0, pause_sec: 2.0, pause_until: {tmp_path}/hurry}}"  # imports of the third may take long
     config, *rest = arguments(digits, folder, "noisy", **common, model__kwargs=paused)
-    env = environment(NNODES="2:3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, MAX_RESTARTS="1")
+    agent = {"NNODES": "2:3", "MAX_RESTARTS": "1", "PET_RDZV_CONF": "last_call_timeout=5"}
+    env = environment(**agent, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
     def start_agent() -> subprocess.Popen[bytes]:
         return subprocess.Popen(["bash", DIST_TRAIN, config, "1", *rest, "--resume"], env=env, cwd=REPOSITORY)

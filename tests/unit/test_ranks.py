@@ -93,6 +93,16 @@ def test_rendezvous_file_that_ranks_can_not_use_is_an_error(tmp_path: Path) -> N
         endpoint(max_restarts=1, init_method=f"file://{tmp_path / 'new'}")
 
 
+def test_elastic_job_uses_the_seconds_in_pet_rdzv_conf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=7,join_timeout=90")
+    config = configure_agent(1, "1:2", 0, "host0", None, 0, "env://", 30.0)
+    assert config.rdzv_configs.items() >= {"last_call_timeout": 7, "join_timeout": 90}.items()
+    for wrong in ("join_timeout=soon", "join_timeout=0", "join_timeout"):
+        monkeypatch.setenv("PET_RDZV_CONF", wrong)
+        with pytest.raises(UsageError, match="PET_RDZV_CONF"):
+            endpoint("1:2")
+
+
 # Prints at the exit, and if the interpreter is finalized.
 PROGRAM = """
 import atexit, concurrent.futures, sys
