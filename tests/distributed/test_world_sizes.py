@@ -135,15 +135,23 @@ class Nested(nn.Module):
         self.compute = metric.compute
 
 
-def persistent_states_of_torchmetrics_are_summed_once(group: Group) -> None:
-    from torchmetrics import SumMetric
+def metrics_of_torchmetrics_are_not_summed(group: Group) -> None:
+    """Neither a state that is in `state_dict()`, here a list, nor the weights of a model that a metric contains."""
+    from torchmetrics import CatMetric
+
+    class Total(CatMetric):
+        def compute(self) -> torch.Tensor:
+            return super().compute().sum()
 
     for nested in (False, True):
-        metric = SumMetric()
+        metric = Total()
         metric.persistent(True)
+        metric.model = nn.Linear(1, 1)
+        weight = metric.model.weight.item()
         metric.update(torch.tensor(group.rank + 1.0))
         expected = sum(range(group.world_size + 1))
-        assert compute_metrics({"a:sum": Nested(metric) if nested else metric}, group) == {"sum": expected}
+        assert compute_metrics({"a:total": Nested(metric) if nested else metric}, group) == {"total": expected}
+        assert metric.model.weight.item() == weight
 
 
 def counts_of_each_rank_alone_end_the_run(group: Group) -> None:
@@ -208,7 +216,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
             if size > 1:
                 starting_weights(group)
                 counts_of_each_rank_alone_end_the_run(group)
-                persistent_states_of_torchmetrics_are_summed_once(group)
+                metrics_of_torchmetrics_are_not_summed(group)
                 synchronized_statistics_stay(group)
                 destroy_group(group)
 
