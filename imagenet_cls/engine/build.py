@@ -1,7 +1,6 @@
 """Build the components of a run (model, optimizer, schedule, loaders and others) from its config."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -10,14 +9,14 @@ from torch import nn
 from imagenet_cls.config.schema import Config, EmaConfig, height_width
 from imagenet_cls.data.builtin import BatchLoader
 from imagenet_cls.data.datasets import DataSets, open_datasets
-from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
+from imagenet_cls.data.device import TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, describe_sizes, exif_warning, required_targets
-from imagenet_cls.engine.evaluate import EvaluationParts
+from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.labels import evaluation_labels
-from imagenet_cls.engine.loaders import build_train_loader, build_val_batches, prefetched_images
-from imagenet_cls.engine.metrics import build_metrics
+from imagenet_cls.engine.loaders import build_train_loader, prefetched_images
+from imagenet_cls.engine.metrics import Metrics, build_metrics
 from imagenet_cls.engine.model import (
     build_distillation_teacher,
     build_training_model,
@@ -71,7 +70,8 @@ class TrainingParts:
     updater: Updater
     batch_norm_statistics: BatchNormStatistics
     train_loader: BatchLoader
-    evaluation: EvaluationParts
+    evaluation: Evaluation
+    metrics: dict[str, Metrics]
 
 
 def data_parallel_devices(config: Config) -> Devices:
@@ -120,6 +120,8 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     )
     messages += model_messages
     mean, std = choose_mean_std(config, model)
+    labels = evaluation_labels(config.eval, data.val, data.classes)
+    evaluation = Evaluation(config, data.val, group, devices, mean, std, labels)
     teacher = build_distillation_teacher(config, num_classes, data.classes, group, (mean, std))
     wrapped = wrap_data_parallel(wrap_model(model, group, config.parallel.mode), devices)
     check_same_weights(model, group)
@@ -131,13 +133,12 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     head = head_names(model, num_classes)
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer, head))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    preprocess = Preprocess(mean, std, device, train.channels_last)
     train_loader = build_train_loader(config, data.train, plan, group, mean)
 
     def warm_up_ddp() -> None:
         image_shape, splits = (config.data.channels, *height_width(config.augment.size_px)), config.augment.splits
         size = train_loader.sampler.micro_batch_sizes[0]  # torch.compile compiles again for another size
-        images = preprocess(torch.zeros(size * splits, *image_shape, dtype=torch.uint8))
+        images = evaluation.preprocess(torch.zeros(size * splits, *image_shape, dtype=torch.uint8))
         targets = torch.zeros(size, dtype=torch.int64, device=device)
         with autocast(device, dtype):
             loss = criterion(wrapped(images), targets, images)
@@ -156,7 +157,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         wrapped=wrapped,
         ema=ema,
         preprocess=TrainPreprocess(
-            preprocess,
+            evaluation.preprocess,
             config.augment.erasing,
             build_mixing(config.mix, num_classes),
             config.seed,
@@ -173,19 +174,8 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         updater=Updater(model, optimizer, train, scaler, head),
         batch_norm_statistics=BatchNormStatistics(model, group),
         train_loader=train_loader,
-        evaluation=EvaluationParts(
-            batches=partial(build_val_batches, config, data.val, group, len(devices.all), mean),
-            wrap_model=partial(wrap_data_parallel, devices=devices),
-            num_images=len(data.val),
-            preprocess=preprocess,
-            autocast_dtype=dtype,
-            mean=mean,
-            std=std,
-            labels=evaluation_labels(config.eval, data.val, data.classes),
-            metrics=build_metrics(
-                config.eval.metrics, num_classes, ["raw"] if ema.module is None else ["raw", "ema"], group
-            ),
-        ),
+        evaluation=evaluation,
+        metrics=build_metrics(config.eval.metrics, num_classes, ["raw", "ema"][: 1 + (ema.module is not None)], group),
     )
 
 

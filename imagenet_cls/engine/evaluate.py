@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -16,37 +16,50 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from imagenet_cls.checkpoint.format import METRICS, score
-from imagenet_cls.config.schema import EarlyStopConfig
+from imagenet_cls.config.schema import Config, EarlyStopConfig
 from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.labels import EvaluationLabels
+from imagenet_cls.engine.loaders import Batch, build_val_batches
 from imagenet_cls.engine.metrics import Metrics, compute_metrics
-from imagenet_cls.engine.step import autocast
+from imagenet_cls.engine.step import autocast, choose_precision
 from imagenet_cls.parallel.collectives import all_reduce_sum
+from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.wrap import wrap_data_parallel
 
-Batch = tuple[Tensor, Tensor, Tensor]
-"""uint8 images (B, 3, S, S), targets (B,), indices of the images (B,)."""
 Outputs = tuple[dict[str, Tensor], Tensor, Tensor]
 """fp32 logits (B, classes) of each model, targets (B,), indices (B,)."""
 
 
-@dataclass
-class EvaluationParts:
-    """What an evaluation needs besides the models.
+class Evaluation:
+    """What an evaluation of the images of `source` needs besides the models. devices: of this rank."""
 
-    batches: a new iterator over this rank's shard at each call. wrap_model: returns the module to call for a
-    model: DataParallel on several GPUs of one process, else the model itself. metrics: see `build_metrics`.
-    """
+    def __init__(
+        self,
+        config: Config,
+        source: ImageSource,
+        group: Group,
+        devices: Devices,
+        mean: list[float],
+        std: list[float],
+        labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
+    ):
+        self.mean, self.std, self.labels, self.num_images = mean, std, labels, len(source)
+        self.preprocess = Preprocess(mean, std, group.device, config.train.channels_last)
+        self.autocast_dtype = choose_precision(config.train.precision, group.device)
+        self.batches = partial(build_val_batches, config, source, group, len(devices.all), mean)
+        self.devices, self.flip = devices, config.eval.flip_tta
 
-    batches: Callable[[], Iterable[Batch]]
-    wrap_model: Callable[[nn.Module], nn.Module]
-    num_images: int
-    preprocess: Preprocess
-    autocast_dtype: torch.dtype | None
-    mean: list[float]
-    std: list[float]
-    labels: EvaluationLabels
-    metrics: dict[str, Metrics]
+    def outputs(
+        self, models: Mapping[str, nn.Module], batches: Iterable[Batch] | None = None, pad_to: int | None = None
+    ) -> Iterator[Outputs]:
+        """`model_outputs` of models on the device. batches: by default those of this rank's shard."""
+        wrapped = {name: wrap_data_parallel(model, self.devices) for name, model in models.items()}
+        batches, device = self.batches() if batches is None else batches, self.devices.all[0]
+        return model_outputs(
+            wrapped, batches, self.preprocess, device, self.autocast_dtype, self.flip, pad_to, self.labels
+        )
 
 
 @torch.no_grad()
@@ -103,10 +116,10 @@ def evaluate(
     names: of the models. num_classes: their outputs. metrics: user-defined ones, for each model.
 
     Returns for each: top1_pct; top5_pct (top-k with k = number of classes where there are fewer than five); loss (mean
-    cross-entropy without smoothing); balanced_accuracy_pct (mean recall of the classes that have images); images (how
-    many were counted); seconds (for all models together). With ReaL labels also real_images, the number of images that
-    have such labels, and real_pct, the share of these whose prediction is one of them. The values of user-defined
-    metrics follow.
+    cross-entropy without smoothing); balanced_accuracy_pct (mean recall of the classes that have images); images;
+    seconds (for all models together); with ReaL labels real_images, the number of images that have such labels, and
+    real_pct, the share of these whose prediction is one of them; the values of user-defined metrics; `200 of 1000`
+    classes, where others are ignored.
     """
     started = time.perf_counter()
     metrics = metrics or {name: {} for name in names}
@@ -156,6 +169,8 @@ def evaluate(
         if labels.real is not None:
             results[name] |= {"real_pct": 100 * real_hits / real_images, "real_images": int(real_images)}
         results[name] |= compute_metrics(metrics[name], group)
+        if labels.present is not None:
+            results[name]["classes"] = f"{len(labels.present)} of {num_classes}"
     return results
 
 

@@ -1,7 +1,6 @@
 """Evaluates any weights on a config's validation images."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,14 @@ from imagenet_cls.data.archives import find_archives
 from imagenet_cls.data.classes import is_numbered, join_names
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.sources import ImageSource, with_classes
-from imagenet_cls.engine.evaluate import Outputs, evaluate
+from imagenet_cls.engine.build import rank_devices
+from imagenet_cls.engine.evaluate import Evaluation, Outputs, evaluate
 from imagenet_cls.engine.evaluation_report import MeasuredSource, record_rows, write_report
 from imagenet_cls.engine.labels import evaluation_labels
 from imagenet_cls.engine.metrics import build_metrics
 from imagenet_cls.engine.model import class_difference
 from imagenet_cls.engine.predictor import top_classes
-from imagenet_cls.engine.trained import (
-    EVALUATION_KEYS,
-    choose_weights,
-    load_on_all_ranks,
-    prepare_models,
-    trained_outputs,
-)
+from imagenet_cls.engine.trained import EVALUATION_KEYS, choose_weights, load_on_all_ranks, prepare_models
 from imagenet_cls.errors import DataError, format_value
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_classes
 from imagenet_cls.parallel.collectives import gather_to_main
@@ -41,11 +35,11 @@ def evaluate_weights(
     report: Path | None = None,
     weights: str | None = None,
 ) -> tuple[list[str], dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Evaluate weights on the config's validation images; every image counts exactly once. A collective.
+    """Evaluate weights on the config's validation images. A collective.
 
     checkpoint: a checkpoint or run folder, foreign weights, or None for the weights that the config names.
-    allow_import: what a checkpoint may import beyond what the config names. report: a folder for the report, which rank
-    0 writes. weights: `raw` or `ema`, to evaluate only these.
+    allow_import: what a checkpoint may import beyond what the config names. report: the folder of the report. weights:
+    `raw` or `ema`, to evaluate only these.
 
     Returns messages about the weights, the metrics of `evaluate`, and with keep_predictions on rank 0 one row for each
     image: image, target, top-5 classes and probabilities. Rows and report are of the weights of `choose_weights`.
@@ -54,10 +48,8 @@ def evaluate_weights(
     data = open_datasets(config.data, ("val",), subset)
     assert data.val is not None
     classes = classes_of_outputs(config, data.classes)
-    trained, messages = load_on_all_ranks(config, checkpoint, classes, group, allow_import)
+    trained, messages = load_on_all_ranks(config, checkpoint, classes, group, allow_import, weights)
     chosen = choose_weights(trained, weights)
-    if weights is not None:
-        trained = replace(trained, models={weights: trained.models[weights]})
     classes = trained.classes or classes
     is_by_position = is_numbered(data.classes, classes) and not has_training_part(config.data)
     if classes != data.classes and not (subset or is_by_position):
@@ -73,8 +65,8 @@ def evaluate_weights(
     labels = evaluation_labels(config.eval, val, classes)
     messages += prepare_models(trained, config, group)
     source = val if report is None else MeasuredSource(val)
-    outputs = trained_outputs(trained, trained.models, source, config, group, labels)
-    names = list(trained.models)
+    evaluation = Evaluation(config, source, group, rank_devices(config, group), trained.mean, trained.std, labels)
+    outputs, names = evaluation.outputs(trained.models), list(trained.models)
     rows: list[dict[str, Any]] = []
     if keep_predictions:
         outputs = record_predictions(outputs, chosen, val, classes, rows)
@@ -83,12 +75,9 @@ def evaluate_weights(
         outputs = record_rows(outputs, chosen, source.sizes, parts)
     user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, group)
     metrics = evaluate(outputs, names, group, trained.num_classes, labels, user_metrics)
-    if shown := labels.describe(trained.num_classes):
-        metrics = {name: result | {"classes": shown} for name, result in metrics.items()}
     if report is not None and (gathered := gather_to_main(parts, group)):
-        settings = {key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS}
         about = {"model": trained.config.model.name, "weights": chosen, "messages": messages, "metrics": metrics}
-        about["settings"] = settings
+        about["settings"] = {key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS}
         write_report(report, np.concatenate(gathered), val, labels.present, about)
     return messages, metrics, sorted(gather_to_main(rows, group), key=lambda row: row["index"])
 

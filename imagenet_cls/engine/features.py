@@ -3,7 +3,6 @@ images."""
 
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,14 +13,10 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.engine.build import rank_devices
+from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.evaluate_weights import has_training_part
-from imagenet_cls.engine.trained import (
-    TrainedModels,
-    choose_weights,
-    load_on_all_ranks,
-    prepare_models,
-    trained_outputs,
-)
+from imagenet_cls.engine.trained import TrainedModels, load_on_all_ranks, prepare_models
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.collectives import gather_shards
@@ -55,9 +50,9 @@ def evaluate_features(
     assert data.train is not None and data.val is not None
     if neighbors is not None and neighbors > len(data.train):
         raise UsageError(f"--knn {neighbors}: there are {len(data.train)} training images.\nGive at most as many.")
-    trained, messages = load_on_all_ranks(config, checkpoint, data.classes, group, allow_import, ignore_head=True)
-    if weights is not None:
-        trained = replace(trained, models={weights: trained.models[choose_weights(trained, weights)]})
+    trained, messages = load_on_all_ranks(
+        config, checkpoint, data.classes, group, allow_import, weights, ignore_head=True
+    )
     messages += [*filter(None, [data.note]), *prepare_models(trained, config, group)]
     models = {name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()}
     train, train_targets = compute_features(config, trained, models, data.train, group)
@@ -88,7 +83,8 @@ def compute_features(
     num_rows = len(shard_for_eval(len(source), group.rank, group.world_size))
     shard: dict[str, Tensor] = {}
     row = 0
-    for features, targets, indices in trained_outputs(trained, models, source, config, group):
+    evaluation = Evaluation(config, source, group, rank_devices(config, group), trained.mean, trained.std)
+    for features, targets, indices in evaluation.outputs(models):
         for name, rows in {**features, "targets": targets, "indices": indices}.items():
             if name not in shard:
                 shard[name] = torch.empty(num_rows, *rows.shape[1:], dtype=rows.dtype)

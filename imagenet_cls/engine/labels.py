@@ -37,10 +37,6 @@ class EvaluationLabels:
         absent[self.present.to(logits.device)] = False
         return logits.masked_fill(absent, -torch.inf)
 
-    def describe(self, num_outputs: int) -> str:
-        """How many classes are present, such as `200 of 1000`; "" where all count."""
-        return "" if self.present is None else f"{len(self.present)} of {num_outputs}"
-
 
 def evaluation_labels(config: EvalConfig, source: ImageSource, classes: Sequence[str]) -> EvaluationLabels:
     """The labels of an evaluation. source: the validation images. Raises DataError."""

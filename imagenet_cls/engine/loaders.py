@@ -5,6 +5,8 @@ from math import prod
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
 from imagenet_cls.config.schema import Config, height_width
 from imagenet_cls.data.builtin import BatchLoader, SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.datasets import DataSets
@@ -13,10 +15,12 @@ from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import ImageSource, required_targets
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.data.turbojpeg import find_turbojpeg
-from imagenet_cls.engine.evaluate import Batch
 from imagenet_cls.engine.plan import Plan
 from imagenet_cls.parallel.environment import cpus_per_rank
 from imagenet_cls.parallel.process_group import Group
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""uint8 images (B, 3, S, S), targets (B,), indices of the images (B,)."""
 
 _MAX_WORKERS = 16
 _MIN_CPUS_TO_RESERVE = 4  # with at least this many CPUs, a rank reserves one for the process that trains

@@ -50,8 +50,8 @@ class OnnxPredictor(Predictor):
             parts = {"eval": values["eval"], "data": {"exif": values["exif"]}, "optimizer": {"lr": 1.0}}
             config = config_from_state({"config": parts}, file)
             classes, (mean, std) = tuple(map(str, values["classes"])), mean_std({"preprocessing": values})
-            trained = TrainedModels({}, config, len(classes), classes, mean, std, origin=str(file))
-            self._set_up(file, trained, values["weights"], model, torch.device("cpu"))
+            trained = TrainedModels({}, config, len(classes), classes, mean, std, origin=str(file), path=file)
+            self._set_up(trained, values["weights"], model, torch.device("cpu"))
             self.in_graph = str(values["preprocess"])
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:

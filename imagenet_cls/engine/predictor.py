@@ -56,12 +56,13 @@ class Predictor:
         if folder.is_file() and (folder.parent / "manifest.json").is_file():
             weights = weights or {"model.safetensors": "raw", "ema.safetensors": "ema"}.get(folder.name)
             folder = folder.parent
-        trained, path = load_checkpoint(folder, allow_import)
+        trained = load_checkpoint(folder, allow_import)
         name = choose_weights(trained, weights)
-        self._set_up(path, trained, name, trained.models[name].to(on), on)
+        self._set_up(trained, name, trained.models[name].to(on), on)
 
-    def _set_up(self, path: Path, trained: TrainedModels, weights: str, model: nn.Module, device: torch.device) -> None:
-        self.path, self.weights, self.model = path, weights, model
+    def _set_up(self, trained: TrainedModels, weights: str, model: nn.Module, device: torch.device) -> None:
+        assert trained.path is not None
+        self.path, self.weights, self.model = trained.path, weights, model
         self.config, self.warnings = trained.config, trained.warnings
         self.classes, self.mean, self.std = trained.classes or (), trained.mean, trained.std
         self.num_classes = trained.num_classes

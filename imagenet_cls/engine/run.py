@@ -19,8 +19,8 @@ from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
-from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs, stops_early
-from imagenet_cls.engine.loaders import DataWaitCheck
+from imagenet_cls.engine.evaluate import evaluate, stops_early
+from imagenet_cls.engine.loaders import Batch, DataWaitCheck
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import micro_batch_for
 from imagenet_cls.engine.profiler import StepProfiler
@@ -313,23 +313,13 @@ class Run:
         """
         parts, progress = self.parts, self.progress
         models = {"raw": parts.model} if parts.ema.module is None else {"raw": parts.model, "ema": parts.ema.module}
-        outputs = model_outputs(
-            {name: parts.evaluation.wrap_model(model) for name, model in models.items()},
-            self.evaluation_batches(),
-            parts.evaluation.preprocess,
-            parts.group.device,
-            parts.evaluation.autocast_dtype,
-            parts.config.eval.flip_tta,
-            pad_to=parts.config.eval.batch_size if parts.config.train.compile else None,
-            labels=parts.evaluation.labels,
-        )
+        pad_to = parts.config.eval.batch_size if parts.config.train.compile else None
+        outputs = parts.evaluation.outputs(models, self.evaluation_batches(), pad_to)
         position = {"step": progress.step, "epoch": (progress.step - 1) // parts.plan.steps_per_epoch}
         improved, metric = False, METRICS[parts.config.checkpoint.best]
-        labels, user_metrics = parts.evaluation.labels, parts.evaluation.metrics
-        evaluated = evaluate(outputs, list(models), parts.group, parts.num_classes, labels, user_metrics)
+        labels = parts.evaluation.labels
+        evaluated = evaluate(outputs, list(models), parts.group, parts.num_classes, labels, parts.metrics)
         for name, result in evaluated.items():
-            if shown := labels.describe(parts.num_classes):
-                result["classes"] = shown
             self.reporter.eval_result({"kind": "eval", **position, "weights": name, **result})
             progress.latest[name] = {field: value for field, value in result.items() if field != "seconds"}
             best = progress.best.get(name, {})

@@ -23,7 +23,7 @@ _MAX_LEFT_OUT = 0.1
 def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progress) -> list[tuple[str, str]]:
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
     plan, group, config = parts.plan, parts.group, parts.config
-    mix, ema, loss = config.mix, config.ema, config.loss
+    mix, ema, loss, present = config.mix, config.ema, config.loss, parts.evaluation.labels.present
     assert parts.data.train is not None
     parameters = sum(parameter.numel() for parameter in parts.model.parameters())
     device = f"{group.device} ({_count(torch.get_num_threads(), 'thread')})"
@@ -38,7 +38,7 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     rows = {
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
         "data": f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images",
-        "validation classes": parts.evaluation.labels.describe(parts.num_classes),
+        "validation classes": "" if present is None else f"{len(present)} of {parts.num_classes}",
         "class sizes": _class_sizes(parts),
         "data workers": describe_workers(config, plan, group),
         "decoder": describe_decoder(parts.data.train),

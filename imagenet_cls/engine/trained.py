@@ -1,6 +1,6 @@
 """Loads trained models from a checkpoint, a run folder, a file of weights, or published weights; on all ranks."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -14,14 +14,8 @@ from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.load import removed_key_warnings
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.classes import join_names
-from imagenet_cls.data.device import Preprocess
-from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.engine.build import choose_num_classes, rank_devices
-from imagenet_cls.engine.evaluate import Outputs, model_outputs
-from imagenet_cls.engine.labels import EvaluationLabels
-from imagenet_cls.engine.loaders import build_val_batches
+from imagenet_cls.engine.build import choose_num_classes
 from imagenet_cls.engine.model import choose_mean_std, memory_format, read_stored_weights
-from imagenet_cls.engine.step import choose_precision
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError, command_line, format_value
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
@@ -30,7 +24,6 @@ from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors, state_dict_mismatch, without_split_bn
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.wrap import wrap_data_parallel
 
 # Keys that decide which images are evaluated and how they are prepared; not those of speed and batches.
 EVALUATION_KEYS = (
@@ -44,9 +37,9 @@ EVALUATION_KEYS = (
 class TrainedModels:
     """Models by the name of their weights (`raw`, `ema`), on the CPU in evaluation mode, and how they were trained.
 
-    config: the one that the models are built with. classes: None if unknown. origin: where the weights come from.
-    warnings: a line for each damaged checkpoint that was skipped, and for each removed key of its config. best: the
-    weights that evaluated best in their run, if known.
+    classes: None if unknown. origin: where the weights come from, for messages; path: of a checkpoint. warnings: a line
+    for each damaged checkpoint that was skipped, and for each removed key of its config. best: the weights that
+    evaluated best in their run, if known.
     """
 
     models: dict[str, nn.Module]
@@ -56,6 +49,7 @@ class TrainedModels:
     mean: list[float]
     std: list[float]
     origin: str
+    path: Path | None = None
     warnings: Sequence[str] = ()
     best: str | None = None
 
@@ -66,22 +60,25 @@ def load_on_all_ranks(
     classes: Sequence[str],
     group: Group,
     allow_import: Collection[str] = (),
+    weights: str | None = None,
     ignore_head: bool = False,
 ) -> tuple[TrainedModels, list[str]]:
     """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network. A collective.
 
-    classes: of the data. ignore_head: see `load_foreign_weights`. Returns messages too: damaged checkpoints, the
-    origin, and what differs from the evaluations of the run.
+    classes: of the data. weights: `raw` or `ema`, to load only these. ignore_head: see `load_foreign_weights`. Returns
+    messages too: damaged checkpoints, the origin, and what differs from the evaluations of the run.
     """
     loaded: TrainedModels | None = None
 
     def read() -> tuple[TrainedModels, list[str], list[str]]:
         nonlocal loaded
         if checkpoint is not None and checkpoint.is_dir():
-            loaded, path = load_checkpoint(checkpoint, {config.model.name, *config.imports, *allow_import})
-            differences = evaluation_differences(config, loaded, path)
+            loaded = load_checkpoint(checkpoint, {config.model.name, *config.imports, *allow_import})
         else:
-            loaded, differences = load_foreign_weights(config, checkpoint, classes, ignore_head), []
+            loaded = load_foreign_weights(config, checkpoint, classes, ignore_head)
+        if weights is not None:
+            loaded = replace(loaded, models={weights: loaded.models[choose_weights(loaded, weights)]})
+        differences = evaluation_differences(config, loaded)
         return replace(loaded, models={}), list(loaded.models), [*loaded.warnings, loaded.origin, *differences]
 
     received, names, messages = run_on_main(group, read)
@@ -104,8 +101,8 @@ def choose_weights(trained: TrainedModels, weights: str | None) -> str:
     return name
 
 
-def load_checkpoint(path: Path, trusted: Collection[str]) -> tuple[TrainedModels, Path]:
-    """The models of a checkpoint, or of the best one of a run folder: raw, and EMA if it has one; and its path.
+def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
+    """The models of a checkpoint, or of the best one of a run folder: raw, and EMA if it has one.
 
     trusted: code that its config may use besides the libraries' models. Raises CheckpointError.
     """
@@ -125,13 +122,14 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> tuple[TrainedModels
             mean=mean,
             std=std,
             origin=f"{snapshot.path}, step {snapshot.state['step']}{note}",
+            path=snapshot.path,
             warnings=[*damage, *removed_key_warnings(snapshot.state["config"])],
             best=best,
         )
     for name, tensors in (("raw", snapshot.model), ("ema", snapshot.ema)):
         if tensors is not None:
             trained.models[name] = _checkpoint_model(trained, without_split_bn(tensors), snapshot.path)
-    return trained, snapshot.path
+    return trained
 
 
 def _checkpoint_model(trained: TrainedModels, tensors: dict[str, Tensor], path: Path) -> nn.Module:
@@ -190,14 +188,16 @@ def load_foreign_weights(
         sentence = load_weights(model, stored.tensors, count, head_may_differ=ignore_head)
     order = "" if ignore_head else f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     origin = f"{stored.origin}: {sentence}{order}"
-    return TrainedModels({"raw": model}, config, count, None, mean, std, origin, stored.warnings)
+    return TrainedModels({"raw": model}, config, count, None, mean, std, origin, warnings=stored.warnings)
 
 
-def evaluation_differences(config: Config, trained: TrainedModels, checkpoint: Path) -> list[str]:
-    """One line for each key that makes this evaluation differ from the run's own, and a line with the remedy.
+def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:
+    """A line for each key that makes this evaluation differ from that of the checkpoint's run, and the remedy.
 
-    config: the user's, which is evaluated. trained: of the checkpoint, whose model, mean and std are used.
+    config: the user's, which is evaluated, but with the model, mean and std of the checkpoint.
     """
+    if trained.path is None:
+        return []
     used: dict[str, Any] = {"model.name": trained.config.model.name, "data.channels": len(trained.mean)}
     used |= {"data.mean": trained.mean, "data.std": trained.std}
     lines = []
@@ -208,7 +208,7 @@ def evaluation_differences(config: Config, trained: TrainedModels, checkpoint: P
         if here != there and not ignored:
             note = ", which is used" if key in used else ""
             lines.append(f"{key}: {format_value(here)}, and {format_value(there)} in the run of the checkpoint{note}")
-    run_config = checkpoint.parent.parent / "config.yaml"
+    run_config = trained.path.parent.parent / "config.yaml"
     if lines and run_config.is_file():
         lines.append(f"{run_config} as CONFIG evaluates as the run did")
     return lines
@@ -216,37 +216,12 @@ def evaluation_differences(config: Config, trained: TrainedModels, checkpoint: P
 
 def prepare_models(trained: TrainedModels, config: Config, group: Group) -> list[str]:
     """Fit the models to the images of `config.eval` and move them to the device, in place. Returns messages."""
-    crop_px, notes = config.eval.crop_px, set[str]()
+    crop_px, notes = config.eval.crop_px, []
     for model in trained.models.values():
         try:
-            note = resize_model(model, crop_px, len(trained.mean))
+            notes.append(resize_model(model, crop_px, len(trained.mean)))
         except ValueError as error:
-            text = (
-                f"{trained.config.model.name} can't take {format_size(crop_px)}: {error}{size_remedy(model, crop_px)}"
-            )
-            raise ConfigError([f"eval.crop_px: {text}"]) from error
-        notes |= {note} if note is not None else set()
+            text = f"can't take {format_size(crop_px)}: {error}{size_remedy(model, crop_px)}"
+            raise ConfigError([f"eval.crop_px: {trained.config.model.name} {text}"]) from error
         model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
-    return sorted(notes)
-
-
-def trained_outputs(
-    trained: TrainedModels,
-    models: Mapping[str, nn.Module],
-    source: ImageSource,
-    config: Config,
-    group: Group,
-    labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
-) -> Iterator[Outputs]:
-    """Outputs of this rank's shard of `source`, without padding. models: those of `trained`, or made of them, on the
-    device. config: how the images are prepared. labels: see `model_outputs`."""
-    devices = rank_devices(config, group)
-    return model_outputs(
-        {name: wrap_data_parallel(model, devices) for name, model in models.items()},
-        build_val_batches(config, source, group, len(devices.all), trained.mean),
-        Preprocess(trained.mean, trained.std, group.device, config.train.channels_last),
-        group.device,
-        choose_precision(config.train.precision, group.device),
-        flip=config.eval.flip_tta,
-        labels=labels,
-    )
+    return sorted({note for note in notes if note is not None})
