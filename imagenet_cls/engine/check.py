@@ -26,7 +26,7 @@ from imagenet_cls.report.writers import writer_problems
 def check_agreement(loaded: LoadedConfig, group: Group, training: bool) -> None:
     """Raise a UserError on every rank unless all have the same code and config, and stage 2 of the checks passes.
 
-    The launching process has made most of these checks; in an elastic job it does not know the number of ranks.
+    The launching process has made most of the checks, but not of the number of ranks in an elastic job.
     """
     check_same_code(loaded.config, group)
     check_same_config(loaded.config, group)
@@ -41,9 +41,9 @@ def raise_problems(problems: list[Problem], loaded: LoadedConfig) -> None:
 
 
 def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
-    """All problems of a config at once, or only the first module in `imports` that cannot be imported.
+    """All problems of a config, or only the first module in `imports` that cannot be imported.
 
-    world_size: None where it is not known yet. training: false for an evaluation, whose batch is not checked.
+    world_size: None where it is not known yet. training: false for an evaluation.
     """
     for name in config.imports:
         try:
@@ -65,10 +65,7 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
 
 
 def momentum_problems(config: Config) -> list[Problem]:
-    """The problem of a `one_cycle` schedule that sets the momentum of an optimizer without momentum.
-
-    The section of the optimizer must have no problems.
-    """
+    """The problem of a `one_cycle` schedule for an optimizer without momentum, whose section has no problems."""
     names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
     if config.schedule.name != "one_cycle" or not names or initial_momentum(config.optimizer) is not None:
         return []

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.nn import functional
 
 from imagenet_cls.data.decode import ChooseBox
-from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.sources import ImageSource, SubsetSource
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.engine.evaluate import Outputs
 from imagenet_cls.files import explain_write_errors, write_file
@@ -24,43 +24,28 @@ from imagenet_cls.report.page import to_jpeg
 _THUMBNAIL_PX = 160
 
 
-class MeasuredSource(ImageSource):
-    """Another source that also records the size of each image that is read for a batch.
+class MeasuredSource(SubsetSource):
+    """All images of another source, of which it records the size of each that is read for a batch.
 
     sizes: int32 (N, 2), height and width, in memory that the workers share; 0 for images that were not read.
     """
 
     def __init__(self, source: ImageSource):
-        self.source, self.classes = source, source.classes
+        super().__init__(source, np.arange(len(source)))
         self.sizes = torch.zeros(len(source), 2, dtype=torch.int32).share_memory_()
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def load(self, i: int) -> tuple[torch.Tensor, int]:
-        return self.source.load(i)
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
         def choose_and_record(height: int, width: int) -> Box:
             self.sizes[i] = torch.tensor((height, width))
             return choose(height, width)
 
-        return self.source.load_region(i, choose_and_record)
-
-    def name(self, i: int) -> str:
-        return self.source.name(i)
-
-    def digest(self) -> str:
-        return self.source.digest()
+        return super().load_region(i, choose_and_record)
 
 
 def record_rows(
     outputs: Iterable[Outputs], name: str, sizes: torch.Tensor, parts: list[np.ndarray]
 ) -> Iterator[Outputs]:
-    """Yield the outputs of an evaluation unchanged, and append the rows of each batch, `ROW`.
-
-    name: of the weights. sizes: see `MeasuredSource`.
-    """
+    """Yield outputs unchanged, and append an array of `ROW` for each batch. name: of the weights."""
     for logits, targets, indices in outputs:
         own = logits[name]
         best = own.topk(min(5, own.shape[1]), dim=1).indices[:, 0]  # as `evaluate`, also for ties
@@ -78,8 +63,7 @@ def write_report(
 ) -> None:
     """Write report.json, report.html and confusion.csv. Raises ResourceError.
 
-    rows: of all images, in any order. present: see `EvaluationLabels`; the report has only these classes. about: see
-    `evaluation_page`.
+    rows: of all images, in any order. present: the report has only these classes, see `EvaluationLabels`.
     """
     rows = np.sort(rows, order="index")
     assert np.array_equal(rows["index"], np.arange(len(source)))  # each image exactly once

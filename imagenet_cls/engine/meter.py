@@ -20,8 +20,7 @@ class Meter:
     """Collects steps and turns them into records for metrics.jsonl. Tensors stay on the device until `flush`."""
 
     def __init__(self, group: Group, global_batch: int):
-        self.group = group
-        self.global_batch = global_batch
+        self.group, self.global_batch = group, global_batch
         self.own_losses: Tensor | None = None  # of the steps of the last `flush`, this rank's own: (steps,)
         self.rows: list[tuple[int, int, float]] = []
         self.values: list[tuple[Tensor, Tensor | None, Tensor]] = []

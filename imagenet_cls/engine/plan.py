@@ -8,10 +8,9 @@ from imagenet_cls.errors import DataError, Problem
 
 @dataclass(frozen=True)
 class Plan:
-    """Batch sizes and numbers of steps.
+    """Batch sizes and numbers of optimizer updates (steps).
 
-    Steps are optimizer updates. devices: of one rank; more than one with DataParallel only. micro_batch: the largest
-    number of images per device in one forward pass.
+    devices: of one rank. micro_batch: the largest number of images per device in one forward pass.
     """
 
     world_size: int
@@ -25,22 +24,20 @@ class Plan:
 
     @property
     def forward_passes(self) -> int:
-        """Forward passes of one step, on all devices: the number of micro-batches into which a batch is divided."""
+        """Of one step, on all devices."""
         return self.world_size * self.devices * self.accumulation
 
     @property
     def loader_batch(self) -> int:
-        """Images in the largest batch of a rank's loader, for all of its devices."""
+        """The most images in a batch of a rank's loader, for all of its devices."""
         return self.micro_batch * self.devices
 
 
 def micro_batch_for(global_batch: int, num_devices: int, limit: int | None) -> int:
     """The largest number of images of one device in one forward pass, at most `limit`.
 
-    If the batch is divisible by the number of devices, the largest divisor of a device's share, so that all
-    micro-batches are equal. Otherwise their sizes differ by one, and there are as few as possible.
-
-    num_devices: of all ranks together. limit: `train.micro_batch_size`.
+    If the batch is divisible by the number of devices (of all ranks), the largest divisor of a device's share, so that
+    all micro-batches are equal. Otherwise their sizes differ by one, and there are as few as possible.
     """
     share, rest = divmod(global_batch, num_devices)
     if rest == 0:
@@ -60,7 +57,7 @@ def _ceil(dividend: int, divisor: int) -> int:
 def batch_problem(train: TrainConfig, num_devices: int, uneven: bool = False) -> Problem | None:
     """The problem of a global batch that can't be divided among the devices, with the nearest sizes that can.
 
-    uneven: whether micro-batches may have different sizes, at least one image each.
+    uneven: whether the sizes of micro-batches may differ.
     """
     size = train.global_batch_size
     if size % num_devices == 0 or (uneven and size > num_devices and train.micro_batch_size != 1):
@@ -73,11 +70,7 @@ def batch_problem(train: TrainConfig, num_devices: int, uneven: bool = False) ->
 
 
 def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int = 1) -> Plan:
-    """The whole plan. num_images: samples of one epoch. devices: of one rank.
-
-    Steps per epoch are floor(num_images / global batch); the images left out differ from epoch to epoch. Raises
-    DataError where the images do not fill one batch.
-    """
+    """The plan of a run with `num_images` samples in an epoch. Raises DataError where they do not fill one batch."""
     steps_per_epoch = num_images // train.global_batch_size
     if steps_per_epoch == 0:
         raise DataError(

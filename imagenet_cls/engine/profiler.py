@@ -11,11 +11,7 @@ _SHOWN_OPERATORS = 10
 
 
 class StepProfiler:
-    """Profiles a range of steps of this rank by `torch.profiler` and writes a trace and a table of operators.
-
-    steps: first and last, counted from 1; None: disabled. folder: where the files are written, named by the first and
-    the last profiled step.
-    """
+    """Profiles steps by `torch.profiler`. steps: first and last, counted from 1; None: disabled."""
 
     def __init__(self, steps: Sequence[int] | None, folder: Path, device_type: str):
         self._steps, self._folder, self._device_type = steps, folder, device_type
@@ -23,7 +19,7 @@ class StepProfiler:
         self._first = 0
 
     def update(self, step: int) -> str | None:
-        """Start or end the profile if it is due after `step` steps. Returns a message about the files, if written."""
+        """Start or end the profile if it is due after `step` steps. Returns a message if it has ended."""
         if self._steps is None:
             return None
         if self._profile is None and self._steps[0] - 1 <= step < self._steps[1]:
@@ -39,7 +35,7 @@ class StepProfiler:
         return None
 
     def end(self, step: int) -> str | None:
-        """End a profile that is in progress, and write its files. Returns a message about them, or why it failed."""
+        """End a profile that is in progress; write a trace and a table of operators. Returns a message about them."""
         profile, self._profile = self._profile, None
         if profile is None:
             return None

@@ -43,12 +43,9 @@ from imagenet_cls.report.reporter import Reporter
 
 
 def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
-    """A training run, or a dry run, on this rank. Raises Stopped (after a save) or another UserError."""
+    """A training run, or a dry run, on this rank. Raises Stopped after a stop signal, or another UserError."""
     with explain_out_of_memory(describe_batch_sizes(loaded.config, group.world_size)):
-        if options.dry_run:
-            dry_run(loaded, options, group)
-        else:
-            train_in_folder(loaded, options, group)
+        (dry_run if options.dry_run else train_in_folder)(loaded, options, group)
 
 
 def describe_batch_sizes(config: Config, world_size: int) -> str:
@@ -288,13 +285,16 @@ class Run:
     def at_epoch_end(self) -> bool:
         return self.progress.step % self.parts.plan.steps_per_epoch == 0
 
+    @property
+    def at_scheduled_evaluation(self) -> bool:
+        return self.progress.step % (self.parts.plan.steps_per_epoch * self.parts.config.eval.every_epochs) == 0
+
     def save_scheduled(self) -> bool:
         """Whether this step is the last one or one of `checkpoint.every_steps` or `checkpoint.every_epochs`."""
-        checkpoint = self.parts.config.checkpoint
-        epochs, rest = divmod(self.progress.step, self.parts.plan.steps_per_epoch)
-        by_steps = checkpoint.every_steps is not None and self.progress.step % checkpoint.every_steps == 0
-        by_epochs = checkpoint.every_epochs is not None and rest == 0 and epochs % checkpoint.every_epochs == 0
-        return self.at_end or by_steps or by_epochs
+        checkpoint, step = self.parts.config.checkpoint, self.progress.step
+        by_steps = checkpoint.every_steps is not None and step % checkpoint.every_steps == 0
+        steps = (checkpoint.every_epochs or 0) * self.parts.plan.steps_per_epoch
+        return self.at_end or by_steps or (steps > 0 and step % steps == 0)
 
     def save_due(self) -> bool:
         """`save_scheduled`, but false after a non-finite step before the end, so that older checkpoints are kept."""
@@ -302,9 +302,8 @@ class Run:
 
     def evaluation_due(self) -> bool:
         """Whether to evaluate: after every `eval.every_epochs` epochs and after the last step, unless already done."""
-        epochs, rest = divmod(self.progress.step, self.parts.plan.steps_per_epoch)
-        at_epoch = rest == 0 and epochs > 0 and epochs % self.parts.config.eval.every_epochs == 0
-        return (self.at_end or at_epoch) and self.progress.evaluated_step < self.progress.step
+        is_due = self.at_end or self.at_scheduled_evaluation
+        return is_due and self.progress.evaluated_step < self.progress.step
 
     def evaluate(self) -> bool:
         """Evaluate the raw and the EMA weights and record both. Returns whether either is the best so far.
@@ -331,7 +330,7 @@ class Run:
         progress.evaluated_step = progress.step
         # The plateau schedule does not count an extra evaluation after the last step (`max_steps`, or a number of
         # epochs that is not a multiple of every_epochs).
-        if progress.step % (parts.plan.steps_per_epoch * parts.config.eval.every_epochs) == 0:
+        if self.at_scheduled_evaluation:
             progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
             results = progress.latest[list(models)[-1]]
             progress.history.append({metric: results[metric] for metric in METRICS.values()})

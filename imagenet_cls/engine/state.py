@@ -65,7 +65,7 @@ def take_snapshot(parts: TrainingParts, progress: Progress, description: dict[st
 
 
 def describe_run(parts: TrainingParts) -> dict[str, Any]:
-    """The part of `state.json` that is the same at every step: enough to predict with nothing but the checkpoint."""
+    """The part of `state.json` that is the same at every step."""
     assert parts.data.train is not None and parts.data.val is not None
     return {
         "plan": {"steps_per_epoch": parts.plan.steps_per_epoch, "total_steps": parts.plan.total_steps},
@@ -118,10 +118,9 @@ def open_saver(parts: TrainingParts, progress: Progress, folder: RunFolder, repo
 
 
 def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:
-    """Load weights, EMA, optimizer and loss scale from the checkpoint to resume from. A collective.
+    """Load weights, EMA, optimizer and loss scale from the checkpoint to resume from, if any. A collective.
 
-    Rank 0 reads and verifies the checkpoint and broadcasts its tensors. Returns the progress, of step 0 for a run that
-    starts from scratch, and messages for the log. Raises CheckpointError.
+    Rank 0 reads the checkpoint and broadcasts its tensors. Returns the progress and messages. Raises CheckpointError.
     """
     group = parts.group
     snapshot: Snapshot | None = None
@@ -137,6 +136,7 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
                 check_same_model(parts.model, snapshot.model, snapshot.path)
             messages += check_resumable(snapshot.state, parts, options.allow_change, snapshot.path)
             messages += lr_warning(snapshot.state, parts, snapshot.path)
+            check_same_model(parts.model, snapshot.model, snapshot.path)
             check_optimizer_state(snapshot, parts.config.optimizer, group.device)
         return replace(snapshot, model={}, optimizer={}, ema=None if snapshot.ema is None else {}), messages
 
@@ -146,7 +146,7 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
         return Progress(), missing
     snapshot = snapshot or received[0]
     with invalid_content_errors(snapshot.path):
-        load_model(parts.model, broadcast_tensors(snapshot.model, group), snapshot.path)
+        parts.model.load_state_dict(broadcast_tensors(snapshot.model, group))
         tensors = broadcast_tensors(snapshot.optimizer, group)
         changed = changed_arguments(snapshot.state, parts.config.optimizer)
         load_optimizer(parts.model, parts.optimizer, tensors, snapshot.optimizer_values, changed)
@@ -154,7 +154,7 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
         if ema is None:
             parts.ema.set(parts.model)
         elif parts.ema.module is not None:
-            load_model(parts.ema.module, ema, snapshot.path)
+            parts.ema.module.load_state_dict(ema)
         if parts.scaler.is_enabled() and snapshot.state["scaler"]:
             parts.scaler.load_state_dict(snapshot.state["scaler"])
     parts.batch_norm_statistics.store_current()
@@ -165,20 +165,15 @@ def read_for_resume(folder: RunFolder, options: RunOptions) -> tuple[Snapshot | 
     """The checkpoint to resume from, None without one, and messages about it. Raises CheckpointError."""
     snapshot, damaged = newest_intact(folder.checkpoints) if options.resume else (None, [])
     notes = []
-    if snapshot is None and options.resume_from is not None:
-        snapshot, damaged = load_newest(options.resume_from)
-    elif snapshot is not None and options.resume_from is not None:
-        notes = [f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"]
+    if options.resume_from is not None:
+        if snapshot is None:
+            snapshot, damaged = load_newest(options.resume_from)
+        else:
+            notes = [f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"]
     if snapshot is None:
         return None, []
     skipped = [f"{line}; using an older checkpoint" for line in damaged]
     return snapshot, [*skipped, f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}", *notes]
-
-
-def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | None) -> None:
-    """Load a checkpoint's weights. Raises CheckpointError for other names or shapes."""
-    check_same_model(model, tensors, path)
-    model.load_state_dict(tensors)
 
 
 def check_same_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | None) -> None:
@@ -196,8 +191,7 @@ def check_resumable(
     """Compare a checkpoint's `state.json` with this run; returns a line for each difference that is no error.
 
     allowed: dotted keys, or whole sections, of the recipe that may have changed. path: of the checkpoint, for messages.
-    Raises CheckpointError for other changes of the recipe, another optimizer, other training images or classes, an
-    invalid config, and an average of checkpoints.
+    Raises CheckpointError.
     """
     if "averaged" in state:
         raise CheckpointError(
@@ -265,7 +259,6 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
 
     Tried with one layer, since optimizers differ: SGD starts a momentum at any step, AdamW no `amsgrad`.
     """
-    assert snapshot.path is not None
     changed = changed_arguments(snapshot.state, now)
     if not changed:
         return

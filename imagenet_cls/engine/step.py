@@ -13,7 +13,7 @@ All host synchronizations of a training step:
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import cast
 
 import torch
 from timm.utils.agc import adaptive_clip_grad
@@ -25,10 +25,7 @@ from imagenet_cls.errors import UsageError
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast, or None for fp32.
-
-    `auto` is fp32 on a CPU, where bf16 was slower for ResNet-50. Raises UsageError for fp16 on a CPU.
-    """
+    """The dtype of autocast, or None for fp32. Raises UsageError for fp16 on a CPU."""
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
     if precision == "fp16" and device.type == "cpu":
@@ -37,7 +34,7 @@ def choose_precision(precision: str, device: torch.device) -> torch.dtype | None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager:
-    """The context for forward and loss; a null context where `dtype` is None."""
+    """The context of forward and loss."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -55,11 +52,8 @@ class Updater:
     """Updates the weights from the gradients in `.grad`.
 
     A gradient with an element that is NaN or infinite skips the update. After the all-reduce it is non-finite on every
-    rank, so all ranks skip the same updates. Fused optimizers skip on the device.
-
-    A gradient whose elements are finite, but whose squares overflow float32 (norms above 1.8e19), has an infinite norm.
-    With `clip_norm` it skips the update, too, since it can't be scaled down to that norm. Otherwise the update is made,
-    whether the norm is computed or not: `log.grad_norm` does not change the weights.
+    rank, so all ranks skip the same updates. With `clip_norm`, so does a gradient of finite elements whose norm
+    overflows float32.
     """
 
     def __init__(
@@ -70,7 +64,7 @@ class Updater:
         scaler: torch.amp.GradScaler,
         head_names: Sequence[str] = (),
     ):
-        """head_names: modules (or parameters) of the head, which adaptive clipping leaves out."""
+        """head_names: of modules or parameters, which adaptive clipping leaves out."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer
         self.clip = clipping(model, train, head_names)
@@ -79,19 +73,18 @@ class Updater:
         # Fused kernels read `found_inf` from their optimizer's attribute; a wrapper (Lookahead) does not pass it on.
         # Whether the fused kernels of MPS do so is untested.
         on_mps = any(parameter.is_mps for parameter in self.parameters)
-        self.skips_on_device = (
-            bool(optimizer.defaults.get("fused")) and base_optimizer(optimizer) is optimizer and not on_mps
-        )
+        is_fused = bool(optimizer.defaults.get("fused")) and base_optimizer(optimizer) is optimizer
+        self.skips_on_device = is_fused and not on_mps
         self.has_stepped = False
 
     def update(self, lr: float, momentum: float | None = None, with_norm: bool = True) -> tuple[Tensor | None, Tensor]:
         """Unscale, clip, step, and clear the gradients.
 
-        lr: multiplied by the `lr_scale` of each parameter group. momentum: the new momentum (Adam's first beta); None
-        leaves it unchanged. with_norm: whether to compute the norm where clipping does not need it.
+        lr: multiplied by the `lr_scale` of each parameter group. momentum: or Adam's first beta; None leaves it
+        unchanged. with_norm: whether to compute the norm where clipping does not need it.
 
-        Returns the gradient's global norm before clipping (fp32 scalar on the device; None if it was not computed) and
-        whether the update was skipped (bool scalar on the device).
+        Returns the gradient's global norm before clipping (fp32; None if not computed) and whether the update was
+        skipped (bool): scalars on the device.
         """
         self.scaler.unscale_(self.optimizer)
         gradients = [gradient for p in self.parameters if (gradient := p.grad) is not None]
@@ -100,8 +93,10 @@ class Updater:
         self.clip(self.parameters, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-            if momentum is not None:
-                set_momentum(group, momentum)
+            if momentum is not None and "betas" in group:  # as torch's OneCycleLR does
+                group["betas"] = (momentum, *group["betas"][1:])
+            elif momentum is not None:
+                group["momentum"] = momentum
         # The first update of a fused SGD allocates uninitialized momentum, which a skip on the device would keep.
         if self.skips_on_device and self.has_stepped:
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -128,9 +123,8 @@ class Updater:
 def any_nonfinite(tensors: list[Tensor]) -> Tensor:
     """1 if an element of a tensor is NaN or infinite, else 0: a float32 scalar on the device of the tensors.
 
-    Uses the kernel of torch's GradScaler with a scale of 1, which leaves the values unchanged. It is exact, while a sum
-    or a norm of finite values may overflow. The kernel takes tensors of one dtype: on CPUs and GPUs float32, float64
-    and float16. Tensors of other dtypes, and those on MPS, are checked one by one.
+    By the kernel of torch's GradScaler with a scale of 1, which leaves the values unchanged and takes tensors of one
+    dtype: on CPUs and GPUs float32, float64 and float16. Others are checked one by one.
     """
     device = tensors[0].device
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
@@ -149,10 +143,9 @@ def clipping(
 ) -> Callable[[list[nn.Parameter], Tensor | None], None]:
     """A function of the parameters and of their gradients' global norm that clips the gradients in place.
 
-    `clip_norm` scales the whole gradient down to that global norm, `clip_value` clamps each element, `clip_agc` scales
-    each unit's gradient down to that share of the norm of its weights (Brock et al. 2021, "High-Performance Large-Scale
-    Image Recognition Without Normalization", equation 3, from timm). `clip_agc` leaves out the head; timm's script
-    leaves out the last two parameters, which are the head's in most models. A config has at most one of the three.
+    `clip_agc` scales each unit's gradient down to that share of the norm of its weights (Brock et al. 2021,
+    "High-Performance Large-Scale Image Recognition Without Normalization", equation 3, from timm), but not the head's;
+    timm's script leaves out the last two parameters, which are the head's in most models.
     """
     if (clip_norm := train.clip_norm) is not None:
         return lambda parameters, norm: nn.utils.clip_grads_with_norm_(parameters, clip_norm, cast(Tensor, norm))
@@ -165,29 +158,17 @@ def clipping(
     return lambda parameters, norm: None
 
 
-def set_momentum(group: dict[str, Any], momentum: float) -> None:
-    """Write an optimizer's momentum, or its first beta, into a parameter group, as torch's OneCycleLR does."""
-    if "betas" in group:
-        group["betas"] = (momentum, *group["betas"][1:])
-    else:
-        group["momentum"] = momentum
-
-
 class Sam:
-    """Sharpness-aware minimization: the perturbed weights at which it takes its second gradient.
+    """Foret et al. 2020, "Sharpness-Aware Minimization for Efficiently Improving Generalization".
 
-    Foret et al. 2020, "Sharpness-Aware Minimization for Efficiently Improving Generalization". Without `rho` it is
-    disabled.
+    rho: radius of the neighborhood; None: disabled.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, rho: float | None = None, every_steps: int = 1
     ):
-        """model: not wrapped. rho: radius of the neighborhood (`train.sam_rho`)."""
-        self.model = model
-        self.optimizer = optimizer
-        self.rho = rho
-        self.every_steps = every_steps
+        self.model, self.optimizer = model, optimizer
+        self.rho, self.every_steps = rho, every_steps
 
     def due(self, step: int) -> bool:
         """Whether this step takes a second forward and backward pass inside `perturbed_weights`."""
@@ -197,9 +178,9 @@ class Sam:
     def perturbed_weights(self) -> Iterator[None]:
         """Inside, the weights are w + rho * g / |g| (equation 2, p = 2), where g is the gradient in `.grad`.
 
-        `.grad` is cleared on entry. On exit weights and buffers are restored exactly, so running statistics come from
-        the first pass only. Under DistributedDataParallel g is the mean over all ranks, where the paper lets each
-        accelerator use its own. A gradient that is zero or not finite leaves the weights unchanged.
+        `.grad` is cleared on entry. On exit weights and buffers are restored exactly. Under DistributedDataParallel g
+        is the mean over all ranks, where the paper lets each accelerator use its own. A gradient that is zero or not
+        finite leaves the weights unchanged.
         """
         assert self.rho is not None
         perturbed = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]

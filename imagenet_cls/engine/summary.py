@@ -32,14 +32,17 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     precision = {None: "fp32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a loss scale"}
     devices = _count(plan.devices, "GPU") if plan.devices > 1 else _count(plan.world_size, "rank")
     steps = _count(plan.accumulation, "accumulation step")
-    per_pass = _numbers(part_sizes(plan.global_batch, plan.forward_passes))
+    per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
     mixing = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha or mix.cutmix_minmax}
     average = f"half-life {ema.half_life_images:,.0f} images" if ema.half_life_images else f"decay {ema.decay}"
+    counts = _images_of_classes(parts.data.train)
+    is_even = counts is None or counts.max() < 2 * counts.min()
+    sizes = "" if counts is None or is_even else f"{_extremes(counts, parts.data.classes)} training images"
     rows = {
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
         "data": f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images",
         "validation classes": "" if present is None else f"{len(present)} of {parts.num_classes}",
-        "class sizes": _class_sizes(parts),
+        "class sizes": sizes,
         "data workers": describe_workers(config, plan, group),
         "decoder": describe_decoder(parts.data.train),
         "device": f"{device}, {precision[parts.evaluation.autocast_dtype]}",
@@ -61,16 +64,11 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     return [(label, str(text)) for label, text in rows.items() if text]
 
 
-def _class_sizes(parts: TrainingParts) -> str:
-    """The smallest and the largest class in training, where the larger has twice the images or more, else ""."""
-    assert parts.data.train is not None
-    targets = targets_of(parts.data.train)
-    if targets is None:
-        return ""
-    counts = np.bincount(targets[targets >= 0], minlength=len(parts.data.classes))[: len(parts.data.classes)]
-    if counts.max() < 2 * counts.min():
-        return ""
-    return f"{_extremes(counts, parts.data.classes)} training images"
+def _images_of_classes(source: ImageSource) -> np.ndarray | None:
+    """The number of images of each class, if it is known without reading them."""
+    targets = targets_of(source)
+    number = len(source.classes)
+    return None if targets is None else np.bincount(targets[targets >= 0], minlength=number)[:number]
 
 
 def _extremes(counts: np.ndarray, classes: tuple[str, ...]) -> str:
@@ -93,12 +91,11 @@ def class_counts(data: DataSets) -> list[str]:
     """A line for each part: images, classes, and the smallest and the largest class."""
     lines = []
     for part, source in (("training", data.train), ("validation", data.val)):
-        targets = None if source is None else targets_of(source)
-        if targets is not None:
-            counts = np.bincount(targets, minlength=len(data.classes))
+        assert source is not None
+        if (counts := _images_of_classes(source)) is not None:
             is_even = counts.min() == counts.max()
             each = f"{counts[0]} in each" if is_even else _extremes(counts, data.classes)
-            lines.append(f"{part}: {len(targets)} images in {_count(len(counts), 'class')}, {each}")
+            lines.append(f"{part}: {len(source)} images in {_count(len(counts), 'class')}, {each}")
     return lines
 
 
@@ -134,16 +131,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def _numbers(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers))
-
-
 def _batch_norm_batch(parts: TrainingParts) -> str:
     """The images over which BatchNorm computes its statistics."""
     if parts.config.model.freeze_bn:
         return "none: running statistics are frozen (model.freeze_bn)"
     is_synced = parts.config.parallel.sync_bn and parts.plan.world_size > 1
-    images = _numbers(batch_norm_images(parts.config, parts.plan))
+    images = " or ".join(map(str, batch_norm_images(parts.config, parts.plan)))
     return f"{images} images{' over all ranks' if is_synced else ''}"
 
 
@@ -160,6 +153,6 @@ def final_message(progress: Progress, work_dir: Path, meter: Meter) -> str:
             "loss": ("loss", "{:.4f}"),
             "balanced_accuracy_pct": ("balanced accuracy", "{:.2f} %"),
         }[metric]
-        last, top = (form.format(results[metric]) for results in (progress.latest[name], best))
+        last, top = form.format(progress.latest[name][metric]), form.format(best[metric])
         lines.append(f"{name} weights: {title} {last} at the end, best {top} at step {best['step']} in {saved}")
     return "\n".join(lines)
