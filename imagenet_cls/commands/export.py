@@ -34,8 +34,7 @@ def export_command(argv: Sequence[str]) -> None:
     check_exists(arguments.checkpoint)
     check_output_path(out)
     from imagenet_cls.engine.export import BATCHES, compare, comparison_images, export_model
-    from imagenet_cls.engine.onnx_predictor import check_packages
-    from imagenet_cls.engine.predictor import Predictor
+    from imagenet_cls.engine.predictor import Predictor, check_packages
 
     if arguments.format == "onnx":
         check_packages("onnx", "onnxscript", "onnxruntime")

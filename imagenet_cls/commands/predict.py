@@ -39,7 +39,7 @@ def predict_command(argv: Sequence[str]) -> None:
         raise UsageError("--logits needs --json.\nAdd it.")
     check_exists(arguments.checkpoint)
     check_output_path(arguments.features, "--features")
-    from imagenet_cls.engine.predictor import Predictor, find_images
+    from imagenet_cls.engine.predictor import OnnxPredictor, Predictor, find_images
 
     paths = find_images(arguments.images)
     if arguments.checkpoint.suffix == ".onnx":
@@ -49,8 +49,6 @@ def predict_command(argv: Sequence[str]) -> None:
             )
         if arguments.features:
             raise UsageError("an ONNX file holds no features, only logits.\nUse --features with a checkpoint.")
-        from imagenet_cls.engine.onnx_predictor import OnnxPredictor
-
         predictor: Predictor = OnnxPredictor(arguments.checkpoint)
     else:
         predictor = Predictor(arguments.checkpoint, arguments.device, arguments.weights, arguments.allow_import)

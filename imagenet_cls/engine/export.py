@@ -18,8 +18,7 @@ from imagenet_cls.checkpoint.format import size_bytes
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.export_transform import MAX_PIXEL_DIFFERENCE, ExportTransform
 from imagenet_cls.data.transforms import to_channels
-from imagenet_cls.engine.onnx_predictor import OnnxModel
-from imagenet_cls.engine.predictor import Predictor
+from imagenet_cls.engine.predictor import OnnxModel, Predictor
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
 from imagenet_cls.lookup import is_factory_name
 
@@ -37,8 +36,8 @@ _EXAMPLE_BATCH = 2  # the exporter takes sizes of 0 and 1 for constants
 class ExportedModel(nn.Module):
     """A model with one input, `images`.
 
-    preprocess: what the graph does first. `none`: images are normalized float32 (N, C, *crop_px). `normalize`: they are
-    uint8. `resize`: they are uint8 (N, C, H, W) of any size, and the graph also resizes and crops them.
+    preprocess: `none`: the images are normalized float32 (N, C, *crop_px). `normalize`: they are uint8. `resize`: they
+    are uint8 (N, C, H, W) of any size, and the graph also resizes and crops them.
     """
 
     shift: Tensor
@@ -65,11 +64,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Export:
-    """The content of a file, and functions that run it.
-
-    run: from the file's input to logits; for torch.export it is the program that was saved. resize: from that input to
-    the pixels that the graph's resize and crop return. preprocess: see `ExportedModel`.
-    """
+    """The content of a file, and functions from its input to logits (`run`) and to resized, cropped pixels."""
 
     content: bytes
     run: TensorFunction
@@ -80,7 +75,7 @@ class Export:
 def export_model(predictor: Predictor, format: str, preprocess: str, opset: int | None) -> Export:
     """Export a model. Raises CheckpointError if that fails, UsageError if it has another opset.
 
-    predictor: on the CPU. format: `onnx` or `torch`. opset: of ONNX; None for torch's default.
+    predictor: on the CPU. opset: of ONNX; None for torch's default.
     """
     exported = ExportedModel(predictor, preprocess).eval()
     if format == "onnx" and size_bytes(exported.state_dict()) >= _ONNX_BYTES:
@@ -137,9 +132,7 @@ def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
 
 @contextmanager
 def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[None]:
-    """Turn the errors of exporters into a CheckpointError with the reason of the first one and the line of the model's
-    code, without their output.
-    """
+    """Turn errors of exporters into a CheckpointError with the first reason and the line of the model's code."""
     disabled = logging.root.manager.disable
     logging.disable()
     try:
@@ -169,7 +162,7 @@ def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[N
 def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) -> tuple[list[Tensor], str]:
     """Images of the run's validation data, uint8 (C, H, W), and a description; random ones without it.
 
-    Data that code of the user reads is opened only if `allow_import` names that code.
+    Code that reads the data is run only if `allow_import` names it.
     """
     data, (height, width) = predictor.config.data, predictor.transform.crop
     count, channels = max(BATCHES), len(predictor.mean)
@@ -193,8 +186,8 @@ def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) 
 def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> list[str]:
     """Lines about the difference of the logits of an export and of PyTorch, in batches of `BATCHES`.
 
-    images: returned by `comparison_images`. Raises CheckpointError if logits of the same pixels differ by more than the
-    tolerance, pixels differ by more than `MAX_PIXEL_DIFFERENCE`, or logits of PyTorch are not finite.
+    Raises CheckpointError if logits of the same pixels differ by more than the tolerance, pixels by more than
+    `MAX_PIXEL_DIFFERENCE`, or logits of PyTorch are not finite.
     """
     name, resizes = predictor.config.model.name, export.preprocess == "resize"
     same_size = [i for i, image in enumerate(images) if not resizes or image.shape == images[0].shape]
@@ -219,11 +212,10 @@ def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> l
         if resizes:
             expected = predictor.model(predictor.preprocess(expected_pixels).contiguous()).float()
         for i, torch_logits, exported_class in zip(batch, expected, actual.argmax(dim=1), strict=True):
-            if exported_class != (best := torch_logits.argmax()):
-                margin = (
-                    f"in PyTorch its logit is {torch_logits[best] - torch_logits[exported_class]:.3g} below the largest"
-                )
-                lines.append(f"image {i}, in a batch of {len(batch)}: the exported model has another top-1; {margin}")
+            margin = torch_logits.max() - torch_logits[exported_class]
+            if exported_class != torch_logits.argmax():
+                text = f"another top-1; in PyTorch its logit is {margin:.3g} below the largest"
+                lines.append(f"image {i}, in a batch of {len(batch)}: the exported model has {text}")
     tolerance = TOLERANCE * scale
     verdict = f"logits differ by up to {largest:.3g}; tolerance {tolerance:.3g} ({TOLERANCE:g} of the largest logit)"
     if resizes:

@@ -1,7 +1,4 @@
-"""Short trainings that only measure: the largest micro-batch that fits, and a range of learning rates.
-
-Both run the training loop of `engine.train`. Nothing is written.
-"""
+"""Short trainings that only measure: the largest micro-batch that fits, and a range of learning rates."""
 
 import gc
 import math
@@ -20,7 +17,7 @@ from imagenet_cls.config.schema import Config, DataConfig, EmaConfig, Progressiv
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.engine.build import TrainingParts, build, choose_num_classes
+from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.train import train
 from imagenet_cls.guards.memory import is_out_of_memory, memory_limit_bytes, peak_memory_bytes, reset_peak_memory
 from imagenet_cls.models.adapt import set_training
@@ -39,11 +36,9 @@ class _ShortRun:
     """What the training loop uses of a `Run`, without a run folder, reports and evaluations."""
 
     def __init__(self, parts: TrainingParts):
-        self.parts = parts
-        self.progress = Progress()
+        self.parts, self.progress = parts, Progress()
 
     def train(self) -> None:
-        """Train to the last step of the plan."""
         try:
             train(cast("Run", self))
         finally:
@@ -54,15 +49,15 @@ class _ShortRun:
         return prefetch_to_device(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
 
     def after_epoch(self) -> None:
-        """Has no effect: nothing is logged or evaluated."""
+        """Nothing is logged or evaluated."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """Training steps with micro-batches of `images` images.
 
-    images_per_sec: 0 where they do not fit. peak_bytes: see `peak_memory_bytes`; the estimate where the trial was not
-    made (`problem`). reserved_bytes: by the CUDA allocator, 0 on a CPU.
+    images_per_sec: 0 where there is a `problem`. peak_bytes: an estimate where the trial was not made. reserved_bytes:
+    by the CUDA allocator, 0 on a CPU.
     """
 
     images: int
@@ -84,7 +79,6 @@ class _TimedRun(_ShortRun):
         return repeat(next(self.parts.train_loader.epoch(epoch)))
 
     def after_step(self, *_: object) -> None:
-        """Start the clock after the warm-up."""
         if self.progress.step == self.warmup:
             self.started = self.time()
 
@@ -100,9 +94,7 @@ def trial_config(config: Config) -> Config:
 
     Opens the data where `model.num_classes` is not set, to count the classes. Raises DataError.
     """
-    num_classes = config.model.num_classes
-    if num_classes is None:
-        num_classes = choose_num_classes(None, len(open_datasets(config.data, ("train",)).classes))
+    num_classes = config.model.num_classes or len(open_datasets(config.data, ("train",)).classes)
     data, loss = config.data, config.loss
     kwargs = {"val_images": 1, "num_classes": num_classes}
     teacher = replace(config.distill.teacher, pretrained=False, checkpoint=None)
@@ -122,7 +114,7 @@ def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int
     """Try sizes of micro-batches, at most `most`: doubled until one does not fit, then between the last two.
 
     The largest size without a problem is within an eighth, or 8 images, of the largest that fits. On a CPU a size is
-    not tried if the trials before let expect that it takes more memory than there is.
+    not tried if it is expected to take more memory than there is.
 
     num_devices: of the run. If a device's share of the global batch needs several micro-batches, or there are several
     devices, each step has two: the gradients of the first, or the buckets of DDP, then take memory in the second.
@@ -130,13 +122,12 @@ def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int
     share, trials = -(-config.train.global_batch_size // num_devices), list[Trial]()
     config = trial_config(config)
     is_cpu = group.device.type == "cpu"
-    first, low, high = 2 if is_cpu else 8, 0, most + 1
-    while high - low > _granularity(low):
+    low, high = 0, most + 1
+    # Above 8 in multiples of 8, above 64 in steps of at most an eighth.
+    while high - low > (unit := 1 if low < 8 else max(8, low // 64 * 8)):
+        size = low + max(unit, (high - low) // 2 // unit * unit)
         if high > most:  # every size so far fits
-            size = min(2 * low or first, most)
-        else:
-            unit = _granularity(low)
-            size = low + max(unit, (high - low) // 2 // unit * unit)
+            size = min(2 * low or (2 if is_cpu else 8), most)
         expected = expected_bytes(trials, size)
         if is_cpu and expected > _USABLE_MEMORY * memory_limit_bytes():
             trial = Trial(size, peak_bytes=expected, problem="not tried: expected to exceed the available memory")
@@ -150,16 +141,14 @@ def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int
         yield trial
 
 
-def _granularity(low: int) -> int:
-    """The step between sizes above `low`: a multiple of 8 from 8 on, at most an eighth of `low` from 64 on."""
-    return 1 if low < 8 else max(8, low // 64 * 8)
-
-
 def expected_bytes(trials: list[Trial], images: int) -> float:
-    """The memory that more images would take, by the line through the two largest trials; 0 with fewer trials."""
+    """The memory that more images would take, by the line through the last two of `trials`; 0 with fewer.
+
+    trials: in the order of their images.
+    """
     if len(trials) < 2:
         return 0.0
-    first, last = sorted(trials, key=lambda trial: trial.images)[-2:]
+    first, last = trials[-2:]
     slope = max(0.0, last.peak_bytes - first.peak_bytes) / (last.images - first.images)
     return last.peak_bytes + slope * (images - last.images)
 
@@ -171,15 +160,6 @@ def try_micro_batch(config: Config, group: Group, images: int, accumulation: int
         torch.cuda.empty_cache()
     if config.train.compile:
         torch.compiler.reset()  # there is a limit to how often a model is compiled again
-    try:
-        return _try(config, group, images, accumulation)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return Trial(images, problem="out of memory")
-
-
-def _try(config: Config, group: Group, images: int, accumulation: int) -> Trial:
     warmup, steps = (1, 2) if group.device.type == "cpu" else (3, 10)
     if config.train.sam_rho is not None:
         steps = -(-steps // config.train.sam_every_steps) * config.train.sam_every_steps
@@ -188,20 +168,21 @@ def _try(config: Config, group: Group, images: int, accumulation: int) -> Trial:
     train = replace(config.train, global_batch_size=batch, micro_batch_size=images)
     train = replace(train, epochs=_MANY_EPOCHS, max_steps=warmup + steps)
     reset_peak_memory()
-    parts = build(replace(config, train=train, data=data), group, load_initial_weights=False)
-    run = _TimedRun(parts, warmup)
-    run.train()
-    seconds = run.time() - run.started
+    try:
+        run = _TimedRun(build(replace(config, train=train, data=data), group, load_initial_weights=False), warmup)
+        run.train()
+        seconds = run.time() - run.started
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return Trial(images, problem="out of memory")
     reserved = torch.cuda.max_memory_reserved() if group.device.type == "cuda" else 0
     return Trial(images, steps * batch / seconds, peak_memory_bytes(), reserved)
 
 
 @dataclass
 class LrRange:
-    """The steps of a learning rate range test, and how it ended.
-
-    smoothed: exponential moving average of the losses with bias correction.
-    """
+    """The steps of a learning rate range test. smoothed: moving average of the losses with bias correction."""
 
     lrs: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)

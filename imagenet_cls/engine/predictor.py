@@ -1,9 +1,11 @@
-"""Prediction with a checkpoint alone, without a config and data."""
+"""Prediction with a checkpoint or an exported ONNX file alone, without a config and data."""
 
 import glob
+import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,14 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from imagenet_cls.checkpoint.format import invalid_content_errors
+from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors, mean_std
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.index import is_image
-from imagenet_cls.data.transforms import EvalTransform
+from imagenet_cls.data.transforms import EvalTransform, to_channels
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.engine.trained import TrainedModels, choose_weights, load_checkpoint
-from imagenet_cls.errors import DataError
+from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.files import check_regular
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.devices import choose_device
@@ -36,12 +38,10 @@ class Predictor:
 
     checkpoint: one, its file of raw or EMA weights, or a run folder, which stands for its best one. weights: `raw`,
     `ema`, or None for those of the file, for those that made a run's checkpoint the best, or of a single checkpoint for
-    the EMA if it has one. device: a value of the config's `device`. allow_import: factories and modules that its config
-    may name besides the libraries' models.
+    the EMA if it has one. device: as in the config. allow_import: factories and modules that its config may name
+    besides the libraries' models. Raises CheckpointError.
 
     model: in evaluation mode, on the device; maps the images of `prepare` to logits (B, C). classes: their names.
-    warnings: a line for each damaged checkpoint that was skipped, and for each removed key of its config. Raises
-    CheckpointError.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Predictor:
         self.preprocess = Preprocess(self.mean, self.std, device, self.config.train.channels_last)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
-        """Images of any sizes, resized, cropped and normalized: float32 (B, C, *crop_px) on the device of the model."""
+        """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
         return self.preprocess(torch.stack([self.transform(read_image(image, self.exif)) for image in images]))
 
     @torch.no_grad()
@@ -83,10 +83,8 @@ class Predictor:
 
     @torch.no_grad()
     def features(self, images: Sequence[AnyImage]) -> Tensor:
-        """fp32 features (B, D) on the CPU: the input of the classifier, see `FeatureModel`. Raises as `logits`, and
-        UsageError where the model has no classifier that is known.
-
-        With `eval.flip_tta` they are the mean of those of the image and of its mirror image, as logits are.
+        """fp32 features (B, D) on the CPU: the input of the classifier, see `FeatureModel`; with `eval.flip_tta` the
+        mean of those of the image and of its mirror image. Raises as `logits`, and UsageError without a classifier.
         """
         pixels = self.prepare(images)
         with invalid_content_errors(self.path):
@@ -99,10 +97,9 @@ class Predictor:
     def predict(
         self, images: Sequence[AnyImage], top: int = 5, with_logits: bool = False, bad: list[DataError] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """A row for each image, in order: image, top (class, probability), and logits on request.
+        """A row for each image: image (path of a file, else position in `images`), top (class, probability), logits.
 
-        image: the path of a file, else the position in `images`. bad: receives the error of each file that can't be
-        read, which is left out; None raises the first one. Raises TypeError for a single path.
+        bad: receives the error of each file that can't be read, which is left out; None raises the first one.
         """
         if isinstance(images, str | Path):
             raise TypeError(f"predict takes a list of images, not {images!r}")
@@ -117,7 +114,7 @@ class Predictor:
         compute: Callable[[Sequence[AnyImage]], Tensor],
         bad: list[DataError] | None = None,
     ) -> Iterator[tuple[list[str | int], Tensor]]:
-        """Yield the names of a batch of images, see `predict`, and what `compute` returns: `logits` or `features`."""
+        """Yield the names of a batch of images and what `compute` (`logits` or `features`) returns for them."""
         for start in range(0, len(images), _BATCH):
             names: list[str | int] = []
             batch: list[Tensor] = []
@@ -134,22 +131,69 @@ class Predictor:
                 yield names, compute(batch)
 
 
+def check_packages(*names: str) -> None:
+    """Raise UsageError if one is not installed."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise UsageError(f"ONNX needs {', '.join(missing)}.\nInstall: pip install {' '.join(missing)}")
+
+
+class OnnxModel(nn.Module):
+    """An ONNX model as a module, on the CPU."""
+
+    def __init__(self, content: bytes):
+        super().__init__()
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.from_numpy(self.session.run(None, {"images": images.contiguous().numpy()})[0])
+
+
+class OnnxPredictor(Predictor):
+    """A Predictor for a file of `tools/export.py --format onnx`, on the CPU. Raises CheckpointError."""
+
+    def __init__(self, file: Path):
+        check_packages("onnxruntime")
+        with invalid_content_errors(file, "not an ONNX file of this project", "Write it with tools/export.py."):
+            check_regular(file)
+            model = OnnxModel(file.read_bytes())
+            stored = model.session.get_modelmeta().custom_metadata_map
+            values = {key: json.loads(value) for key, value in stored.items()}
+            parts = {"eval": values["eval"], "data": {"exif": values["exif"]}, "optimizer": {"lr": 1.0}}
+            config = config_from_state({"config": parts}, file)
+            classes, (mean, std) = tuple(map(str, values["classes"])), mean_std({"preprocessing": values})
+            trained = TrainedModels({}, config, len(classes), classes, mean, std, origin=str(file), path=file)
+            self._set_up(trained, values["weights"], model, torch.device("cpu"))
+            self.in_graph = str(values["preprocess"])
+
+    def prepare(self, images: Sequence[AnyImage]) -> Tensor:
+        """The input of the graph: uint8 if it normalizes, and of any one size if it resizes."""
+        if self.in_graph == "none":
+            return super().prepare(images)
+        pixels = [read_image(image, self.exif) for image in images]
+        if self.in_graph == "resize":
+            return torch.stack([to_channels(image, len(self.mean)) for image in pixels])
+        return torch.stack([self.transform(image) for image in pixels])
+
+    def logits(self, images: Sequence[AnyImage]) -> Tensor:
+        """fp32 logits (B, C). Images that the graph resizes are passed one by one, since their sizes differ."""
+        batches = [[image] for image in images] if self.in_graph == "resize" else [images]
+        return torch.cat([super(OnnxPredictor, self).logits(batch) for batch in batches])
+
+
 def load_model(
     checkpoint: str | Path, device: str = "auto", weights: str | None = None, allow_import: Collection[str] = ()
 ) -> tuple[nn.Module, Callable[[Sequence[AnyImage]], Tensor]]:
-    """The model of a checkpoint in evaluation mode, and the function from images to its input.
-
-    Arguments are the same as of `Predictor`, whose `model` and `prepare` it returns. Raises CheckpointError.
-    """
+    """`Predictor.model` and `Predictor.prepare` of a checkpoint."""
     predictor = Predictor(checkpoint, device, weights, allow_import)
     return predictor.model, predictor.prepare
 
 
 def top_classes(logits: Tensor, classes: Sequence[str], count: int = 5) -> list[list[tuple[str, float]]]:
-    """For each row of logits (B, C) the `count` likeliest classes with their probabilities, likeliest first.
-
-    A head may be wider than the list of classes.
-    """
+    """For each row of logits (B, C) the `count` likeliest classes with their probabilities, likeliest first."""
     best = logits.softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
     names = [*classes, *(f"class {index}" for index in range(len(classes), logits.shape[1]))]
     return [

@@ -30,7 +30,7 @@ _RECIPE = ("augment", "mix", "loss", "distill", "optimizer", "schedule", "train"
 
 
 def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str | None) -> None:
-    """Write `model.safetensors`, `config.json` and `README.md` by timm's `save_for_hf`.
+    """Write `FILES` by timm's `save_for_hf`.
 
     predictor: on the CPU. name: of the model, for the card. license_id: of the Hub, such as `apache-2.0`. Raises
     UsageError for a model or preprocessing that timm does not have, CheckpointError and ResourceError.
@@ -71,7 +71,7 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
 
 
 def check_timm_model(predictor: Predictor) -> None:
-    """Raise UsageError where timm alone does not build the model: torchvision's, and code of this project or a user."""
+    """Raise UsageError where timm alone does not build the model."""
     name = predictor.config.model.name
     architecture = (getattr(predictor.model, "pretrained_cfg", None) or {}).get("architecture", "")
     is_library = name.startswith((HUB, FOLDER)) or ":" not in name
@@ -101,7 +101,7 @@ def timm_crop_pct(predictor: Predictor) -> float:
 
 
 def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: str | None) -> dict[str, Any]:
-    """The argument of timm's `generate_readme`: model, results, settings and versions; no paths of data or weights."""
+    """The argument of timm's `generate_readme`. Contains no paths of data or weights."""
     config, kind = predictor.config, predictor.weights
     state = json.loads(verified_files(predictor.path, "state.json")["state.json"])
     progress, expect = state["progress"], config.expect
@@ -154,10 +154,7 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload the files of `write_folder` to the Hub, as the user who is logged in, and return the URL.
-
-    Raises ResourceError without network or login; the folder stays.
-    """
+    """Upload the files of `write_folder` to the Hub; return the URL. Raises ResourceError without network or login."""
     try:
         api = huggingface_hub.HfApi(library_name="imagenet-cls", library_version=__version__)
         url = api.create_repo(repository, exist_ok=True)

@@ -1,8 +1,6 @@
 """The run folder: its paths, its lock, and the protection of an existing run. Only rank 0 uses it.
-Does not import torch before a run opens it.
 
-work_dirs/<config name>/ config.yaml env.json metrics.jsonl logs/ checkpoints/ plots/ .lock .job,
-and folders of writers: tensorboard/ wandb/ mlflow/ writers/
+Does not import torch before a run opens it.
 """
 
 import contextlib
@@ -27,8 +25,8 @@ from imagenet_cls.files import REMOVED, explain_write_errors, remove, take_lock,
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
 
-# A folder that has one of these holds a run, and they are all that --overwrite removes. Not the logs: they are appended
-# to, and exist before a run has begun. Checkpoints come first: a run without them can't be resumed.
+# A folder that has one of these holds a run, and they are all that --overwrite removes, in this order. Not the logs:
+# they are appended to, and exist before a run has begun.
 _WRITTEN = (
     "checkpoints", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "wandb", "mlflow", "writers", "plots",
     "profile",
@@ -46,11 +44,10 @@ _SAFE_NAMES = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """resume: from a checkpoint in `work_dir`. resume_from: from a checkpoint elsewhere. overwrite: remove the old run.
+    """The options of `tools/train.py`.
 
-    new_folder: write into a new folder in `work_dir`, named by the time. allow_change: dotted keys of the config that
-    may differ from the checkpoint's. dry_run: create no run folder. launchers: names of the torchrun process and of the
-    SLURM job, which may restart this command; restarted_by: those that did.
+    new_folder: write into a new folder in `work_dir`, named by the time. launchers: names of the torchrun process and
+    of the SLURM job, which may restart this command; restarted_by: those that did.
     """
 
     work_dir: Path
@@ -74,10 +71,7 @@ class RunFolder:
         self._created: list[Path] = []  # by `open`, the innermost first
 
     def check_usable(self, config: Config, options: RunOptions) -> None:
-        """Raise UsageError where the folder can't be used with these options. Writes nothing.
-
-        Without --resume and --overwrite it must not hold a run; --overwrite must not remove weights that the run reads.
-        """
+        """Raise UsageError where the folder can't be used with these options. Writes nothing."""
         if options.resume and options.overwrite:
             raise UsageError("--resume continues a run, --overwrite removes it.\nGive one of them.")
         try:
@@ -115,10 +109,10 @@ class RunFolder:
                 )
 
     def open(self, config: Config, options: RunOptions) -> None:
-        """Create the folder and lock it until `close` or the end of the process. Removes no run: that is `clear`.
+        """Create the folder and lock it until `close` or the end of the process; a dry run checks whether it could.
 
-        A dry run only checks whether it could. Raises UsageError if `check_usable` does or another process has the
-        lock, ResourceError where it can't be written.
+        Raises UsageError if `check_usable` does or another process has the lock, ResourceError where it can't be
+        written.
         """
         self.check_usable(config, options)
         with explain_write_errors(self.path, _REMEDY):
@@ -136,7 +130,7 @@ class RunFolder:
                 finish_interrupted_writes(self.checkpoints)
 
     def clear(self) -> None:
-        """Remove the run in the folder, and nothing that a run has not written. Raises ResourceError."""
+        """Remove the run in the folder, and nothing else. Raises ResourceError."""
         with explain_write_errors(self.path, _REMEDY):
             for path in (self.path / name for name in _WRITTEN):
                 # A link to a folder stays; what is in that folder is removed, the newest checkpoint first.
@@ -145,10 +139,7 @@ class RunFolder:
                     remove(entry)
 
     def write_metadata(self, launchers: Collection[str], config_yaml: str, versions: Mapping[str, str]) -> None:
-        """Write `.job` (see `was_started_by`), `config.yaml` and `env.json`. Raises ResourceError.
-
-        `env.json` has the commit, the versions, the machine and some environment variables.
-        """
+        """Write `.job` (for `was_started_by`), `config.yaml` and `env.json`. Raises ResourceError."""
         env = {
             "code": code_version(),
             "versions": dict(versions) | {"python": platform.python_version()},
@@ -163,7 +154,7 @@ class RunFolder:
             write_file(self.path / "env.json", json.dumps(env, indent=1) + "\n")
 
     def was_started_by(self, launchers: Collection[str]) -> bool:
-        """Whether one of these launchers started the run in the folder: then this is a restart of the same command."""
+        """Whether one of these launchers started the run in the folder, so that this command is a restart."""
         try:
             return not set(launchers).isdisjoint((self.path / ".job").read_text().splitlines())
         except (OSError, UnicodeDecodeError):
@@ -191,7 +182,7 @@ class RunFolder:
 
 
 def code_version() -> dict[str, Any] | None:
-    """The commit of the checkout that holds this package, and whether the package differs; None without one or git."""
+    """The commit of the package's checkout, and whether the package differs from it; None without one or git."""
     folder = Path(__file__).parents[1]
     # Variables such as GIT_DIR, which git sets for hooks, name another repository. `status` must not write an index.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -213,25 +204,22 @@ def open_run_folder(config: Config, options: RunOptions, group: "Group") -> tupl
     """Lock the folder, on rank 0. Returns it, each rank's options, and whether the run resumes from a checkpoint.
 
     A command that torchrun or SLURM restarted resumes the run that it started before, as with --resume. After a restart
-    any machine may have rank 0, so it considers the restarts of all ranks. Raises as `RunFolder`.
+    any machine may have rank 0, so it considers the restarts of all ranks.
     """
     from imagenet_cls.parallel.collectives import gather_to_main, run_on_main
 
     restarted_by = gather_to_main(list(options.restarted_by), group)
 
     def name_on_main() -> str:
-        """The name of the new folder, the same on all ranks."""
         earlier = [path.name for path in options.work_dir.glob("*/") if RunFolder(path).was_started_by(restarted_by)]
         return max(earlier, default=time.strftime("%Y%m%d_%H%M%S"))
 
     if options.new_folder:
         options = replace(options, work_dir=options.work_dir / run_on_main(group, name_on_main))
-    # Each rank keeps its work_dir: ranks on other machines may write their logs elsewhere.
     resumed = replace(options, resume=True, overwrite=False)
     folder = RunFolder(options.work_dir)
 
     def open_on_main() -> tuple[bool, bool]:
-        """Whether the command was restarted, and whether the folder has a checkpoint."""
         restarted = folder.was_started_by(restarted_by)
         folder.open(config, resumed if restarted else options)
         return restarted, bool(list_checkpoints(folder.checkpoints))

@@ -20,8 +20,9 @@ from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data import export_transform
-from imagenet_cls.engine import export, onnx_predictor
-from imagenet_cls.engine.predictor import Predictor, read_image
+from imagenet_cls.engine import export
+from imagenet_cls.engine import predictor as predictors
+from imagenet_cls.engine.predictor import OnnxModel, OnnxPredictor, Predictor, read_image
 from imagenet_cls.errors import CheckpointError
 
 TRUST = ("--allow-import", "helpers:plain")
@@ -58,7 +59,7 @@ def check_same_top1(call: Callable, digits: Path, run: Path, *trust: str) -> Non
         code, out, err = call(export_command, run, "--format", "onnx", "--out", file, *options)
         assert code == 0 and "logits differ by up to" in out and "7 held-out images, in batches of 1 and 7" in out, err
         assert ("pixels differ by up to" in out) == (preprocess == "resize")
-        onnx = onnx_predictor.OnnxPredictor(file)
+        onnx = OnnxPredictor(file)
         assert onnx.weights == predictor.weights
         rows = list(onnx.predict(files))
         check_classes([row["top"][0][0] for row in rows], expected, predictor, pixels, preprocess)
@@ -217,8 +218,8 @@ def test_model_that_can_not_be_exported_is_explained(
 def test_other_logits_are_an_error_and_leave_no_file(
     call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = onnx_predictor.OnnxModel.forward
-    monkeypatch.setattr(onnx_predictor.OnnxModel, "forward", lambda self, images: -forward(self, images))
+    forward = OnnxModel.forward
+    monkeypatch.setattr(OnnxModel, "forward", lambda self, images: -forward(self, images))
     file = tmp_path / "model.onnx"
     code, _, err = call(export_command, run, "--format", "onnx", "--out", file, *TRUST)
     assert code == 4 and "tolerance" in err and "below the largest" in err
@@ -274,7 +275,7 @@ def test_random_images_replace_missing_data(call: Callable, run: Path, digits: P
 
 
 def test_missing_package_is_named(call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_predictor, "find_spec", lambda name: None if name == "onnxscript" else name)
+    monkeypatch.setattr(predictors, "find_spec", lambda name: None if name == "onnxscript" else name)
     code, _, err = call(export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST)
     assert code == 2 and "pip install onnxscript" in err
 
