@@ -44,9 +44,8 @@ from imagenet_cls.parallel.wrap import BatchNormStatistics, rebuild_ddp_buckets,
 class TrainingParts:
     """Everything that the loop uses.
 
-    model: not wrapped. wrapped: the module to call in training (DDP, DataParallel or the model itself). devices: of
-    this rank; several with DataParallel only. lr: the peak learning rate, scaled for the batch. messages: for the log
-    at the start. teacher_digest: of the teacher's weights, where there is a teacher.
+    wrapped: the module to call in training (DDP, DataParallel or the model itself). devices: of this rank. lr: the peak
+    learning rate, scaled for the batch. messages: for the log at the start. teacher_digest: of the teacher's weights.
     """
 
     config: Config
@@ -81,12 +80,11 @@ def data_parallel_devices(config: Config) -> Devices:
 
 
 def num_devices(config: Config, world_size: int) -> int:
-    """The number of devices of all ranks together."""
+    """Of all ranks together."""
     return world_size * (len(data_parallel_devices(config).all) if config.parallel.mode == "dp" else 1)
 
 
 def rank_devices(config: Config, group: Group) -> Devices:
-    """The devices of this rank."""
     return data_parallel_devices(config) if config.parallel.mode == "dp" else Devices((group.device,), group.device)
 
 
@@ -94,7 +92,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     """Build everything that a training run uses, in its state at step 0. A collective: every rank calls it.
 
     load_initial_weights: whether to load the weights that the config names; false for a run that resumes. Raises
-    DataError, ConfigError, CheckpointError, UsageError or ResourceError.
+    UserError.
     """
     device, train = group.device, config.train
     for name in config.imports:  # stage 2 of the checks imported them in the launching process or on rank 0 only
@@ -188,10 +186,10 @@ def samples_of_classes(config: Config, source: ImageSource, num_classes: int) ->
 
 
 def compile_model(model: nn.Module, config: Config) -> None:
-    """Compile `model` as `train.compile` says, in place, so that no name gets a prefix. DDP calls the compiled model.
+    """Compile `model` as `train.compile` says, in place, so that no name gets a prefix.
 
     Shapes are static: otherwise torch would compile kernels for dynamic shapes at the second batch size. Progressive
-    resizing has too many sizes for that, and leaves the choice to torch.
+    resizing has too many sizes for that.
     """
     mode = config.train.compile
     if mode:

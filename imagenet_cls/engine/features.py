@@ -36,12 +36,10 @@ def evaluate_features(
     allow_import: Collection[str] = (),
     weights: str | None = None,
 ) -> list[str]:
-    """Classify the validation images by the features of the training images, both prepared as for evaluation. The
-    classifier of the model is not used, so it may have other classes. A collective.
+    """Classify the validation images by the features of the training images, both prepared as for evaluation.
 
     neighbors: for `knn_classes`; probe_c: for `linear_probe`; None: not computed. Other arguments: see
-    `evaluate_weights`. Returns messages about the weights, and on rank 0 a line for each result. Raises CheckpointError
-    for features that are not finite.
+    `evaluate_weights`. Returns messages about the weights, and on rank 0 a line for each result. A collective.
     """
     if not has_training_part(config.data):
         place = Path(config.data.root) / config.data.train
@@ -70,7 +68,6 @@ def evaluate_features(
 
 
 def format_accuracy(predicted: Tensor, targets: Tensor) -> str:
-    """`top-1 98.886 % over 359 images`."""
     return f"top-1 {100 * (predicted == targets).double().mean():.3f} % over {len(targets)} images"
 
 
@@ -78,7 +75,7 @@ def compute_features(
     config: Config, trained: TrainedModels, models: Mapping[str, nn.Module], source: ImageSource, group: Group
 ) -> tuple[dict[str, Tensor], Tensor]:
     """On rank 0 the features of all images by each model, fp32 (N, D), and their targets, int64 (N,), in the order of
-    `source`; elsewhere those of this rank's shard. Each image is read once, on one rank. A collective.
+    `source`; elsewhere those of this rank's shard. A collective.
     """
     num_rows = len(shard_for_eval(len(source), group.rank, group.world_size))
     shard: dict[str, Tensor] = {}
@@ -102,8 +99,8 @@ def knn_classes(train: Tensor, targets: Tensor, val: Tensor, neighbors: int, dev
     exp(similarity / 0.07): int64 (M,) on the CPU.
 
     train, val: features (N, D) and (M, D) on the CPU. targets: int64 (N,). Wu et al., "Unsupervised feature learning
-    via non-parametric instance discrimination", 2018, as in eval_knn.py of DINO (Caron et al. 2021). Unlike there, the
-    training images are compared in parts, so that the device holds M x D and M x (K + 1,024) values, not N x D.
+    via non-parametric instance discrimination", 2018, as in eval_knn.py of DINO (Caron et al. 2021), but the training
+    images are compared in parts, so that they need not fit on the device.
     """
     queries = functional.normalize(val.to(device))
     best = torch.empty(len(val), 0, device=device)
@@ -118,12 +115,11 @@ def knn_classes(train: Tensor, targets: Tensor, val: Tensor, neighbors: int, dev
 
 
 def linear_probe(train: Tensor, targets: Tensor, val: Tensor, c: float) -> tuple[Tensor, str]:
-    """The class of each image of `val` by scikit-learn's logistic regression on `train`, int64 (M,), and a note on its
-    iterations. Arguments as of `knn_classes`. Raises UsageError where it can't be fitted.
+    """The class of each image of `val` by logistic regression on `train`, int64 (M,), and a note on its iterations.
 
-    Radford et al., "Learning transferable visual models from natural language supervision" (CLIP), 2021: L-BFGS of at
-    most 1,000 iterations on features that are not normalized. c: inverse of the L2 penalty; 0.316 is that of CLIP's
-    README. Unlike in the paper, it is not searched on the validation images.
+    Arguments as of `knn_classes`; c: inverse of the L2 penalty. Radford et al., "Learning transferable visual models
+    from natural language supervision" (CLIP), 2021: L-BFGS of at most 1,000 iterations on features that are not
+    normalized. Unlike in the paper, c is not searched on the validation images. Raises UsageError.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression

@@ -21,9 +21,10 @@ VALIDATION_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 @dataclass(frozen=True)
 class EvaluationLabels:
-    """present: int64 (P,), the classes that the validation images have, if all others are ignored; None: all count.
+    """Which classes and labels count.
 
-    real: int64 (images, most labels), the ReaL labels of each image, and -1 where it has fewer; None without them.
+    present: int64 (P,), the classes that the validation images have; None: all. real: int64 (images, most labels), the
+    ReaL labels of each image, and -1 where it has fewer; None without them.
     """
 
     present: Tensor | None = None
@@ -39,7 +40,7 @@ class EvaluationLabels:
 
 
 def evaluation_labels(config: EvalConfig, source: ImageSource, classes: Sequence[str]) -> EvaluationLabels:
-    """The labels of an evaluation. source: the validation images. Raises DataError."""
+    """The labels of an evaluation of `source`. Raises DataError."""
     present = real = None
     if config.classes == "present":
         present = torch.from_numpy(np.unique(required_targets(source, "eval.classes")))
@@ -58,18 +59,20 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
     try:
         check_regular(file)
         lists = json.loads(file.read_text(encoding="utf-8"))
+        valid = isinstance(lists, list) and all(isinstance(label, int) for labels in lists for label in labels)
     except OSError as error:
         raise DataError(f"{place}: {error.strerror}\ngive real.json of google-research/reassessed-imagenet") from None
-    except (ValueError, RecursionError):
-        lists = None
-    if not isinstance(lists, list) or not all(isinstance(labels, list) for labels in lists):
-        raise DataError(f"{place}: not a list of lists in JSON\ngive real.json of google-research/reassessed-imagenet")
+    except (ValueError, TypeError, RecursionError):
+        valid = False
     try:
         order = imagenet_order(classes)
     except DataError as error:
         text = f"{place}: the labels are classes of ImageNet-1k, and not all of the dataset's are"
         raise DataError(f"{text}\n{str(error).splitlines()[-1]}") from None
     class_of = {output: number for number, output in enumerate(order)}
+    if not valid or not all(label in class_of for labels in lists for label in labels):
+        text = f"{place}: not a list of lists of numbers from 0 to {IMAGENET_CLASSES - 1} in JSON"
+        raise DataError(f"{text}\ngive real.json of google-research/reassessed-imagenet")
     rows = []
     for i in range(len(source)):
         match = VALIDATION_NAME.search(source.name(i))
@@ -78,11 +81,6 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
             raise DataError(
                 f"{source.name(i)}: eval.real_labels needs names with ILSVRC2012_val_00000001 to {len(lists):08d}\n"
                 "evaluate ImageNet's validation images, or set eval.real_labels to null"
-            )
-        if any(type(label) is not int or label not in class_of for label in lists[number - 1]):
-            raise DataError(
-                f"{place}: its entry {number} is {lists[number - 1]}, not a list of numbers from 0 to "
-                f"{IMAGENET_CLASSES - 1}\ngive real.json of google-research/reassessed-imagenet"
             )
         rows.append([class_of[label] for label in lists[number - 1]])
     if not any(rows):

@@ -87,12 +87,11 @@ def prefetched_images(config: Config, data: DataSets, plan: Plan, group: Group) 
 
 
 def train_worker_options(config: Config, plan: Plan, group: Group) -> WorkerOptions:
-    """Options of this rank's training loader."""
     return worker_options(config, group, plan.steps_per_epoch * plan.accumulation)
 
 
 def worker_options(config: Config, group: Group, num_batches: int) -> WorkerOptions:
-    """Options of a loader of this rank. num_batches: of the loader in an epoch."""
+    """Options of a loader of this rank with `num_batches` in an epoch."""
     data, num_workers = config.data, config.data.num_workers
     if not isinstance(num_workers, int):
         num_workers = auto_workers(cpus_per_rank(group.rank_info), num_batches)
@@ -100,16 +99,13 @@ def worker_options(config: Config, group: Group, num_batches: int) -> WorkerOpti
 
 
 def auto_workers(cpus: float, num_batches: int) -> int:
-    """The number of workers for `data.num_workers=auto`: one per CPU, less one for the training process from 4 CPUs on.
-
-    cpus: of the rank. num_batches: of the loader in an epoch; more workers than batches would be idle.
-    """
+    """`data.num_workers=auto`: one per CPU of the rank, less one for the training process from 4 CPUs on."""
     whole_cpus = max(1, int(cpus))
     return min(whole_cpus - (whole_cpus >= _MIN_CPUS_TO_RESERVE), _MAX_WORKERS, num_batches)
 
 
 def describe_workers(config: Config, plan: Plan, group: Group) -> str:
-    """The number of workers for the start-up table; empty for data without workers."""
+    """The number of workers for the start-up table; "" for data without workers."""
     if config.data.name == "synthetic":
         return ""
     workers = f"{train_worker_options(config, plan, group).num_workers} per rank"
@@ -130,7 +126,7 @@ class DataWaitCheck:
         self.waits_pct: list[float] = []
 
     def warning(self, records: Sequence[dict[str, Any]]) -> str | None:
-        """The warning, or None. records: of one logging interval, from `Meter.flush`; all are of one epoch.
+        """The warning, or None. records: of one logging interval, from `Meter.flush`.
 
         The first interval of an epoch does not count: the workers start, or have no batch ready.
         """

@@ -21,7 +21,6 @@ from imagenet_cls.report.jsonl import EVAL_FIELDS
 Metrics = dict[str, Any]
 """Metrics of one set of weights, by the names of their factories."""
 
-_METHODS = ("update", "compute", "reset")
 _TRIAL_IMAGES = 8
 
 
@@ -37,10 +36,9 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
 
 
 def build_metrics(names: Sequence[str], num_classes: int, weights: Sequence[str], group: Group) -> dict[str, Metrics]:
-    """The metrics of each set of weights. A collective. Raises ConfigError for an object that can't be used.
+    """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A collective.
 
-    They are tried on a few images, so that a mistake ends the run at its start. Exceptions of `compute` are ignored:
-    the metric may need more images.
+    They are tried on a few images. Exceptions of `compute` are ignored: the metric may need more.
     """
     metrics = {kind: {name: build_metric(name, num_classes, group) for name in names} for kind in weights}
     targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=group.device)
@@ -62,7 +60,7 @@ def build_metrics(names: Sequence[str], num_classes: int, weights: Sequence[str]
 def build_metric(name: str, num_classes: int, group: Group) -> Any:
     """A `torch.nn.Module` with the methods of a metric. Raises ConfigError."""
     metric = import_factory(name)(num_classes=num_classes)
-    missing = [method for method in _METHODS if not callable(getattr(metric, method, None))]
+    missing = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
     if missing or not isinstance(metric, nn.Module):
         fault = f"has no method {missing[0]!r}" if missing else "is not a torch.nn.Module"
         text = f"{name!r} returned a {type(metric).__name__}, which {fault}; see docs/extending.md, A metric"

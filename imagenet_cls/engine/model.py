@@ -41,8 +41,8 @@ def build_training_model(
 ) -> tuple[nn.Module, list[str]]:
     """The model on this rank's device, not yet wrapped, and messages about its weights. A collective.
 
-    classes: of the data. load_initial_weights: whether to load the weights that the config names; false for a run that
-    resumes. batch_norm_images: see `check_model_outputs`.
+    classes: of the data. load_initial_weights: whether to load the weights that the config names. batch_norm_images:
+    see `check_model_outputs`.
     """
     # Only rank 0 reads weights from disk or network; the others get them by broadcast when DDP wraps the model.
     reads = group.is_main and load_initial_weights
@@ -67,10 +67,7 @@ def build_training_model(
 
 
 def build_initial_model(config: Config, num_classes: int, classes: Sequence[str] = ()) -> tuple[nn.Module, list[str]]:
-    """The model on the CPU with its initial weights (random, published or from a file), and messages about them.
-
-    classes: of the data. A message names differences between this run and the training of the weights.
-    """
+    """The model on the CPU with its initial weights, and messages about them. classes: of the data."""
     seed_generators(hash_key("init", config.seed))
     model = build_model(config.model, num_classes, config.data.channels)
     check_model_parameters(model, config.model.name)
@@ -105,9 +102,8 @@ def build_distillation_teacher(
 ) -> Teacher | None:
     """The teacher that the config names, if any. A collective.
 
-    classes: of the data. mean_std: the normalization of the images that the teacher gets. Raises ConfigError for a
-    checkpoint that was trained on other classes, or on the same in another order, and DataError where ImageNet's
-    published weights are used for other classes.
+    classes: of the data. mean_std: the normalization of the images that the teacher gets. Raises ConfigError or
+    DataError for a teacher of other classes, or of the same in another order.
     """
     if config.distill.kind == "none":
         return None
@@ -129,11 +125,7 @@ def memory_format(train: TrainConfig) -> torch.memory_format:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in a file or checkpoint folder, by name, on the CPU.
-
-    origin: where they come from. mean_std, classes: what they were trained with; known for checkpoint folders.
-    warnings: a line for each damaged checkpoint that was skipped.
-    """
+    """Weights in a file or checkpoint folder, by name, on the CPU; how they were trained, if known."""
 
     tensors: dict[str, Tensor]
     origin: str
@@ -143,10 +135,9 @@ class StoredWeights:
 
 
 def read_stored_weights(source: str | Path) -> StoredWeights:
-    """The weights in a file or at a URL, in a checkpoint, or in the best checkpoint of a run folder.
+    """The weights in a file or at a URL, in a checkpoint, or in a run folder those that evaluated best.
 
-    Of a run folder those that evaluated best; of trained weights and their EMA in one file or checkpoint the EMA.
-    Raises CheckpointError, and ResourceError where a URL can't be downloaded.
+    Of trained weights and their EMA in one file or checkpoint the EMA. Raises CheckpointError or ResourceError.
     """
     path = download_weights(str(source)) if is_url(source) else Path(source)
     if not path.is_dir():
@@ -201,11 +192,10 @@ def check_model_parameters(model: nn.Module, name: str) -> None:
 
 
 def check_model_outputs(model: nn.Module, config: Config, num_classes: int, batch_norm_images: int) -> None:
-    """Raise ConfigError where the model does not map the config's image sizes to (B, num_classes).
+    """Raise ConfigError where the model does not map one black image of each of the config's sizes to (1, num_classes).
 
-    One forward pass in evaluation mode for each size, with one black image. batch_norm_images: images over which
-    BatchNorm computes its statistics in training; with 1, one pass in training mode shows whether its layers get more
-    than one value per channel. Leaves the model in training mode, frozen BatchNorm layers apart.
+    batch_norm_images: images over which BatchNorm computes its statistics in training; with 1, a pass in training mode
+    shows whether its layers get more than one value per channel. Leaves the model in training mode.
     """
     largest_px = config.augment.size_px
     smaller = [("augment.progressive.sizes_px", size) for size in sizes_px(config.augment) if size != largest_px]
@@ -227,7 +217,7 @@ def check_model_outputs(model: nn.Module, config: Config, num_classes: int, batc
 
 
 def _forward_black_image(model: nn.Module, config: Config, key: str, size_px: Size, images: str) -> object:
-    """The output for one black image. Raises ConfigError for `key` where the model fails. images: what it gets."""
+    """The output for one black image. Raises ConfigError for `key` where the model fails."""
     device, channels, kwargs = next(model.parameters()).device, config.data.channels, config.model.kwargs
     try:
         with torch.no_grad():

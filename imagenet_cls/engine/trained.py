@@ -102,9 +102,9 @@ def choose_weights(trained: TrainedModels, weights: str | None) -> str:
 
 
 def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
-    """The models of a checkpoint, or of the best one of a run folder: raw, and EMA if it has one.
+    """The models of a checkpoint, or of the best one of a run folder. Raises CheckpointError.
 
-    trusted: code that its config may use besides the libraries' models. Raises CheckpointError.
+    trusted: code that its config may use besides the libraries' models.
     """
     snapshot, best, damage = load_best(path)
     assert snapshot.path is not None
@@ -159,9 +159,8 @@ def load_foreign_weights(
 ) -> TrainedModels:
     """The config's model with the weights of a file, else with those that the config names.
 
-    classes: of the data. ignore_head: the head is not used, so that it may be missing or have other outputs. Raises
-    CheckpointError if the weights do not fit the model, UsageError if there are none, and
-    DataError where they were published for ImageNet-1k and the classes have other names.
+    classes: of the data. ignore_head: the head is not used, so it may be missing or have other outputs. Raises
+    CheckpointError if the weights do not fit the model, UsageError if there are none, DataError for other classes.
     """
     if file is None and not config.model.pretrained and config.model.checkpoint is None:
         raise UsageError(
