@@ -35,11 +35,7 @@ IMPLEMENTATION = {"sgd": "fused", "adamw": "fused", "rmsprop": "foreach"}
 # Built by timm's factory, so that its defaults (momentum 0.9) hold here too.
 BUILT_IN_FROM_TIMM = {"lamb": "timm:lamb", "rmsproptf": "timm:rmsproptf"}
 
-# Arguments that the program passes.
-RESERVED = ("params", "lr", "weight_decay")
-
-# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME. Its arguments have other names in a config, since
-# the inner optimizer may have arguments of the same name.
+# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME, whose arguments may be named alpha and k, too.
 LOOKAHEAD = "lookahead_"
 LOOKAHEAD_KWARGS = ("lookahead_alpha", "lookahead_k")
 
@@ -47,9 +43,8 @@ LOOKAHEAD_KWARGS = ("lookahead_alpha", "lookahead_k")
 def build_optimizer(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer over `groups`, each with its `weight_decay`, `names` and `lr_scale` (kept unchanged).
 
-    `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose between `fused`, `foreach` and
-    `differentiable`. A user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
-    UserError where it does not return an optimizer, and the constructor's ValueError for bad numbers.
+    A user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises UserError where it does
+    not return an optimizer, and the constructor's ValueError for bad numbers.
     """
     factory, _ = _factory_and_signature(optimizer)
     built = factory(groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs)
@@ -95,21 +90,17 @@ def _build_lookahead(
 
     After every k steps the slow weights move by the share alpha towards the fast ones, which continue from there (Zhang
     et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back", algorithm 1). timm's slow weights start after the
-    first k steps, not before them.
-
-    Evaluated, averaged and saved are the fast weights, wherever an epoch ends within the k steps; the paper's authors
-    evaluate the slow ones. timm's script calls `sync_lookahead` after each epoch, without effect since torch 2.0: it
-    skips weights without a gradient, and `zero_grad` has removed all gradients before.
+    first k steps, not before them. The fast weights are evaluated, averaged and saved; the authors evaluate the slow
+    ones.
     """
     return Lookahead(inner(groups, **kwargs), alpha=lookahead_alpha, k=lookahead_k)
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
-    """All problems of the section that can be found without a model.
+    """All problems of the section that can be found without a model, by a step of a small layer on the CPU.
 
-    The last check is a step on a (3, 2) weight and a (3,) bias on the CPU: its errors are problems, and so is a state
-    that is not made of tensors, numbers, strings and lists of them. An optimizer of another library than torch and
-    timm may need a GPU: of its errors, only a TypeError or ValueError of the constructor is a problem.
+    An optimizer of another library than torch and timm may need a GPU: of its errors, only a TypeError or ValueError of
+    the constructor is a problem.
     """
     try:
         _, signature = _factory_and_signature(optimizer)
@@ -122,7 +113,7 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
     ]
     lookahead_names = LOOKAHEAD_KWARGS if _is_lookahead(optimizer) else ()
     # Whatever the first parameter is called, it receives the groups.
-    passed = (*keyword_names(signature)[0][:1], *RESERVED)
+    passed = (*keyword_names(signature)[0][:1], "params", "lr", "weight_decay")
     problems = kwargs_problems("optimizer.kwargs", signature, optimizer.kwargs, passed, more_names=lookahead_names)
     lookahead_kwargs = {name: value for name, value in optimizer.kwargs.items() if name in lookahead_names}
     problems += value_problems("optimizer.kwargs", _build_lookahead, lookahead_kwargs)
@@ -134,11 +125,7 @@ def _is_lookahead(optimizer: OptimizerConfig) -> bool:
 
 
 def initial_momentum(optimizer: OptimizerConfig) -> float | None:
-    """The momentum (Adam's first beta) that the optimizer starts with; None where it has none.
-
-    None, too, where it can't be built on the CPU. Requires a section without problems, like
-    `state_copies`.
-    """
+    """The momentum (Adam's first beta) that the optimizer starts with; None where it has none or needs a GPU."""
     try:
         group = _optimizer_of_layer(optimizer).param_groups[0]
     except Exception:

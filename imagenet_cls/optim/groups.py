@@ -32,17 +32,15 @@ _SCALE = re.compile(r"(layer_?scale|gamma)(_?\d+)?")
 
 
 def parameter_kind(name: str, parameter: Tensor, owner: nn.Module, no_decay: Collection[str] = ()) -> Kind:
-    """The weight decay class of a parameter: which key of `optimizer` sets its decay. It is not a type of module.
+    """The weight decay class of a parameter: which key of `optimizer` sets its decay.
 
     name: its full name. owner: the module that holds it. no_decay: patterns of the model's `no_weight_decay()`.
 
     * `token` (`token_weight_decay`): class, distillation, register and position tokens and relative position tables by
       name, and whatever matches `no_decay`, norms and biases included;
     * `norm`: weights and biases of normalization layers, by class;
-    * `bias`: any other bias, by name (so also `in_proj_bias` of torch's attention, which torchvision's reference
-      script takes for a weight, since its name does not equal `bias`);
-    * `scale` (`scale_weight_decay`): layer scales by name (torchvision's have three dimensions), and everything else of
-      at most one dimension;
+    * `bias`: any other bias, by name, `in_proj_bias` of torch's attention included (unlike torchvision's script);
+    * `scale` (`scale_weight_decay`): layer scales by name, and everything else of at most one dimension;
     * `weight`: everything else.
     """
     last = name.rpartition(".")[2]
@@ -63,14 +61,10 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, head: Collection
     head: names of the head's parameters. With timm's Muon, the groups of the head and of tokens and embeddings (kind
     `token`) have `use_fallback`: AdamW updates them, since Muon is for hidden layers (Jordan et al. 2024).
 
-    Parameters with the same decay and the same factor share a group. Frozen parameters are left out, and a parameter
-    shared by two modules is there once. Groups, and the members of each, are in the order of
-    `model.named_parameters()`. `names` lets a checkpoint store the optimizer's state by parameter name.
-
-    If norm, bias, token and scale decay are 0, the groups are those of timm's `param_groups_weight_decay` with the
-    model's `no_weight_decay()`. Two exceptions have no decay here: tokens that a model does not list there, and layer
-    scales of several dimensions. If only `norm_weight_decay` is set, the decays are those of torchvision's
-    `set_weight_decay`. Its bias decay includes the biases of norms; here these use `norm_weight_decay`.
+    Parameters with the same decay and the same factor share a group, in the order of `model.named_parameters()`. Frozen
+    parameters are left out. Without norm, bias, token and scale decay, the groups are those of timm's
+    `param_groups_weight_decay`, except that tokens and layer scales never have decay. If only `norm_weight_decay` is
+    set, they are those of torchvision's `set_weight_decay`, but its bias decay includes the biases of norms.
 
     Raises ConfigError for `optimizer.layer_decay` with a model without known layers, and for a pattern of
     `optimizer.lr_scales` that matches no parameter.
@@ -107,8 +101,7 @@ def layer_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     """Factor of the learning rate by parameter name: layer_decay to the power of the number of layers after its own.
 
     As in the script of BEiT (Bao et al. 2021), through timm: the model's `group_matcher` defines the layers. The
-    head, and parameters of no layer, have 1. Raises ConfigError for a model without that method: timm then guesses
-    layers of twelve parameters each, or trains all at the same rate.
+    head, and parameters of no layer, have 1. Raises ConfigError for a model without that method.
     """
     group_matcher = getattr(model, "group_matcher", None)
     if group_matcher is None:

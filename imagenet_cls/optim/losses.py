@@ -1,16 +1,12 @@
 """The built-in losses, the distillation loss, and the check of the `loss` section.
 
-Losses get float32 logits, whatever the model computes in.
-
-**Every loss is a plain mean over the images**, so that the mean over micro-batches and ranks is that over the whole
-batch. With class weights w_c the loss of an image is
+Every loss is a plain mean over the images, so that the mean over micro-batches and ranks is that over the whole batch.
+With class weights w_c the loss of an image is
 
     - sum_c w_c t_c log p_c,    t: its target, one-hot or mixed, smoothed;    p: softmax of its logits
 
-and then the mean over the images is taken. torch's CrossEntropyLoss divides by the sum of the batch's weights instead
-if targets are class indices (not if they are probabilities), which depends on how a batch is split. Weights that are
-listed are divided by their mean over the classes; weights by the size of the classes, by their mean over the samples of
-an epoch. As in torch, only the ratios of listed weights matter.
+torch's CrossEntropyLoss divides by the sum of the batch's weights instead if targets are class indices, which depends
+on how a batch is split. Only the ratios of listed weights matter, as in torch: they are divided by their mean.
 
 For `bce`, the loss of an image is multiplied by sum_c w_c t_c, with t not smoothed. The `weight` of torch's and timm's
 loss multiplies the terms of a class in all images, with and without it, so it does not change their ratio.
@@ -64,10 +60,8 @@ class CrossEntropy(BuiltInLoss):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.weights is None:
             return functional.cross_entropy(logits, targets, label_smoothing=self.smoothing)
-        smoothing = self.smoothing
-        return functional.cross_entropy(
-            logits, targets, self.weights, reduction="none", label_smoothing=smoothing
-        ).mean()
+        settings: dict[str, Any] = {"reduction": "none", "label_smoothing": self.smoothing}
+        return functional.cross_entropy(logits, targets, self.weights, **settings).mean()
 
 
 class SmoothedBinaryCrossEntropy(BuiltInLoss):
@@ -81,13 +75,10 @@ class SmoothedBinaryCrossEntropy(BuiltInLoss):
     ):
         super().__init__(*common)
         self.sum_classes = sum_classes
-        by_element = self.weights is not None
-        self.loss = BinaryCrossEntropy(
-            0.0,
-            target_threshold,
-            reduction="none" if by_element else "mean",
-            sum_classes=sum_classes and not by_element,
-        )
+        if self.weights is None:
+            self.loss = BinaryCrossEntropy(0.0, target_threshold, sum_classes=sum_classes)
+        else:
+            self.loss = BinaryCrossEntropy(0.0, target_threshold, reduction="none")
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.loss(logits, smooth_targets(targets, logits, self.smoothing))
@@ -119,9 +110,8 @@ class JensenShannonLoss(BuiltInLoss):
     """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all views of an image.
 
     Hendrycks et al., "AugMix", 2020, section 3. The batch has all images' first views, then all second ones, and so on;
-    targets are those of the first views, (images,), or the same repeated for the others. The numbers are those of
-    timm's JsdCrossEntropy, with its clamp of the mean (from the authors' script); but the views' logarithms are
-    computed from logits: timm computes them from probabilities, and where one is 0 its gradients are NaN.
+    targets are those of the first views, (images,), or the same repeated for the others. Equal to timm's
+    JsdCrossEntropy, whose gradients are NaN where a probability is 0.
     """
 
     def __init__(self, *common: Any, alpha: NotNegative = 12.0):
@@ -153,18 +143,17 @@ BUILT_IN_KEYS = ("label_smoothing", "class_weights")
 def build_loss(loss: LossConfig, num_classes: int, splits: int = 1, class_samples: np.ndarray | None = None) -> Loss:
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
-    logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes) probabilities from
-    mixing. num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`. class_samples: of each
-    class in an epoch, int64 (classes,), which class weights by size need.
+    logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes) probabilities.
+    num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`. class_samples: of each class in
+    an epoch, int64 (classes,), for class weights by size.
 
-    A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits, targets)`, which must return
-    the mean. Raises UserError if it returns no function, ConfigError for a wrong number of class weights.
+    A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits, targets)`. Raises UserError
+    if it returns no function, ConfigError for a wrong number of class weights.
     """
     factory = find_factory("loss", loss.name, BUILT_IN)
     if loss.name in BUILT_IN:
-        compute = factory(
-            loss.label_smoothing, _normalized_weights(loss, num_classes, class_samples), splits, **loss.kwargs
-        )
+        weights = _normalized_weights(loss, num_classes, class_samples)
+        compute = factory(loss.label_smoothing, weights, splits, **loss.kwargs)
     else:
         compute = factory(**loss.kwargs)
     if not callable(compute):
@@ -215,7 +204,7 @@ def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
 
     soft: T^2 * KL(softmax(teacher / T) || softmax(logits / T)), the sum over the classes, the mean over the images
     (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2). DeiT's script divides by the
-    classes as well, so its part is a thousand times smaller on ImageNet: its values of alpha can't be used here.
+    classes as well, so its values of alpha can't be used here.
     hard: cross-entropy with the teacher's top class, without smoothing (Touvron et al., "Training data-efficient image
     transformers", 2021, section 4).
 
@@ -243,11 +232,10 @@ def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
 def build_criterion(
     base_loss: Loss, distill: DistillConfig, teacher: Callable[[Tensor], Tensor] | None = None
 ) -> Criterion:
-    """The mean loss as a function of outputs, targets and the images that the model saw; called under autocast.
+    """The mean loss as a function of outputs, targets and the images that the model saw, normalized and mixed.
 
-    images: as the model takes them, normalized and mixed. teacher: images -> logits; called without gradients, and only
-    if `distill.kind` is not none. Targets and the teacher's logits are moved to the device of the model's logits, which
-    with DataParallel may be another.
+    teacher: images -> logits; called without gradients, and only if `distill.kind` is not none. Targets and the
+    teacher's logits are moved to the device of the model's logits.
     """
     distilled = None if distill.kind == "none" else distillation_loss(distill, base_loss)
 

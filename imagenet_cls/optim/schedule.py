@@ -1,8 +1,4 @@
-"""The learning rate and momentum of a run as pure functions of the step.
-
-First the built-in curves between warm-up and cooldown, then the schedule of a run, then the checks of the `schedule`
-section. A resumed run needs the step and, for `plateau`, the recorded evaluations.
-"""
+"""The learning rate and momentum of a run as pure functions of the step, and the checks of the `schedule` section."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +9,7 @@ from typing import Annotated, Literal
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from imagenet_cls.config.schema import NOT_NEGATIVE, SHARE, SHARE_BELOW_1, OptimizerConfig, ScheduleConfig
+from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, SHARE, SHARE_BELOW_1, OptimizerConfig, ScheduleConfig
 from imagenet_cls.errors import Problem, UserError, format_value
 from imagenet_cls.lookup import find_factory, kwargs_problems
 from imagenet_cls.optim.arguments import Count, NotNegative, Positive, value_problems
@@ -24,6 +20,9 @@ RESERVED_OF_FACTORY = ("base_lr", "total_steps", "steps_per_epoch")
 
 # Annotations of arguments, by which they are checked. A list of epochs must be in ascending order, with none twice.
 Numbers = Annotated[list[float], NOT_NEGATIVE]
+Share = Annotated[float, SHARE]
+ShareBelow1 = Annotated[float, SHARE_BELOW_1]
+AtLeast1 = Annotated[float, COUNT]
 Momentum = Annotated[float | None, SHARE_BELOW_1]
 Anneal = Literal["cos", "linear"]
 
@@ -43,11 +42,11 @@ class Span:
     per_epoch: int
 
 
-def cosine(t: float, span: Span, min_lr: NotNegative = 0.0, cycles: Count = 1, cycle_decay: NotNegative = 1.0) -> float:
+def cosine(t: float, span: Span, min_lr: NotNegative = 0.0, cycles: Count = 1, cycle_decay: Share = 1.0) -> float:
     """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5).
 
-    cycles: number of cycles of equal length in the span. cycle_decay: factor of the highest rate from one cycle to the
-    next. As timm's CosineLRScheduler, whose t_initial is the length of a cycle.
+    cycles: of equal length in the span. cycle_decay: factor of the highest rate from one cycle to the next. As timm's
+    CosineLRScheduler, whose t_initial is the length of a cycle.
     """
     if span.length <= 0:
         return span.base_lr
@@ -64,7 +63,7 @@ def polynomial(t: float, span: Span, power: NotNegative = 1.0, min_lr: NotNegati
     return min_lr + (span.base_lr - min_lr) * (1 - passed) ** power
 
 
-def step_decay(t: float, span: Span, every_epochs: Positive = 30, gamma: NotNegative = 0.1) -> float:
+def step_decay(t: float, span: Span, every_epochs: Positive = 30, gamma: Share = 0.1) -> float:
     """Multiplied by gamma every `every_epochs` epochs, but not at the end of the span.
 
     He et al., "Deep Residual Learning", 2016, and pytorch/examples: 30 and 0.1.
@@ -73,7 +72,7 @@ def step_decay(t: float, span: Span, every_epochs: Positive = 30, gamma: NotNega
     return span.base_lr * gamma ** max(0, min(t // every, math.ceil(span.length / every) - 1))
 
 
-def multistep(t: float, span: Span, milestones_epochs: Numbers, gamma: NotNegative = 0.1) -> float:
+def multistep(t: float, span: Span, milestones_epochs: Numbers, gamma: Share = 0.1) -> float:
     """Times gamma at the start of each of the given epochs (counted from 0, so 30 is after thirty epochs).
 
     As torch's MultiStepLR. timm's fires one unit of time earlier: its milestone 30 is 29 here.
@@ -83,50 +82,31 @@ def multistep(t: float, span: Span, milestones_epochs: Numbers, gamma: NotNegati
 
 
 def exponential(t: float, span: Span, gamma: NotNegative) -> float:
-    """Times gamma at the start of each epoch but the first, as torchvision's reference script steps its
-    ExponentialLR."""
+    """Times gamma at the start of each epoch but the first, as in torchvision's reference script."""
     return step_decay(t, span, 1, gamma)
 
 
 def one_cycle(
     t: float,
     span: Span,
-    pct_start: Annotated[float, SHARE] = 0.3,
+    pct_start: Share = 0.3,
     anneal: Anneal = "cos",
-    div_factor: Positive = 25.0,
+    div_factor: AtLeast1 = 25.0,
     final_div_factor: Positive = 1e4,
     min_momentum: Momentum = None,
     max_momentum: Momentum = None,
 ) -> float:
     """Up from base_lr / div_factor to base_lr in the first share pct_start of the span, then down to the start's rate /
-    final_div_factor in the last step (Smith and Topin, "Super-Convergence", 2018). As torch's
-    OneCycleLR in two phases. `one_cycle_momentum` has the momentum.
+    final_div_factor in the last step (Smith and Topin, "Super-Convergence", 2018). As torch's OneCycleLR in two phases.
+
+    The momentum is constant, unlike there, unless both momenta are given: see `Schedule.momentum`.
     """
     start = span.base_lr / div_factor
     return _two_phases(t, span, (start, span.base_lr, start / final_div_factor), pct_start, anneal)
 
 
-def one_cycle_momentum(
-    t: float,
-    span: Span,
-    pct_start: float = 0.3,
-    anneal: Anneal = "cos",
-    min_momentum: Momentum = None,
-    max_momentum: Momentum = None,
-    **_: float,
-) -> float | None:
-    """The momentum of `one_cycle`: from max_momentum to min_momentum and back. None if they are not given.
-
-    torch's OneCycleLR changes the momentum by default, between 0.85 and 0.95.
-    """
-    if min_momentum is None or max_momentum is None:
-        return None
-    return _two_phases(t, span, (max_momentum, min_momentum, max_momentum), pct_start, anneal)
-
-
 def _two_phases(t: float, span: Span, values: tuple[float, float, float], pct_start: float, anneal: Anneal) -> float:
-    """From the first value to the second, reached one unit before pct_start of the span, then to the third, reached in
-    the last unit."""
+    """Between three values: the second is reached one unit before pct_start of the span, the third in the last unit."""
     turn, last = pct_start * span.length - 1, span.length - 1
     if t <= turn:
         begin, end, passed = values[0], values[1], t / turn if turn > 0 else 1.0
@@ -156,14 +136,14 @@ def plateau(
     span: Span,
     evaluations: Sequence[float],
     patience: Annotated[int, NOT_NEGATIVE] = 10,
-    gamma: NotNegative = 0.1,
+    gamma: ShareBelow1 = 0.1,
     min_lr: NotNegative = 0.0,
     threshold: NotNegative = 1e-4,
 ) -> float:
     """Times gamma, but not below min_lr, after more than `patience` evaluations in a row without a better one.
 
-    evaluations: top-1 (%) of each evaluation up to now; better is more than the best so far times 1 + threshold.
-    Replays torch's ReduceLROnPlateau with mode `max`, on which timm's is built.
+    evaluations: top-1 (%) of each one up to now; better is more than the best so far times 1 + threshold. As torch's
+    ReduceLROnPlateau with mode `max`.
     """
     optimizer = torch.optim.SGD([torch.empty(0)], lr=span.base_lr)
     scheduler = ReduceLROnPlateau(optimizer, "max", gamma, patience, threshold, min_lr=min_lr)
@@ -194,9 +174,8 @@ BUILT_IN: dict[str, Callable[..., float]] = {
 def scaled_lr(optimizer: OptimizerConfig, global_batch_size: int) -> tuple[float, str | None]:
     """The learning rate for a global batch, and a sentence about the scaling (None if it is `optimizer.lr`).
 
-    linear: lr * batch / `lr_base_batch` (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1). sqrt: lr
-    times the root of that ratio (Krizhevsky 2014, "One weird trick"). Only the highest rate is scaled: `min_lr` and
-    `warmup_start_lr` are absolute, as in DeiT's script, which has the linear rule in the same form.
+    linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1. sqrt: Krizhevsky 2014, "One weird trick".
+    Only the highest rate is scaled: `min_lr` and `warmup_start_lr` are absolute, as in DeiT's script.
     """
     base = optimizer.lr_base_batch
     if base is None or base == global_batch_size:
@@ -213,8 +192,8 @@ def scaled_lr(optimizer: OptimizerConfig, global_batch_size: int) -> tuple[float
 class Schedule:
     """`schedule(step)` is the learning rate of optimizer step 0, 1, 2, ...; `schedule.momentum(step)` its momentum.
 
-    Defined after the last step too, where both are constant. Time has span.per_epoch units in an epoch. curve: the
-    learning rate as a function of the time since `start`. warmup: the time at which the warm-up ends.
+    After the last step both are constant. curve: the learning rate as a function of the time since `start`, in units of
+    the span. warmup: the time at which the warm-up ends.
     """
 
     settings: ScheduleConfig
@@ -238,9 +217,12 @@ class Schedule:
 
     def momentum(self, step: int) -> float | None:
         """The momentum (Adam's first beta) if the schedule changes it, else None."""
-        if self.settings.name != "one_cycle":
+        kwargs = self.settings.kwargs
+        if self.settings.name != "one_cycle" or kwargs.get("max_momentum") is None:
             return None
-        return one_cycle_momentum(self._since_start(self._time(step)), self.span, **self.settings.kwargs)
+        low, high = kwargs["min_momentum"], kwargs["max_momentum"]
+        pct_start, anneal = kwargs.get("pct_start", 0.3), kwargs.get("anneal", "cos")
+        return _two_phases(self._since_start(self._time(step)), self.span, (high, low, high), pct_start, anneal)
 
     def _time(self, step: int) -> float:
         """The time of a step; if the rate changes between epochs only, that of its epoch's first step."""
@@ -265,13 +247,11 @@ def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: in
     torch's LinearLR). With warmup_prefix the curve starts after the warm-up, whose target is the curve's first value
     (torchvision's SequentialLR, timm's warmup_prefix). Without, the curve starts with the run, the warm-up replaces its
     first part, and the target is base_lr (timm's default). The curve ends cooldown_epochs before the run, and its last
-    value stays: cosine's min_lr, or the last value of a step decay.
-
-    With by_epoch time is counted in epochs from the start, so that the curve equals a scheduler that is stepped once an
-    epoch; a warm-up or cooldown of 2.5 epochs is then not rounded.
+    value stays. With by_epoch time is counted in epochs, as for a scheduler that is stepped once an epoch; a warm-up or
+    cooldown of 2.5 epochs is then not rounded.
 
     A user's factory is called as `factory(base_lr=..., total_steps=..., steps_per_epoch=..., **kwargs)` and returns a
-    function of the step, counted from the run's start; total_steps: until the cooldown. With warmup_prefix the warm-up
+    function of the step, counted from the run's start; total_steps: until the cooldown. The warm-up of warmup_prefix
     multiplies that function. Raises UserError if it returns something else.
     """
     per_epoch = 1 if schedule.by_epoch else steps_per_epoch
@@ -293,8 +273,7 @@ def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: in
 
 
 def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
-    """All problems of the section that can be found without data: name, kwargs, unusable rates, points in time after
-    the end of the run, and rates above `lr`, the run's highest rate, scaled for the batch."""
+    """All problems of the section that can be found without data. lr: the run's highest rate, scaled for the batch."""
     is_factory = schedule.name not in BUILT_IN
     try:
         factory = find_factory("schedule", schedule.name, BUILT_IN)
@@ -302,11 +281,10 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
         return [Problem("schedule.name", str(error))]
     reserved = RESERVED_OF_FACTORY if is_factory else RESERVED
     problems = kwargs_problems("schedule.kwargs", factory, schedule.kwargs, reserved)
-    # A user's factory is not called with trial numbers, which it may reject.
     if problems or is_factory:
         return problems
     problems = value_problems("schedule.kwargs", factory, schedule.kwargs)
-    return problems or _combination_problems(schedule, epochs, lr) or _trial_problems(schedule, epochs, lr)
+    return problems or _combination_problems(schedule, epochs, lr)
 
 
 def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
@@ -338,26 +316,3 @@ def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> l
             text = f"{rate:g} is more than the learning rate {lr:.4g} (optimizer.lr, scaled for the batch)"
             found[key] = f"{text}; give at most {lr:.4g}"
     return [Problem(f"schedule.{key}", text) for key, text in found.items()]
-
-
-# A learning rate range test starts at about 1e-7 and rises to 10. Higher rates are errors, such as a gamma above 1 in
-# short intervals, and end in NaN or overflow.
-_MAX_FACTOR = 1e4
-# Steps per epoch of the trial, before the real number is known: enough for curves that change within an epoch.
-_TRIAL_STEPS = 10_000
-
-
-def _trial_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
-    """Unusable learning rates of a built-in schedule: each must be finite, not negative, and at most 10,000 times the
-    run's highest rate, or 10,000 if that is below 1. Tries 5000 evenly spaced steps and the last one."""
-    built, last = build_schedule(schedule, lr, _TRIAL_STEPS, epochs), epochs * _TRIAL_STEPS - 1
-    what, highest = f"{schedule.name!r} with {format_value(schedule.kwargs)}", _MAX_FACTOR * max(lr, 1.0)
-    try:
-        rates = [built(step) for step in (*range(0, last, 2 * epochs), last)]
-    except (ArithmeticError, ValueError) as error:
-        return [Problem("schedule.kwargs", f"{what} can't be computed: {error.args[-1]}")]
-    unusable = [rate for rate in rates if not 0 <= rate <= highest]
-    if not unusable:
-        return []
-    text = f"{what} has a learning rate of {unusable[0]:g}; allowed are 0 to {highest:g}"
-    return [Problem("schedule.kwargs", text)]
