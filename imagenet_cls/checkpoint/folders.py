@@ -18,10 +18,9 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders in a run's `checkpoints/`, newest (highest step) first. They are not verified.
+    """The checkpoint folders in a run's `checkpoints/`, newest first, also dangling links to one. Not verified.
 
-    A dangling link, as to a disk that is not mounted, is listed too: it counts as a damaged checkpoint. Raises
-    CheckpointError if the folder can't be read.
+    Raises CheckpointError if the folder can't be read.
     """
     try:
         paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []

@@ -42,11 +42,10 @@ METRICS = {"top1": "top1_pct", "top5": "top5_pct", "loss": "loss", "balanced_acc
 class Progress:
     """How far a run is.
 
-    step: optimizer updates done. evaluated_step: the last step that was evaluated; 0 before the first evaluation. best:
-    for each kind of weights (raw, ema) the `step` of the best evaluation and the metric of `checkpoint.best` (one of
-    `METRICS`). latest: metrics of the last evaluation for each kind. evaluations: (step, top-1 in percent of the raw
-    weights), which the `plateau` schedule reads. history: metrics for `train.early_stop`, of the same evaluations.
-    stopped_early: whether that ended the run.
+    step: optimizer updates done. evaluated_step: the last step that was evaluated. best: for each kind of weights (raw,
+    ema) the `step` of the best evaluation and the metric of `checkpoint.best`. latest: metrics of the last evaluation
+    for each kind. evaluations: (step, top-1 in percent of the raw weights), for `plateau`. history: metrics of the
+    same evaluations, for `train.early_stop`. stopped_early: whether that ended the run.
     """
 
     step: int = 0
@@ -63,9 +62,9 @@ class Progress:
 
 @dataclass
 class Snapshot:
-    """The content of a checkpoint, in host memory: contiguous CPU tensors that share memory with nothing.
+    """The content of a checkpoint: contiguous CPU tensors that share memory with nothing, and `state.json`.
 
-    optimizer, optimizer_values: see `optimizer_to_tensors`. state: see `state.json` above.
+    optimizer, optimizer_values: see `optimizer_to_tensors`.
     """
 
     model: dict[str, Tensor]
@@ -89,9 +88,6 @@ def best_score(best: Mapping[str, float]) -> float:
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:07d}"
-
-
-# ------------------------------------------------------------------------------------------------ reading
 
 
 def read_checkpoint(path: Path) -> Snapshot:
@@ -121,10 +117,7 @@ def read_checkpoint(path: Path) -> Snapshot:
 def invalid_content_errors(
     path: Path | str | None, what: str = "invalid content", remedy: str = "Use another checkpoint."
 ) -> Iterator[None]:
-    """Turn every error of code that uses a checkpoint's content into CheckpointError, but no UserError.
-
-    The content has matching digests, but may be of another program: values may be missing, malformed or out of range.
-    """
+    """Turn every error of code that uses a checkpoint's content into CheckpointError, but no UserError."""
     try:
         yield
     except (UserError, MemoryError, OutOfMemoryError):
@@ -157,9 +150,8 @@ def config_from_state(state: Mapping[str, Any], where: Path | str | None) -> Con
         with invalid_content_errors(where):
             return config_from_dict(state["config"])
     except ConfigError as error:
-        raise CheckpointError(
-            f"{where}: its config is invalid: {first_line(error)}\nUse another checkpoint."
-        ) from error
+        text = f"{where}: its config is invalid: {first_line(error)}\nUse another checkpoint."
+        raise CheckpointError(text) from error
 
 
 def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
@@ -182,15 +174,11 @@ def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
     return content
 
 
-# ------------------------------------------------------------------------------------------------ writing
-
-
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     """Write `folder/step-N` for the snapshot's step, replacing one of the same name, and return its path.
 
-    Atomic: written to a temporary folder, fsynced, renamed. A process killed at any moment leaves complete checkpoints
-    only. Raises ResourceError if the disk fails; existing checkpoints stay. `folder` is created, but not its parent:
-    a run folder that has disappeared must not be created again.
+    Atomic: written to a temporary folder, fsynced, renamed. Raises ResourceError if the disk fails; older checkpoints
+    stay. `folder` is created, but not its parent: a run folder that has disappeared must not be created again.
     """
     final = checkpoint_path(folder, snapshot.state["step"])
     temporary = folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
@@ -220,8 +208,11 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         needed = sum(size_bytes(group) for group in tensors.values() if group is not None)
+        space = f"{needed:,} bytes needed"
+        with contextlib.suppress(OSError):
+            space += f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} free"
         raise ResourceError(
-            f"could not write {final}: {_reason(error)}{_free_space_note(folder, needed)}\n"
+            f"could not write {final}: {_reason(error)} ({space})\n"
             "Older checkpoints are unchanged. Free space or repair the folder, then resume with --resume."
         ) from error
     return final
@@ -234,9 +225,7 @@ def write_manifest(folder: Path) -> None:
         if path.name != "manifest.json":
             with path.open("rb") as file:
                 files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    # Older versions also verify the manifest itself by this digest.
-    own = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    _write_json(folder / "manifest.json", {"files": files, "sha256": own})
+    _write_json(folder / "manifest.json", {"files": files})
 
 
 def size_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -246,9 +235,8 @@ def size_bytes(tensors: Mapping[str, Tensor]) -> int:
 def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int], damaged: Collection[int] = ()) -> None:
     """Remove all but the newest `keep_last` checkpoints up to `step`, and those of `keep_steps` (the best ones).
 
-    step: of the checkpoint just written. Later ones are neither counted nor removed: they are damaged, or the run would
-    have resumed from them. damaged: steps of damaged ones; they are removed when the run has passed them. Raises
-    ResourceError.
+    step: of the checkpoint just written; later ones are damaged, and stay until the run has passed them. damaged: steps
+    of damaged ones. Raises ResourceError.
     """
     if keep_last is None:
         return
@@ -259,10 +247,8 @@ def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int], 
             if path not in intact[:keep_last] and (step_of(path) not in keep_steps or step_of(path) in damaged):
                 remove(path)
     except OSError as error:
-        raise ResourceError(
-            f"could not remove an old checkpoint from {folder}: {_reason(error)}\n"
-            "Repair the folder, then resume with --resume."
-        ) from error
+        text = f"could not remove an old checkpoint from {folder}: {_reason(error)}"
+        raise ResourceError(f"{text}\nRepair the folder, then resume with --resume.") from error
 
 
 def _write_json(path: Path, value: Any, sort_keys: bool = True) -> None:
@@ -273,12 +259,3 @@ def _reason(error: OSError | SafetensorError) -> str:
     """safetensors keeps the system's error number in its text only: `(os error 28)`."""
     number = re.search(r"\(os error (\d+)\)", str(error))
     return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)
-
-
-def _free_space_note(folder: Path, needed_bytes: int) -> str:
-    """Bytes needed and free, in parentheses; "" if the file system does not tell."""
-    try:
-        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
-    except OSError:
-        return ""
-    return f" ({needed_bytes:,} bytes needed, {free:,} free)"

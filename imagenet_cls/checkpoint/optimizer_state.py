@@ -62,20 +62,16 @@ def load_optimizer(
     changed: the optimizer's arguments that differ from the checkpoint's config; they keep their new values.
 
     Each tensor gets its parameter's strides: fused kernels walk weight and state in memory order, so a contiguous
-    momentum with a channels-last weight silently corrupts the run (error 2e-2 on weights of 0.1 in the first step).
-
-    Raises CheckpointError if the parameter groups differ.
+    momentum with a channels-last weight silently corrupts the run. Raises CheckpointError if the groups differ.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     there = [group["members"] for group in numbers["groups"]]
     if here != there:
-        raise CheckpointError(
-            f"the optimizer has groups of {[len(g) for g in here]} parameters, the checkpoint "
-            f"of {[len(g) for g in there]}.\n"
-            "Resume with the config that the run was started with (its config.yaml)."
-        )
+        sizes = f"{[len(g) for g in here]} parameters, the checkpoint of {[len(g) for g in there]}"
+        remedy = "Resume with the config that the run was started with (its config.yaml)."
+        raise CheckpointError(f"the optimizer has groups of {sizes}.\n{remedy}")
     for index, group in enumerate(optimizer.param_groups):
         for key, value in numbers["groups"][index]["values"].items():
             if key in _FROM_CONFIG or key in changed:

@@ -9,7 +9,6 @@ from typing import Self
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.checkpoint.format import Progress, Snapshot, best_score, prune, write_checkpoint
-from imagenet_cls.checkpoint.select import saved_best_steps
 from imagenet_cls.config.schema import CheckpointConfig
 from imagenet_cls.errors import UserError, first_line
 from imagenet_cls.files import link
@@ -31,9 +30,8 @@ class CheckpointSaver:
         before_write: Callable[[], None],
         report: Callable[[str], None],
     ):
-        """checkpoints: the folder. progress: of the run, updated by the training loop. before_write: called in the
-        thread before each write. report: receives a line for a failed save where `config.on_error` is `continue`,
-        and for a checkpoint that was removed.
+        """progress: of the run, updated by the training loop. before_write: called in the thread before each write.
+        report: receives a line for a failed save where `config.on_error` is `continue`, and for a removed checkpoint.
         """
         self.checkpoints = checkpoints
         self.config = config
@@ -45,10 +43,12 @@ class CheckpointSaver:
         self._executor = futures.ThreadPoolExecutor(1, "checkpoint")
         self._save_in_progress: futures.Future[None] | None = None
         self._written: Path | None = None  # the newest checkpoint
-        self._saved_best = saved_best_steps(checkpoints, progress) if is_main else set()
+        present = set(map(step_of, list_checkpoints(checkpoints))) if is_main else set()
+        best = {entry["step"] for entry in progress.best.values()}
+        # Where a best one could not be saved, those that were are kept until a better one is saved.
+        self._saved_best = best if best <= present else present
         # The run resumed from the newest intact checkpoint, so later ones are damaged.
-        present = list_checkpoints(checkpoints) if is_main else []
-        self._damaged = {step for step in map(step_of, present) if step > progress.step}
+        self._damaged = {step for step in present if step > progress.step}
 
     def save(self) -> None:
         """Copy the current state, and start writing it. Waits for the previous save; raises or reports its error."""
@@ -98,7 +98,6 @@ class CheckpointSaver:
         self._written = write_checkpoint(self.checkpoints, snapshot)
         step = snapshot.state["step"]
         self._damaged.discard(step)
-        # Where the best one could not be saved, the best before it is kept until a better one is saved.
         present = {step_of(path): path.name for path in list_checkpoints(self.checkpoints)}
         if best.keys() <= present.keys():
             self._saved_best = set(best)

@@ -1,30 +1,17 @@
 """Which checkpoint of a run to use: the newest intact one to resume from, the best one to predict with."""
 
-import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
-from math import isfinite
 from pathlib import Path
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
-from imagenet_cls.checkpoint.format import (
-    Progress,
-    Snapshot,
-    best_score,
-    invalid_content_errors,
-    read_checkpoint,
-    score,
-    verified_files,
-)
+from imagenet_cls.checkpoint.format import Snapshot, best_score, invalid_content_errors, read_checkpoint
 from imagenet_cls.errors import CheckpointError, first_line
 
 
 def newest_intact(folder: Path) -> tuple[Snapshot | None, list[str]]:
-    """The newest checkpoint that verifies, and a message for each newer one that is damaged.
+    """The newest checkpoint that verifies, if there is any, and a message for each newer one that is damaged.
 
-    (None, []) where there is no checkpoint. Raises CheckpointError if all are damaged: starting from step 0 without
-    an error would lose the run.
+    Raises CheckpointError if all are damaged: a start from step 0 would lose the run.
     """
     damage: list[str] = []
     for path in list_checkpoints(folder):
@@ -41,8 +28,7 @@ def newest_intact(folder: Path) -> tuple[Snapshot | None, list[str]]:
 
 
 def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
-    """A checkpoint, or the newest intact one of a run folder; and messages about damaged ones. Raises CheckpointError
-    where there is none."""
+    """A checkpoint, or the newest intact one of a run folder, and messages about damaged ones."""
     path = _link_target(path)
     candidates = _candidates(path)
     if candidates == [path]:
@@ -73,29 +59,6 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
         return read_checkpoint(wanted[0]), name, damage
     except CheckpointError as error:
         return newest, None, [*damage, f"{first_line(error)}; using {newest.path} instead"]
-
-
-def saved_best_steps(checkpoints: Path, progress: Progress) -> set[int]:
-    """Steps of the best checkpoints on disk, up to `progress.step`: the best one for the raw and for the EMA weights,
-    or, where that could not be saved, the best of those that were."""
-    saved = {step_of(path): path for path in list_checkpoints(checkpoints) if step_of(path) <= progress.step}
-    steps = set()
-    for name, best in progress.best.items():
-        (metric,) = (name for name in best if name != "step")
-        scores = {best["step"]: best_score(best)} if best["step"] in saved else _saved_scores(saved, name, metric)
-        steps |= {max(scores, key=lambda step: scores[step])} if scores else set()
-    return steps
-
-
-def _saved_scores(saved: Mapping[int, Path], name: str, metric: str) -> dict[int, float]:
-    """The scores of the saved weights called `name`, by the steps of those that were evaluated with a finite loss."""
-    scores = {}
-    for step, path in saved.items():
-        with suppress(CheckpointError), invalid_content_errors(path):
-            progress = json.loads(verified_files(path, "state.json")["state.json"])["progress"]
-            if progress["evaluated_step"] == step and isfinite(progress["latest"][name]["loss"]):
-                scores[step] = score(progress["latest"][name], metric)
-    return scores
 
 
 def _link_target(path: Path) -> Path:

@@ -1,9 +1,8 @@
 """A run's lines on stdout, and the log files that keep messages of libraries off it.
 
-On a terminal there is a progress bar, in a pipe or a file plain lines. If stdout fails (`| head`, a closed connection,
-a full disk), the console becomes silent and the run continues. It also continues if nobody reads a full pipe: a thread
-writes the text. The bar is drawn when a record arrives and not by a thread, so that no lock is held when DataLoader
-forks its workers. The cursor is never hidden, so that even SIGKILL leaves a usable terminal.
+On a terminal there is a progress bar, elsewhere plain lines. The run continues if stdout fails or nobody reads it. The
+bar is drawn when a record arrives and not by a thread, so that no lock is held when DataLoader forks its workers. The
+cursor is never hidden, so that even SIGKILL leaves a usable terminal.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ _LAST_TEXT_SEC = 5.0  # the longest wait for a slow reader at the end
 
 
 class BackgroundStream:
-    """Writes text to a file or terminal in a thread: `write` neither blocks nor raises.
+    """Writes text in a thread: `write` neither blocks nor raises.
 
     If the reader is too slow, the oldest texts are dropped. After an error the file becomes /dev/null.
     """
@@ -85,10 +84,10 @@ class BackgroundStream:
 
 
 class Console:
-    """stream: None for stdout."""
+    """The lines and the progress bar of a run, on stdout by default."""
 
     def __init__(self, stream: TextIO | None = None):
-        self._stream = stream if stream is not None else sys.stdout
+        self._stream = stream or sys.stdout
         with contextlib.suppress(OSError):  # not a file: in a test or a notebook
             if isinstance(self._stream, io.TextIOWrapper) and self._stream.fileno() >= 0:
                 self._stream = cast(TextIO, BackgroundStream(self._stream))
@@ -126,10 +125,7 @@ class Console:
             self.message("  ".join([epoch, f"step {step}/{total_steps}", *numbers, eta]))
 
     def eval_progress(self, images_done: int, images_total: int) -> None:
-        """Show how far an evaluation is: images_done is 0 in its first call.
-
-        Without a terminal it is a line every ten seconds, so that a long evaluation does not look like a hang.
-        """
+        """Show how far an evaluation is, without a terminal every ten seconds. images_done: 0 in its first call."""
         numbers, now = f"{images_done}/{images_total} images", time.monotonic()
         if self._is_terminal:
             self._draw("eval", "evaluating", images_done, images_total, numbers)
@@ -156,7 +152,7 @@ class Console:
         self.message("  ".join(parts))
 
     def close(self) -> None:
-        """Leave the bar as it is and the cursor below it, and wait for the last text. May be called again."""
+        """Leave the bar with the cursor below it, and wait for the last text. May be called again."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -226,8 +222,7 @@ def log_file(folder: Path, rank: int) -> Path:
 def open_log(folder: Path | None, rank: int) -> logging.Logger:
     """Append all logging and warnings of this process to `folder/logs/rank<rank>.log` instead of the terminal.
 
-    folder: None to keep them in memory until the next call. Messages of libraries are kept from INFO on. A second call
-    moves the log to the new file. Returns the project's logger. Raises ResourceError.
+    folder: None to keep them in memory until the next call. Returns the project's logger. Raises ResourceError.
     """
     handler: logging.Handler = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
     if folder is not None:
@@ -259,6 +254,5 @@ def _remove_terminal_handlers() -> None:
 
 
 def _log_thread_error(ended: threading.ExceptHookArgs) -> None:
-    """Log an exception that ended a thread, such as TensorBoard's on a full disk; the caller detects it separately."""
-    assert ended.exc_value is not None
+    """Log an exception that ended a thread, such as TensorBoard's on a full disk."""
     logging.getLogger("imagenet_cls").error("%s ended early", ended.thread, exc_info=ended.exc_value)

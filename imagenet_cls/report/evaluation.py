@@ -45,8 +45,8 @@ def evaluation_statistics(
     """The statistics of an evaluation, and the confusion matrix, int64 (K, K): a row for each true class.
 
     rows: `ROW`, one for each image. K is the number of classes, or higher where a wider head predicts more.
-    name_of: the name of an image by its index. Undefined values are None: the precision of a class that
-    is never predicted, and the recall of one without images.
+    name_of: the name of an image by its index. The precision of a class that is never predicted, and the recall of one
+    without images, are NaN.
     """
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
@@ -83,7 +83,7 @@ def evaluation_statistics(
         "classes": [
             {"name": labels[k], "precision_pct": p, "recall_pct": r, "f1_pct": f, "images": int(images[k]),
              "predicted": int(predicted[k])}
-            for k, (p, r, f) in enumerate(zip(*map(_percents, (precision, recall, f1)), strict=True))
+            for k, (p, r, f) in enumerate((100 * np.stack([precision, recall, f1], axis=1)).tolist())
         ],
         "confused": confused_pairs(confusion, labels),
         "calibration": calibration,
@@ -96,7 +96,7 @@ def evaluation_statistics(
 
 
 def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Statistics]:
-    """The bins of equal width that have images: `low` < confidence <= `high`, their images, confidence and accuracy."""
+    """The bins of equal width that have images: `low` < confidence <= `high`."""
     edges = np.linspace(0, 1, _CALIBRATION_BINS + 1)
     number = np.searchsorted(edges[1:-1], confidence)
     return [
@@ -107,10 +107,7 @@ def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Statis
 
 
 def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Statistics]:
-    """The accuracy in bins with about equal numbers of images, and their lowest and highest values; [] without values.
-
-    Equal values are in one bin, so there may be fewer bins.
-    """
+    """The accuracy in bins with about equal numbers of images; [] without values. Equal values are in one bin."""
     if not values.any():
         return []
     highest = np.unique(np.quantile(values, np.arange(1, _SIZE_BINS) / _SIZE_BINS, method="inverted_cdf"))
@@ -141,8 +138,10 @@ def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbn
     thumbnails: JPEG files of `mistakes` and `hits`, by index.
     """
     classes = statistics["classes"]
-    by_f1 = sorted(classes, key=lambda row: (row["f1_pct"] is None, row["f1_pct"]))
+    by_f1 = sorted(classes, key=lambda row: math.inf if math.isnan(row["f1_pct"]) else row["f1_pct"])
     block = -(-len(classes) // _MAX_CELLS)
+    starts = np.arange(0, len(classes), block)
+    sums = np.add.reduceat(np.add.reduceat(confusion, starts, axis=0), starts, axis=1)
     reduced = f"A cell sums up {block} by {block} neighboring classes. " if block > 1 else ""
     results = statistics["metrics"]
     result = results.get(statistics["weights"], {})
@@ -154,12 +153,13 @@ def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbn
         columns += [("ReaL %", "real_pct", ".3f"), ("images with ReaL labels", "real_images", _COUNT)]
     own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
     columns += [(name, name, ".4f") for name in own]
-    masked = []
+    messages = [*statistics["messages"]]
     if "classes" in result:
-        masked = [f"Masked: the outputs of all but {result['classes']} classes are ignored (eval.classes=present)."]
-    calibration = [
-        ("above", ".3f"), ("up to", ".3f"), ("images", _COUNT), ("confidence", ".4f"), ("accuracy %", _PERCENT),
-    ]  # fmt: skip
+        messages.append(
+            f"Masked: the outputs of all but {result['classes']} classes are ignored (eval.classes=present)."
+        )
+    bounds = [("above", ".3f"), ("up to", ".3f")]
+    calibration = [*bounds, ("images", _COUNT), ("confidence", ".4f"), ("accuracy %", _PERCENT)]
 
     def examples(rows: Sequence[Statistics]) -> Html:
         return gallery(
@@ -168,7 +168,7 @@ def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbn
         )  # fmt: skip
 
     parts = [
-        heading("Result", *statistics["messages"], *masked),
+        heading("Result", *messages),
         table(
             [("weights", ""), *((title, number_format) for title, _, number_format in columns)],
             [[name, *(row.get(key) for _, key, _ in columns)] for name, row in results.items()],
@@ -176,7 +176,7 @@ def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbn
         heading("Details", f"The sections below show the {_WEIGHTS[statistics['weights']]} weights."),
         table([("", ""), ("value", "s")], [[title, format(statistics[key], style)] for title, key, style in _DETAILS]),
         heading("Confusion", f"{reduced}Rows: true classes. Color: share of the true class. Counts: confusion.csv."),
-        plot(7, 6, partial(_draw_confusion, _block_sums(confusion, block), [row["name"] for row in classes])),
+        plot(7, 6, partial(_draw_confusion, sums, [row["name"] for row in classes])),
         heading("Most confused", "The most frequent mistakes, and their share of the images of the true class."),
         table(
             [("true", ""), ("predicted", ""), ("images", _COUNT), ("share %", _PERCENT)],
@@ -212,11 +212,6 @@ def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbn
     return page(f"Evaluation of {statistics['model']}", parts)
 
 
-def _block_sums(confusion: np.ndarray, block: int) -> np.ndarray:
-    starts = np.arange(0, len(confusion), block)
-    return np.add.reduceat(np.add.reduceat(confusion, starts, axis=0), starts, axis=1)
-
-
 def _draw_confusion(counts: np.ndarray, labels: Sequence[str], figure: "Figure") -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -226,13 +221,9 @@ def _draw_confusion(counts: np.ndarray, labels: Sequence[str], figure: "Figure")
     axes.imshow(shares, cmap=blues, vmin=0, vmax=1, interpolation="none")
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
-    if len(counts) == len(labels):
-        short = [shorten(label, 20) for label in labels]
-        axes.set_xticks(range(len(labels)), short, rotation=90 if max(map(len, short)) > 2 else 0)
-        axes.set_yticks(range(len(labels)), short)
-    else:
-        axes.set_xticks([])
-        axes.set_yticks([])
+    short = [shorten(label, 20) for label in labels] if len(counts) == len(labels) else []
+    axes.set_xticks(range(len(short)), short, rotation=90 if max(map(len, short), default=0) > 2 else 0)
+    axes.set_yticks(range(len(short)), short)
     for k, m in np.argwhere(counts) if len(counts) <= _MAX_NUMBERS else ():
         axes.text(m, k, str(counts[k, m]), ha="center", va="center")
 
@@ -245,7 +236,3 @@ def _draw_calibration(rows: Sequence[Statistics], figure: "Figure") -> None:
     axes.bar(middles, accuracy, 0.9 / _CALIBRATION_BINS, color="#2f7fd0", alpha=0.6)
     axes.plot([row["confidence"] for row in rows], accuracy, "o", color="#d9822b", clip_on=False)
     axes.set(xlim=(0, 1), ylim=(0, 100), xlabel="confidence", ylabel="accuracy (%)")
-
-
-def _percents(shares: np.ndarray) -> list[float | None]:
-    return [None if math.isnan(share) else 100 * float(share) for share in shares]

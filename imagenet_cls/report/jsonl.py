@@ -11,11 +11,10 @@
                                           eval.metrics also their values
     {"kind": "event", "step", "message"}
 
-The train record of a step whose update was skipped, because the gradient was not finite, has "skipped": true. With
-`log.grad_norm=report`, and without `train.clip_norm`, only every `log.every_steps`-th step has "grad_norm".
+A step whose update was skipped has "skipped": true. With `log.grad_norm=report`, and without `train.clip_norm`, only
+every `log.every_steps`-th step has "grad_norm".
 
-JSON has no NaN and infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", which `float()` of
-Python and `Number()` of JavaScript accept. `read_metrics` converts them back to numbers.
+NaN and infinity are the strings "NaN", "Infinity" and "-Infinity", which JSON lacks as numbers.
 """
 
 import json
@@ -32,10 +31,8 @@ from imagenet_cls.files import write_file
 Record = dict[str, Any]
 
 TEXT_KEYS = ("kind", "weights", "message", "classes")
-EVAL_FIELDS = (
-    *("kind", "step", "epoch", "weights", "top1_pct", "top5_pct", "loss", "images", "seconds"),
-    *("balanced_accuracy_pct", "real_pct", "real_images", "classes"),
-)
+_EVAL_NUMBERS = ("step", "epoch", "top1_pct", "top5_pct", "loss", "images", "seconds", "balanced_accuracy_pct")
+EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images")
 
 
 def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
@@ -44,10 +41,7 @@ def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_metrics(result: Mapping[str, Any], digits: int) -> list[str]:
-    """Texts about user-defined metrics, and balanced accuracy if it differs from top-1 by 0.1 points or more.
-
-    digits: after the point of a percentage.
-    """
+    """Texts about user-defined metrics, and balanced accuracy if it differs from top-1 by 0.1 points or more."""
     balanced = result.get("balanced_accuracy_pct", result["top1_pct"])
     differs = abs(balanced - result["top1_pct"]) >= 0.1
     texts = [f"balanced accuracy {balanced:.{digits}f} %"] if differs else []
@@ -55,11 +49,9 @@ def describe_metrics(result: Mapping[str, Any], digits: int) -> list[str]:
 
 
 class MetricsFile:
-    """Appends records to one file. Methods raise OSError if the file system fails. Thread-safe.
+    """Appends records to a file, which is created if missing. Methods raise OSError. Thread-safe.
 
-    path: created if missing, with its folder. To append to the file of a killed run, call `truncate_after` first: it
-    drops an incomplete last line. Records that could not be written are kept for the next call, so each is written
-    once.
+    Records that could not be written are written by the next call.
     """
 
     def __init__(self, path: Path):
@@ -70,7 +62,7 @@ class MetricsFile:
         self._file = path.open("a+b", buffering=0)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Append records, which map names to numbers and strings. They survive if this process is killed."""
+        """Append records. They survive if this process is killed."""
         lines = "".join(json.dumps(_without_nonfinite(record)) + "\n" for record in records)
         with self._lock:
             self._unwritten += lines.encode()
@@ -78,7 +70,7 @@ class MetricsFile:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def sync(self) -> None:
-        """Write what is left and call fsync: the records survive a power failure. A removed file is written again."""
+        """Write what is left and call fsync. A removed file is written again."""
         self.write([])
         with self._lock:
             if not self.path.exists():
@@ -98,10 +90,9 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """All records of the file, in order. An unfinished last line is left out. A resumed run has each step once.
+    """All records of a file, or of the one in a run folder, without an unfinished last line.
 
-    path: the file, or the run folder that contains it. Raises CheckpointError if there is no file, and, with file and
-    line, where any other line is not a JSON object with `kind` and `step`.
+    Raises CheckpointError if there is no file, and, with file and line, for any other line that is no record.
     """
     file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -110,11 +101,9 @@ def read_metrics(path: str | Path) -> list[Record]:
 
 
 def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
-    """Drop the records of steps after `step`, which a resumed run writes again, and an unfinished last line.
+    """Drop the records of steps after `step`, of evaluations after `evaluated_step`, and an unfinished last line.
 
-    evaluated_step: the last step whose evaluation the resumed run knows of; later results are dropped, too. Lines that
-    stay keep their bytes. A kill at any moment leaves the old file or the new one. Raises CheckpointError as
-    `read_metrics` does, OSError where the file system fails.
+    A kill at any moment leaves the old file or the new one. Raises CheckpointError as `read_metrics`, and OSError.
     """
     if path.exists():
         last = {"eval": evaluated_step}

@@ -45,7 +45,7 @@ _PLOT |= {"axes.facecolor": "none", "font.size": 9.0, "font.family": "sans-serif
 
 
 class Html(str):
-    """Text that is HTML already. All other text is escaped."""
+    """Text that is HTML already; all other text is escaped."""
 
 
 def text(value: Any) -> str:
@@ -74,12 +74,12 @@ def heading(title: str, *paragraphs: str) -> Html:
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]]) -> Html:
-    """A table. columns: titles, and formats of numbers, such as `.2f`; "" for text. None is shown as a dash."""
+    """A table. columns: titles, and formats of numbers, such as `.2f`; "" for text. None and NaN are dashes."""
     css = [' class="number"' if number_format else "" for _, number_format in columns]
 
     def cell(value: Any, number_format: str) -> str:
         is_number = number_format and not isinstance(value, str)
-        return "–" if value is None else escape(format(value, number_format) if is_number else value)
+        return "–" if value is None or value != value else escape(format(value, number_format) if is_number else value)
 
     lines = ["".join(f"<th{c}>{escape(title)}</th>" for c, (title, _) in zip(css, columns, strict=True))]
     for row in rows:

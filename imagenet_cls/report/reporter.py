@@ -31,11 +31,10 @@ class Reporter:
     """All outputs of a run but its checkpoints. A context manager that closes itself.
 
     folder: the run folder; None for the console only. resume_step: the step of the checkpoint that the run resumes
-    from, 0 for a new run; records of later steps are dropped. is_main: False makes every method a no-op. total_steps,
-    total_epochs: of the whole run. evaluated_step: see `truncate_after`. Methods raise ResourceError if the file system
-    fails. With `checkpoint.on_error: continue`, only `sync` and `close` do, and the others print each error once:
-    metrics.jsonl catches up when there is room again. A writer that fails is reported and not called again; a resumed
-    run passes it the steps that it lacks.
+    from, or 0. evaluated_step: see `truncate_after`. is_main: False makes every method a no-op.
+
+    Methods raise ResourceError if the file system fails. With `checkpoint.on_error: continue`, only `sync` and `close`
+    do, and the others print each error once: metrics.jsonl catches up when there is room again.
     """
 
     def __init__(
@@ -66,11 +65,10 @@ class Reporter:
                 self._write_scalars(read_metrics(path))
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print the start-up table: (name, value) for device, ranks, batch, steps, parameters, seed, ..."""
+        """Print the start-up table of names and values."""
         self._console.table(rows)
 
     def message(self, text: str) -> None:
-        """Print a message."""
         self._console.message(text)
 
     def event(self, step: int, message: str) -> None:
@@ -79,22 +77,22 @@ class Reporter:
         self.message(message)
 
     def first_batch(self, images: "Tensor", targets: "Tensor", classes: Sequence[str]) -> None:
-        """Show the first augmented images, at most 32, and their class names, in TensorBoard.
+        """Pass the first augmented images, at most 32, and their class names to the writers.
 
-        images: uint8 (B, 3, H, W), on any device. targets: int64 (B,). classes: the name of each target.
+        images: uint8 (B, 3, H, W), on any device. targets: int64 (B,). classes: by target.
         """
         labels = [classes[target] for target in targets[:_MAX_IMAGES].tolist()]
         shown = images[:_MAX_IMAGES].cpu().clone()  # a writer may change it
         self._to_writers(lambda writer: writer.first_batch(shown, labels))
 
     def report_steps(self, records: Sequence[Record]) -> None:
-        """Report the steps since the last call, a record each, in order; the last also has the speed. May be empty."""
+        """Report the steps since the last call, if any, a record each; the last also has the speed."""
         if records:
             self._record(records)
             self._console.show_step(records[-1], self._total_steps, self._total_epochs)
 
     def eval_progress(self, images_done: int, images_total: int) -> None:
-        """Show the progress of an evaluation. Cheap enough for every batch; images_done is 0 in the first call."""
+        """Show the progress of an evaluation; images_done is 0 in the first call."""
         self._console.eval_progress(images_done, images_total)
 
     def eval_result(self, record: Record) -> None:
@@ -103,16 +101,13 @@ class Reporter:
         self._console.eval_result(record, self._total_epochs)
 
     def plot(self) -> None:
-        """Draw `plots/*.png` from all records of the run, those before a resume included."""
+        """Draw `plots/*.png` from all records of the run."""
         if self._folder and self._metrics:
             with self._writing("plots"):
                 plot_run(read_metrics(self._metrics.path), self._folder / "plots")
 
     def sync(self) -> None:
-        """Write every record to the disk, before a checkpoint, so that none is newer than its records.
-
-        Called by the thread that writes checkpoints, which must not print.
-        """
+        """Write every record to the disk, before a checkpoint. For the thread that writes it, which must not print."""
         if self._metrics:
             with explain_write_errors(self._metrics.path, WRITE_REMEDY):
                 self._metrics.sync()
@@ -121,7 +116,7 @@ class Reporter:
                 writer.flush()
 
     def close(self, finished: bool = True) -> None:
-        """Release the terminal first, then close the files. May be called again. finished: see `Writer.close`."""
+        """Release the terminal, then close the files. May be called again. finished: see `Writer.close`."""
         self._console.close()
         if finished and self._last_row:
             self._write_rows([self._last_row])
@@ -142,7 +137,7 @@ class Reporter:
             self.close(finished=error is None)  # of two errors, the first one is raised
 
     def _record(self, records: Sequence[Record]) -> None:
-        """Write records to every file. A killed process loses none of them."""
+        """Write records to every file."""
         if self._metrics:
             with self._writing("metrics.jsonl"):
                 self._metrics.write(records)

@@ -29,11 +29,9 @@ Row = tuple[int, dict[str, float]]
 class Writer:
     """Base class of writers. `log.writers: [my_module:MyWriter]` calls `MyWriter(folder, config, resume_step)`.
 
-    folder: a folder in the run folder for this writer's files. config: of the run. resume_step: the step of the
-    checkpoint that the run resumes from, 0 for a new run. Rank 0 only. A writer that raises in `__init__` ends the run;
-    one that raises later is not called again in this process, and the training continues.
-
-    last_step: the last step that is not to be written again. Later ones come from metrics.jsonl or are repeated.
+    folder: for this writer's files. resume_step: the step of the checkpoint that the run resumes from, 0 for a new run.
+    Rank 0 only. A writer that raises in `__init__` ends the run; one that raises later is not called again in this
+    process. last_step: the last step that is not to be written again.
     """
 
     last_step = 0
@@ -58,8 +56,8 @@ class Writer:
 class TensorBoard(Writer):
     """TensorBoard's event files: scalars, the config, the hyperparameters that are not defaults, and the first batch.
 
-    Existing events of the resumed step and later ones are hidden (`purge_step`). `config` and `train/first_batch` are
-    at the first step of this process. Errors are raised late: event files are written by a thread.
+    Existing events of the resumed step and later ones are hidden (`purge_step`). A thread writes the files: errors are
+    raised late.
     """
 
     def __init__(self, folder: Path, config: Config, resume_step: int):
@@ -82,7 +80,6 @@ class TensorBoard(Writer):
                 self._writer.add_scalar(tag, value, step)
 
     def first_batch(self, images: "Tensor", labels: Sequence[str]) -> None:
-        """The labels are numbered row by row."""
         from torchvision.utils import make_grid
 
         listing = "\n".join(f"{number}. {label}" for number, label in enumerate(labels, start=1))
@@ -101,8 +98,7 @@ class TensorBoard(Writer):
 class Wandb(Writer):
     """A run of Weights & Biases, set up by its environment variables, such as WANDB_PROJECT and WANDB_MODE=offline.
 
-    A resumed run continues it: steps that it has keep their first values. Offline, each start writes the whole history
-    to a new folder `wandb/offline-run-*`, of which `wandb/latest-run` is the newest.
+    A resumed run continues it: steps that it has keep their first values. Offline, each start writes a new folder.
     """
 
     def __init__(self, folder: Path, config: Config, resume_step: int):
@@ -134,8 +130,8 @@ class Wandb(Writer):
 class Mlflow(Writer):
     """A run of MLflow, at MLFLOW_TRACKING_URI; default: `mlflow/mlflow.db` in the run folder.
 
-    A resumed run continues it: steps that it has keep their first values. The metric `step` holds the last step that
-    was sent. A background thread sends the metrics.
+    A resumed run continues it: steps that it has keep their first values. A background thread sends the metrics; the
+    metric `step` is the last step that was sent.
     """
 
     def __init__(self, folder: Path, config: Config, resume_step: int):
