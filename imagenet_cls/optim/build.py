@@ -57,7 +57,7 @@ def build_optimizer(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) ->
 def _factory_and_signature(optimizer: OptimizerConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What is called with (groups, lr=, weight_decay=, **kwargs), and what has the names of its arguments.
 
-    Raises LookupError for an unknown name, and AssertionError or ImportError for an optimizer that needs a GPU.
+    Raises LookupError, and AssertionError or ImportError for an optimizer that needs a GPU.
     """
     name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
     if name in BUILT_IN:

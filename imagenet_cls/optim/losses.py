@@ -13,11 +13,10 @@ loss multiplies the terms of a class in all images, with and without it, so it d
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
-from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,109 +32,84 @@ Criterion = Callable[[Outputs, Tensor, Tensor], Tensor]
 
 
 def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
-    """Targets as probabilities (N, classes) like `logits`, with s = smoothing: (1 - s) * target + s / classes.
+    """(1 - smoothing) * target + smoothing / classes, (N, classes); targets: class indices or probabilities.
 
-    targets: (N,) int64 class indices, or (N, classes) probabilities. Szegedy et al., "Rethinking the Inception
-    Architecture", 2016, section 7.
+    Szegedy et al., "Rethinking the Inception Architecture", 2016, section 7.
     """
     if not targets.is_floating_point():
         targets = torch.zeros_like(logits).scatter_(1, targets.unsqueeze(1), 1.0)
     return (1 - smoothing) * targets + smoothing / logits.shape[1]
 
 
-class BuiltInLoss(nn.Module):
-    """weights: of the classes, float32 (classes,), or None. splits: views of an image in a batch."""
-
-    weights: Tensor | None
-
-    def __init__(self, smoothing: float, weights: Tensor | None, splits: int, /):
-        super().__init__()
-        self.smoothing, self.splits = smoothing, splits
-        self.register_buffer("weights", weights)
+# The built-in losses. logits: float32 (N, classes). weights: of the classes, float32. splits: views of an image.
 
 
-class CrossEntropy(BuiltInLoss):
+def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None, splits: int) -> Tensor:
     """torch's cross-entropy, divided by the number of images with class weights too."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self.weights is None:
-            return functional.cross_entropy(logits, targets, label_smoothing=self.smoothing)
-        settings: dict[str, Any] = {"reduction": "none", "label_smoothing": self.smoothing}
-        return functional.cross_entropy(logits, targets, self.weights, **settings).mean()
+    if weights is None:
+        return functional.cross_entropy(logits, targets, label_smoothing=smoothing)
+    return functional.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=smoothing).mean()
 
 
-class SmoothedBinaryCrossEntropy(BuiltInLoss):
-    """timm's BinaryCrossEntropy with smoothing of mixed targets too, which timm leaves to its Mixup.
-
-    Smoothing first, then the threshold, as there (Wightman et al., "ResNet strikes back", 2021, section 2).
-    """
-
-    def __init__(
-        self, *common: Any, target_threshold: Annotated[float | None, SHARE_BELOW_1] = None, sum_classes: bool = False
-    ):
-        super().__init__(*common)
-        self.sum_classes = sum_classes
-        if self.weights is None:
-            self.loss = BinaryCrossEntropy(0.0, target_threshold, sum_classes=sum_classes)
-        else:
-            self.loss = BinaryCrossEntropy(0.0, target_threshold, reduction="none")
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.loss(logits, smooth_targets(targets, logits, self.smoothing))
-        if self.weights is None:
-            return loss
-        image_weights = targets @ self.weights if targets.is_floating_point() else self.weights[targets]
-        return (image_weights * (loss.sum(1) if self.sum_classes else loss.mean(1))).mean()
+def binary_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    weights: Tensor | None,
+    splits: int,
+    target_threshold: Annotated[float | None, SHARE_BELOW_1] = None,
+    sum_classes: bool = False,
+) -> Tensor:
+    """timm's BinaryCrossEntropy, with smoothing of mixed targets too (Wightman et al., "ResNet strikes back", 2021)."""
+    smoothed = smooth_targets(targets, logits, smoothing)
+    if target_threshold is not None:
+        smoothed = smoothed.gt(target_threshold).to(smoothed.dtype)
+    if weights is None and not sum_classes:
+        return functional.binary_cross_entropy_with_logits(logits, smoothed)
+    terms = functional.binary_cross_entropy_with_logits(logits, smoothed, reduction="none")
+    losses = terms.sum(1) if sum_classes else terms.mean(1)
+    if weights is not None:
+        losses = losses * (targets @ weights if targets.is_floating_point() else weights[targets])
+    return losses.mean()
 
 
-class FocalLoss(BuiltInLoss):
-    """- sum_c w_c t_c (1 - p_c)^gamma log p_c: Lin et al., "Focal Loss for Dense Object Detection", 2017, section 3,
-    with the softmax in place of the sigmoid, and class weights as its alpha."""
-
-    def __init__(self, *common: Any, gamma: NotNegative = 2.0):
-        super().__init__(*common)
-        self.gamma = gamma
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        log_p = logits.log_softmax(1)
-        # 1 - p without cancellation, and not 0: for gamma < 1 the power's slope there is infinite.
-        others = (-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny)
-        terms = smooth_targets(targets, logits, self.smoothing) * others.pow(self.gamma) * log_p
-        if self.weights is not None:
-            terms = terms * self.weights
-        return -terms.sum(1).mean()
+def focal_loss(
+    logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None, splits: int, gamma: NotNegative = 2.0
+) -> Tensor:
+    """- sum_c w_c t_c (1 - p_c)^gamma log p_c, with the softmax p: Lin et al., "Focal Loss", 2017, section 3."""
+    log_p = logits.log_softmax(1)
+    # 1 - p without cancellation, and not 0: for gamma < 1 the power's slope there is infinite.
+    others = (-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny)
+    terms = smooth_targets(targets, logits, smoothing) * others.pow(gamma) * log_p
+    return -(terms if weights is None else terms * weights).sum(1).mean()
 
 
-class JensenShannonLoss(BuiltInLoss):
+def jensen_shannon_loss(
+    logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None, splits: int, alpha: NotNegative = 12.0
+) -> Tensor:
     """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all views of an image.
 
-    Hendrycks et al., "AugMix", 2020, section 3. The batch has all images' first views, then all second ones, and so on;
-    targets are those of the first views, (images,), or the same repeated for the others. Equal to timm's
-    JsdCrossEntropy, whose gradients are NaN where a probability is 0.
+    Hendrycks et al., "AugMix", 2020, section 3. The batch has all images' first views, then all second ones, and so on,
+    and so may have the targets. Equal to timm's JsdCrossEntropy, whose gradients are NaN where a probability is 0.
     """
-
-    def __init__(self, *common: Any, alpha: NotNegative = 12.0):
-        super().__init__(*common)
-        self.alpha = alpha
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        assert len(logits) % self.splits == 0, (logits.shape, self.splits)
-        images = len(logits) // self.splits
-        log_p = logits.log_softmax(1).unflatten(0, (self.splits, images))
-        p = log_p.exp()
-        log_mean = p.mean(0).clamp(1e-7, 1).log()
-        divergence = (p * (log_p - log_mean)).sum(2).mean()
-        clean = functional.cross_entropy(logits[:images], targets[:images], label_smoothing=self.smoothing)
-        return clean + self.alpha * divergence
+    assert len(logits) % splits == 0, (logits.shape, splits)
+    images = len(logits) // splits
+    log_p = logits.log_softmax(1).unflatten(0, (splits, images))
+    p = log_p.exp()
+    log_mean = p.mean(0).clamp(1e-7, 1).log()
+    divergence = (p * (log_p - log_mean)).sum(2).mean()
+    clean = functional.cross_entropy(logits[:images], targets[:images], label_smoothing=smoothing)
+    return clean + alpha * divergence
 
 
-# Called as factory(smoothing, weights, splits, **kwargs).
-BUILT_IN: dict[str, type[BuiltInLoss]] = {
-    "cross_entropy": CrossEntropy,
-    "bce": SmoothedBinaryCrossEntropy,
-    "focal": FocalLoss,
-    "jsd": JensenShannonLoss,
+BUILT_IN: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "bce": binary_cross_entropy,
+    "focal": focal_loss,
+    "jsd": jensen_shannon_loss,
 }
+# Arguments of built-in losses that the program passes.
+RESERVED = ("logits", "targets", "smoothing", "weights", "splits")
 # Keys of the section that only built-in losses use.
 BUILT_IN_KEYS = ("label_smoothing", "class_weights")
 
@@ -152,8 +126,13 @@ def build_loss(loss: LossConfig, num_classes: int, splits: int = 1, class_sample
     """
     factory = find_factory("loss", loss.name, BUILT_IN)
     if loss.name in BUILT_IN:
-        weights = _normalized_weights(loss, num_classes, class_samples)
-        compute = factory(loss.label_smoothing, weights, splits, **loss.kwargs)
+        smoothing, weights = loss.label_smoothing, _normalized_weights(loss, num_classes, class_samples)
+
+        def compute(logits: Tensor, targets: Tensor) -> Tensor:
+            nonlocal weights
+            weights = weights if weights is None else weights.to(logits.device)
+            return factory(logits, targets, smoothing, weights, splits, **loss.kwargs)
+
     else:
         compute = factory(**loss.kwargs)
     if not callable(compute):
@@ -162,7 +141,7 @@ def build_loss(loss: LossConfig, num_classes: int, splits: int = 1, class_sample
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         if isinstance(compute, nn.Module):
-            compute.to(logits.device)  # class weights; does nothing after the first time
+            compute.to(logits.device)  # does nothing after the first time
         mean: Tensor = compute(logits.float(), targets.float() if targets.is_floating_point() else targets)
         return mean
 
@@ -187,8 +166,7 @@ def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
     """Weights of the classes from their number of samples n, float32 (classes,), with mean 1 over the samples.
 
     Proportional to 1 / n, or with beta to (1 - beta) / (1 - beta^n): Cui et al., "Class-Balanced Loss Based on
-    Effective Number of Samples", 2019, section 3.2 (there with mean 1 over the classes). Classes without samples have
-    weight 1.
+    Effective Number of Samples", 2019, section 3.2. Classes without samples have weight 1.
     """
     known = counts[counts > 0].astype(np.float64)
     inverse = 1 / known if beta is None else (1 - beta) / (1 - beta**known)
@@ -204,11 +182,9 @@ def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
 
     soft: T^2 * KL(softmax(teacher / T) || softmax(logits / T)), the sum over the classes, the mean over the images
     (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2). DeiT's script divides by the
-    classes as well, so its values of alpha can't be used here.
-    hard: cross-entropy with the teacher's top class, without smoothing (Touvron et al., "Training data-efficient image
-    transformers", 2021, section 4).
-
-    Of two outputs the first is compared with the targets, the second with the teacher (ibid.); a single one with both.
+    classes as well, so its values of alpha can't be used here. hard: cross-entropy with the teacher's top class
+    (Touvron et al., "Training data-efficient image transformers", 2021, section 4). Of two outputs the first is
+    compared with the targets, the second with the teacher (ibid.).
     """
     alpha, temperature = distill.alpha, distill.temperature
 
@@ -259,7 +235,8 @@ def loss_problems(loss: LossConfig) -> list[Problem]:
         factory = find_factory("loss", loss.name, BUILT_IN)
     except LookupError as error:
         return [Problem("loss.name", str(error))]
-    problems = kwargs_problems("loss.kwargs", factory, loss.kwargs)
+    reserved = RESERVED if loss.name in BUILT_IN else ()
+    problems = kwargs_problems("loss.kwargs", factory, loss.kwargs, reserved)
     if loss.name not in BUILT_IN:
         text = f"is for built-in losses only; {loss.name!r} gets its arguments from loss.kwargs"
         return problems + [Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)]

@@ -32,7 +32,7 @@ Evaluations = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Span:
-    """What a curve is computed from. A unit of time is one optimizer step, or one epoch with `schedule.by_epoch`.
+    """What a curve is computed from. A unit of time is one step, or one epoch with `schedule.by_epoch`.
 
     base_lr: the highest learning rate. length: of the curve, in units. per_epoch: units in an epoch.
     """
@@ -64,18 +64,15 @@ def polynomial(t: float, span: Span, power: NotNegative = 1.0, min_lr: NotNegati
 
 
 def step_decay(t: float, span: Span, every_epochs: Positive = 30, gamma: Share = 0.1) -> float:
-    """Multiplied by gamma every `every_epochs` epochs, but not at the end of the span.
-
-    He et al., "Deep Residual Learning", 2016, and pytorch/examples: 30 and 0.1.
-    """
+    """Times gamma every `every_epochs` epochs, but not at the end of the span. Defaults: pytorch/examples."""
     every = every_epochs * span.per_epoch
     return span.base_lr * gamma ** max(0, min(t // every, math.ceil(span.length / every) - 1))
 
 
 def multistep(t: float, span: Span, milestones_epochs: Numbers, gamma: Share = 0.1) -> float:
-    """Times gamma at the start of each of the given epochs (counted from 0, so 30 is after thirty epochs).
+    """Times gamma at the start of each of the given epochs, counted from 0, as torch's MultiStepLR.
 
-    As torch's MultiStepLR. timm's fires one unit of time earlier: its milestone 30 is 29 here.
+    timm's fires one unit of time earlier: its milestone 30 is 29 here.
     """
     milestones = [milestone * span.per_epoch for milestone in milestones_epochs]
     return span.base_lr * gamma ** sum(milestone <= t and milestone < span.length for milestone in milestones)
@@ -117,10 +114,7 @@ def _two_phases(t: float, span: Span, values: tuple[float, float, float], pct_st
 
 
 def piecewise(t: float, span: Span, epochs: Numbers, factors: Numbers) -> float:
-    """base_lr times a factor, given at some epochs; linear between them, constant before and after.
-
-    FFCV's ramp over 16 epochs is epochs [0, 2, 16] and factors [1e-4, 1, 0] with the rate changing in each step.
-    """
+    """base_lr times a factor, given at some epochs; linear between them, constant before and after, as FFCV's ramp."""
     now = t / span.per_epoch
     if now <= epochs[0]:
         return span.base_lr * factors[0]
@@ -204,7 +198,7 @@ class Schedule:
     steps_per_epoch: int
 
     def __call__(self, step: int, evaluations: Evaluations = ()) -> float:
-        """The learning rate. evaluations: all recorded so far, before a resume too; only `plateau` uses them."""
+        """The learning rate. evaluations: all so far, before a resume too; only `plateau` uses them."""
         now, settings = self._time(step), self.settings
         more = {"evaluations": self._counted(evaluations, now)} if settings.name == "plateau" else {}
         rate = self.curve(self._since_start(now), self.span, **more)
@@ -225,15 +219,14 @@ class Schedule:
         return _two_phases(self._since_start(self._time(step)), self.span, (high, low, high), pct_start, anneal)
 
     def _time(self, step: int) -> float:
-        """The time of a step; if the rate changes between epochs only, that of its epoch's first step."""
+        """The time of a step; with by_epoch that of its epoch's first step."""
         return step // self.steps_per_epoch if self.settings.by_epoch else step
 
     def _since_start(self, now: float) -> float:
         return min(max(now - self.start, 0), self.span.length)
 
     def _counted(self, evaluations: Evaluations, now: float) -> list[float]:
-        """The top-1 of each evaluation that `plateau` uses: between epochs, after the warm-up (as timm does) and before
-        the cooldown. A run may also have evaluated within an epoch."""
+        """The top-1 of the evaluations between epochs, after the warm-up (as timm does) and before the cooldown."""
         last = min(now, self.start + self.span.length)
         between_epochs = [(step, top1) for step, top1 in evaluations if step % self.steps_per_epoch == 0]
         return [top1 for step, top1 in between_epochs if self.warmup < self._time(step) <= last]
@@ -242,17 +235,15 @@ class Schedule:
 def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int) -> Schedule:
     """The schedule of a run. base_lr: the highest learning rate, after the warm-up.
 
-    During the first warmup_epochs * steps_per_epoch steps (rounded) the rate grows linearly, from warmup_start_lr or
-    warmup_start_factor of its target at step 0 (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.2;
-    torch's LinearLR). With warmup_prefix the curve starts after the warm-up, whose target is the curve's first value
-    (torchvision's SequentialLR, timm's warmup_prefix). Without, the curve starts with the run, the warm-up replaces its
-    first part, and the target is base_lr (timm's default). The curve ends cooldown_epochs before the run, and its last
-    value stays. With by_epoch time is counted in epochs, as for a scheduler that is stepped once an epoch; a warm-up or
-    cooldown of 2.5 epochs is then not rounded.
+    During the warm-up (rounded to steps) the rate grows linearly, from warmup_start_lr or warmup_start_factor of its
+    target (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.2; torch's LinearLR). With warmup_prefix the
+    curve starts after it, and the target is the curve's first value (torchvision's SequentialLR, timm's warmup_prefix).
+    Without, the warm-up replaces the first part of the curve, and the target is base_lr (timm's default). The curve
+    ends cooldown_epochs before the run. With by_epoch it equals a scheduler that is stepped once an epoch.
 
     A user's factory is called as `factory(base_lr=..., total_steps=..., steps_per_epoch=..., **kwargs)` and returns a
-    function of the step, counted from the run's start; total_steps: until the cooldown. The warm-up of warmup_prefix
-    multiplies that function. Raises UserError if it returns something else.
+    function of the step from the run's start, which the warm-up of warmup_prefix multiplies; total_steps: until the
+    cooldown. Raises UserError if it returns something else.
     """
     per_epoch = 1 if schedule.by_epoch else steps_per_epoch
     warmup, cooldown = schedule.warmup_epochs * per_epoch, schedule.cooldown_epochs * per_epoch
