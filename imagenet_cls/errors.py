@@ -4,7 +4,8 @@ A message has at most three lines: what is wrong, where, what to do.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,25 @@ class ResourceError(UserError):
     """The machine or the network failed: memory, disk, a port, another rank."""
 
     exit_code = 5
+
+
+@contextmanager
+def explain_content_errors(
+    kind: type[UserError],
+    place: Path | str | None,
+    what: str = "invalid content",
+    remedy: str = "Restore it, or use another one.",
+) -> Iterator[None]:
+    """Turn every error of code that reads or uses the content of `place` into a `kind`, but no UserError."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
+        raise kind(f"{place}: {what} ({reason}).\n{remedy}") from error
 
 
 def explain_permission_error(error: BaseException) -> BaseException:

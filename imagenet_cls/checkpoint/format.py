@@ -15,8 +15,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
-from torch import OutOfMemoryError, Tensor
+from torch import Tensor
 
 from imagenet_cls.checkpoint.folders import finish_interrupted_writes, list_checkpoints, step_of
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError, UserError, first_line
+from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError, explain_content_errors, first_line
 from imagenet_cls.files import TEMPORARY, check_regular, fsync, remove
 
 FORMAT = 1
@@ -75,6 +76,9 @@ class Snapshot:
     path: Path | None = field(default=None, compare=False)
 
 
+invalid_content_errors = partial(explain_content_errors, CheckpointError)
+
+
 def score(results: Mapping[str, float], metric: str) -> float:
     """A number that is higher for better results. metric: one of the values of `METRICS`."""
     return -results[metric] if metric == "loss" else results[metric]
@@ -113,20 +117,6 @@ def read_checkpoint(path: Path) -> Snapshot:
         )
 
 
-@contextlib.contextmanager
-def invalid_content_errors(
-    path: Path | str | None, what: str = "invalid content", remedy: str = "Use another checkpoint."
-) -> Iterator[None]:
-    """Turn every error of code that uses a checkpoint's content into CheckpointError, but no UserError."""
-    try:
-        yield
-    except (UserError, MemoryError, OutOfMemoryError):
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-        raise CheckpointError(f"{path}: {what} ({reason}).\n{remedy}") from error
-
-
 def check_progress(progress: Progress) -> None:
     """Raise an error here, not in the middle of a run, for values that are missing or no numbers."""
     numbers: list[float] = [progress.step, progress.evaluated_step]
@@ -155,9 +145,9 @@ def config_from_state(state: Mapping[str, Any], where: Path | str | None) -> Con
 
 
 def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
-    """The content of the files that the manifest lists, each compared with its digest. Raises CheckpointError.
+    """The content of the files that the manifest lists, or of `only` one, compared with their digests.
 
-    only: the one file to read, of a checkpoint that may have many gigabytes.
+    Raises CheckpointError.
     """
     with invalid_content_errors(path, "not a complete checkpoint"):
         check_regular(path / "manifest.json")

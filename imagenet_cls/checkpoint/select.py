@@ -39,10 +39,9 @@ def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
 
 
 def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
-    """A checkpoint, or the best one of a run folder (`checkpoint.best`), verified.
+    """A checkpoint, or the best intact one of a run folder, its best weights, and messages about damaged ones.
 
-    Also returns which of its weights were best (`raw` or `ema`; None where `path` is a checkpoint, or none was
-    evaluated), and a message for each better one that is damaged. Raises CheckpointError if none is intact.
+    The weights are `raw` or `ema`, None where `path` is a checkpoint or none was evaluated. Raises CheckpointError.
     """
     path = _link_target(path)
     candidates = _candidates(path)

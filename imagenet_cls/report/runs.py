@@ -3,8 +3,8 @@
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
-from imagenet_cls.errors import CheckpointError, UserError, first_line
+from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import is_locked
 from imagenet_cls.report.jsonl import TEXT_KEYS, Record, read_metrics, user_metrics
 from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, text, to_jpeg
@@ -76,7 +76,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
     Raises CheckpointError with the file that can't be read or has missing or invalid values.
     """
     file = folder / "metrics.jsonl"
-    with _content_errors(file):
+    with explain_content_errors(CheckpointError, file):
         metrics = read_metrics(file)
         with file.open("rb") as opened:
             opened.seek(max(opened.seek(0, os.SEEK_END) - 1, 0))
@@ -91,7 +91,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
     ranks = total_steps = saved_step = None
     stopped_early = False
     file = folder / "env.json"
-    with _content_errors(file):
+    with explain_content_errors(CheckpointError, file):
         if file.exists():
             environment = json.loads(file.read_bytes())
             code = environment.get("code")
@@ -100,7 +100,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
             ranks = int(environment.get("variables", {}).get("WORLD_SIZE", 1))
     for path in checkpoints.values():
         file = path / "state.json"
-        with _content_errors(file):
+        with explain_content_errors(CheckpointError, file):
             if file.is_file():
                 state = json.loads(file.read_bytes())
                 total_steps, saved_step = int(state["plan"]["total_steps"]), int(state["progress"]["step"])
@@ -119,18 +119,6 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
         checkpoints,
         _first_batch(folder / "tensorboard"),
     )
-
-
-@contextmanager
-def _content_errors(file: Path) -> Iterator[None]:
-    """Turn errors of reading a file, and of its content, into a CheckpointError that names it."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-        raise CheckpointError(f"{file}: {reason}\nRestore this file, or leave the run out.") from error
 
 
 def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
@@ -208,10 +196,7 @@ def runs_page(
     if differences:
         parts += [table(by_run, [[key, *values] for key, values in differences.items()])]
     listed = dict.fromkeys(name for version in versions for name in version)
-    parts += [
-        heading("Code and versions"),
-        table(by_run, [[n, *(v.get(n) for v in versions)] for n in listed]),
-    ]
+    parts += [heading("Code and versions"), table(by_run, [[n, *(v.get(n) for v in versions)] for n in listed])]
     parts += [
         heading("Checkpoints"),
         table([("run", ""), ("checkpoint", "")], _checkpoint_rows(runs, statistics, folder)),
