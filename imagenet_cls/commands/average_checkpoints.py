@@ -1,8 +1,7 @@
 """`tools/average_checkpoints.py`: the mean of the weights of several checkpoints.
 
-Of the end of one run: Izmailov et al. 2018, arXiv:1803.05407, section 3, "Averaging Weights Leads to Wider Optima". Of
-several runs from one start: Wortsman et al. 2022, arXiv:2203.05482, "Model soups". Unlike there, BatchNorm's running
-statistics are averaged like weights, not estimated again with training images.
+Of one run: Izmailov et al. 2018, arXiv:1803.05407, section 3, "Averaging Weights Leads to Wider Optima". Of several:
+Wortsman et al. 2022, arXiv:2203.05482, "Model soups". BatchNorm's running statistics are averaged like weights.
 """
 
 import json
@@ -30,10 +29,7 @@ RULES = {
 
 
 def average_command(argv: Sequence[str]) -> None:
-    """Write the average to --out: a checkpoint with the `state.json` of the last path, or a file of weights alone.
-
-    Raises CheckpointError for damaged or different checkpoints, UsageError for fewer than two, or an --out that exists.
-    """
+    """Write the average to --out: a checkpoint with the `state.json` of the last path, or a file of weights alone."""
     description = "Average the weights of checkpoints into one for test.py and predict.py."
     parser = cli.build_parser("average-checkpoints", description)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="checkpoints, or one run folder")
@@ -78,9 +74,9 @@ def average_command(argv: Sequence[str]) -> None:
 
 
 def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
-    """`count` checkpoints of a run folder, oldest first, chosen by their records of the `kind` of weights.
+    """`count` checkpoints of a run folder, oldest first, by one of `RULES`; among equal top-1 the newest wins.
 
-    rule: one of `RULES`; among equal top-1 the newest wins. Raises CheckpointError for too few or damaged ones.
+    kind: of weights, `raw` or `ema`. Raises CheckpointError for too few or damaged ones.
     """
     from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
     from imagenet_cls.checkpoint.format import invalid_content_errors, verified_files
@@ -108,8 +104,8 @@ def read_states(
 ) -> "Iterator[tuple[Path, Mapping[str, Tensor], Snapshot | None]]":
     """Each path with its weights and, unless it is a file of weights, its checkpoint without the tensors.
 
-    paths: checkpoint folders, or run folders, which stand for their best one; with `weights_only` also files of other
-    libraries. kind: `raw` or `ema`. Raises CheckpointError if one is damaged, or another model or task than the first.
+    paths: checkpoints, run folders (their best one), or with `weights_only` files of any library. Raises
+    CheckpointError if one is damaged, or of another model or task than the first.
     """
     from imagenet_cls.checkpoint.select import load_best
     from imagenet_cls.models.weight_files import read_weights
@@ -131,18 +127,13 @@ def read_states(
         first = first or source
         mine, others = task_of(source), task_of(first)
         if different := [key for key in mine if mine[key] != others[key]]:
-            raise CheckpointError(
-                f"{snapshot.path} and {first.path} differ in {', '.join(different)}.\n"
-                "Average checkpoints of one architecture and one task only."
-            )
+            text = f"{snapshot.path} and {first.path} differ in {', '.join(different)}"
+            raise CheckpointError(f"{text}.\nAverage checkpoints of one architecture and one task only.")
         yield path, tensors, source
 
 
 def task_of(snapshot: "Snapshot") -> dict[str, Any]:
-    """What must be the same in checkpoints that are averaged: model, classes and preprocessing.
-
-    Not the tag of the pretrained weights, and not dropout of any kind, in which the runs of a soup may differ.
-    """
+    """What must be the same in checkpoints that are averaged: model without dropout, classes and preprocessing."""
     from imagenet_cls.checkpoint.format import invalid_content_errors
 
     with invalid_content_errors(snapshot.path):
@@ -157,10 +148,9 @@ def task_of(snapshot: "Snapshot") -> dict[str, Any]:
 def mean_of_weights(
     states: "Iterable[tuple[Path, Mapping[str, Tensor], Snapshot | None]]",
 ) -> "tuple[dict[str, Tensor], list[Snapshot]]":
-    """The mean of state dicts, and their checkpoints; only one state dict at a time is in memory.
+    """The mean of state dicts, summed in float64, and their checkpoints; one state dict at a time is in memory.
 
-    Floating-point tensors are summed in float64 and keep their dtype; others (BatchNorm's counters) are those of the
-    last one. Raises CheckpointError if names, shapes or dtypes differ.
+    Integers are those of the last one. Raises CheckpointError if names, shapes or dtypes differ.
     """
     sums: dict[str, Tensor] = {}
     sources: list[Snapshot] = []

@@ -28,10 +28,8 @@ _MAX_TIMEOUT_SEC = 60.0  # shorter than a run's
 
 def check_command(argv: Sequence[str]) -> int:
     """Check the ranks of any launcher, or of --gpus N. Returns the exit code."""
-    command = RankCommand(
-        "check-dist", check_parser, load_for_check, check_nothing, check_nothing, check_ranks, join_over_gloo
-    )
-    return run_command(command, argv)
+    checks = (load_for_check, check_nothing, check_nothing)
+    return run_command(RankCommand("check-dist", check_parser, *checks, check_ranks, join_over_gloo), argv)
 
 
 def check_parser() -> argparse.ArgumentParser:
@@ -59,11 +57,8 @@ def join_over_gloo(loaded: LoadedConfig, rank_info: RankInfo) -> Group:
 
 @dataclass(frozen=True)
 class RankReport:
-    """A row of the table. gpu: the device's UUID, "-" on a CPU.
-
-    sum: whether every element of the all-reduce was right. gb_per_sec: bus bandwidth, 2 (n - 1) / n x bytes / time, as
-    in NCCL's tests.
-    """
+    """A row of the table. gpu: the device's UUID. gb_per_sec: bus bandwidth, 2 (n - 1) / n x bytes / time, as in NCCL's
+    tests."""
 
     rank: int
     local_rank: int
@@ -79,11 +74,10 @@ class RankReport:
 
 
 def check_ranks(arguments: argparse.Namespace, loaded: LoadedConfig, group: Group) -> None:
-    """Compare all ranks, all-reduce, and print a table on rank 0. A collective.
+    """Compare all ranks, all-reduce, and print a table on rank 0. A collective over gloo.
 
-    group: joined over gloo. The configured backend is initialized only if the ranks have no problem: nccl's message for
-    two ranks on one GPU is obscure. Raises UsageError for a missing backend, ResourceError, on every rank, with the
-    problems.
+    The configured backend is initialized only if the ranks have no problem: nccl's message for two ranks on one GPU is
+    obscure. Raises ResourceError with the problems on every rank, UsageError for a missing backend.
     """
     backend: str = loaded.config.parallel.backend
     check_backend(backend, group.rank_info.launcher)
@@ -102,7 +96,7 @@ def check_ranks(arguments: argparse.Namespace, loaded: LoadedConfig, group: Grou
 
 
 def raise_problems(group: Group, own: RankReport, show_always: bool = False) -> None:
-    """Gather the reports on every rank, print them on rank 0, and raise ResourceError with their problems."""
+    """Gather the reports, print them on rank 0, and raise ResourceError with their problems on every rank."""
     reports = [own] * group.world_size
     if group.cpu_group is not None:
         dist.all_gather_object(reports, own, group=group.cpu_group)

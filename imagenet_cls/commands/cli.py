@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import io
+import math
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from typing import NoReturn, TypeVar
 
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import LoadedConfig, load_config
+from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, DataConfig, Range
 from imagenet_cls.errors import ResourceError, UsageError, UserError, command_line, explain_permission_error
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.exit import end_process, exit_on_signal, handle_interrupts, print_error
@@ -27,8 +29,7 @@ T = TypeVar("T")
 def main(command: Command, argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code, after printing a UserError on stderr. Any other exception is a bug.
 
-    argv: the command's arguments. None: those of this process, which ends here; until the command asks for something
-    else (`handle_interrupts`, or its own handlers), Ctrl-C ends it at once.
+    argv: None for those of this process, which ends here. Ctrl-C ends it at once, unless the command handles it.
     """
     open_streams()
     if argv is None:
@@ -70,10 +71,7 @@ def exit_code_of(command: Command, argv: Sequence[str]) -> int:
 
 
 def end(code: int) -> NoReturn:
-    """End this process: run the registered exit functions, but don't free all modules, which takes seconds with torch.
-
-    Under a debugger or a profiler the interpreter exits as usual.
-    """
+    """Run the registered exit functions and end this process, without freeing all modules, which takes seconds."""
     handle_interrupts(signal.SIG_IGN)
     if sys.gettrace() is not None or sys.getprofile() is not None:
         sys.exit(code)
@@ -99,10 +97,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def build_parser(
     name: str, description: str, usage: str | None = None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """The parser of a command of `commands.main`, with --traceback, which `exit_code_of` reads.
-
-    usage: the arguments, without the name of the command.
-    """
+    """The parser of a command, with --traceback. usage: without the name of the command."""
     program = command_line(name)
     usage = usage and f"{program} {usage}"
     parser = argparse.ArgumentParser(prog=program, usage=usage, description=description, epilog=epilog)
@@ -130,12 +125,9 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT",
         help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best one)",
     )  # fmt: skip
-    add_weights_option(parser, "default: of a run folder the better ones, of a checkpoint its EMA if it has one")
+    text = "default: of a run folder the better ones, of a checkpoint its EMA if it has one"
+    parser.add_argument("--weights", choices=("raw", "ema"), help=text)
     add_allow_import(parser)
-
-
-def add_weights_option(parser: argparse.ArgumentParser, help_text: str) -> None:
-    parser.add_argument("--weights", choices=("raw", "ema"), help=help_text)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -186,18 +178,27 @@ def load_one_config(arguments: argparse.Namespace, usage: str) -> LoadedConfig:
     return load_config(configs[0], overrides)
 
 
-def _whole_number(text: str, least: int, most: int | None = None) -> int:
-    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+def load_data_config(source: str, overrides: Sequence[str]) -> DataConfig | None:
+    """The section `data` of a config file; None for another path, which takes no overrides."""
+    if Path(source).suffix in (".yaml", ".yml"):
+        return load_config(source, overrides).config.data
+    if overrides:
+        raise UsageError(f"{overrides[0]!r}: an override of a config, and {source} is none\nname a .yaml file")
+    return None
+
+
+def _number(text: str, allowed: Range, kind: type[int] | type[float] = int) -> float:
     try:
-        number = int(text)
+        number = kind(text)
     except ValueError:
-        number = least - 1
-    if number < least or (most is not None and number > most):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
+        number = math.nan
+    if number not in allowed:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number ({allowed})")
     return number
 
 
 # Types of argparse options.
-positive = partial(_whole_number, least=1)
-not_negative = partial(_whole_number, least=0)
-port_number = partial(_whole_number, least=1, most=65535)
+positive = partial(_number, allowed=COUNT)
+not_negative = partial(_number, allowed=NOT_NEGATIVE)
+port_number = partial(_number, allowed=Range(1, 65535))
+positive_float = partial(_number, allowed=POSITIVE, kind=float)

@@ -44,22 +44,15 @@ DEMO_RUN: dict[str, Any] = SHORT_RUN | {
     "train": {"max_steps": 12, "precision": "fp32"},
 }
 NOTES = """\
-images/forward: images that BatchNorm normalizes together, in one forward pass on one device (SyncBN: on all). A row
-  with fewer has other losses from the first step on, and that is correct.
-first loss diff, max loss diff, weight diff: the largest absolute difference from one process, in the loss of the
-  first step, in the loss of any step, and in any final weight. Rounding errors grow from step to step, faster with
-  ReLU or max pooling.
-img/s: of all ranks together; on a CPU they share its cores. MiB: rank 0's peak. See docs/parallel.md."""
+images/forward: images that BatchNorm normalizes together; a row with fewer has other losses from the first step on,
+  and that is correct. The differences are the largest from one process. See docs/parallel.md."""
 # Overrides of keys that each row sets itself.
 ROW_OVERRIDES = re.compile(r"parallel(=|\.(mode|device_ids|output_device|sync_bn)\b)")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the table: overrides and options for train.py.
-
-    images_per_forward: images that BatchNorm normalizes together. missing: why the mode can't run here, or "".
-    """
+    """A row of the table: overrides and options for train.py. missing: why the mode can't run here, or ""."""
 
     name: str
     overrides: Sequence[str]
@@ -130,21 +123,22 @@ def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
     def passes(size: int) -> int:  # of each rank in a step
         return -(-batch // (ranks * size))
 
-    none, spawn, torchrun = (["--launcher", name] for name in ("none", "spawn", "pytorch"))
-    gpus = ["--gpus", str(ranks)]
+    none = ["--launcher", "none"]
+    spawn, torchrun = (["--launcher", name, "--gpus", str(ranks)] for name in ("spawn", "pytorch"))
     dp = ["parallel.mode=dp", f"parallel.device_ids={list(range(ranks))}"]
+    why_no_dp = missing_for_dp(loaded, ranks)
     ddp = ["parallel.mode=ddp"]
+    sync_bn = [*ddp, "parallel.sync_bn=true"]
+    accumulated = [*ddp, f"train.micro_batch_size={part}"]
+    on_all_ranks = -(-batch // passes(share))
     modes = [
         Mode("one process", ["parallel.mode=none"], none, micro_batch_for(batch, 1, limit), "one GPU, debugging"),
-        Mode(f"DP, {ranks} GPUs", dp, none, share, "old scripts: no launcher, but slower",
-             missing_for_dp(loaded, ranks)),
-        Mode("DDP by spawn", ddp, [*spawn, *gpus], share, "all GPUs of a machine, without a launcher"),
-        Mode("DDP by torchrun", ddp, [*torchrun, *gpus], share, "one machine or many; can restart"),
-        Mode(f"DDP, {passes(part)} accumulation steps", [*ddp, f"train.micro_batch_size={part}"],
-             [*spawn, *gpus], part, "a batch that the GPUs can't hold"),
-        Mode("DDP with SyncBN", [*ddp, "parallel.sync_bn=true"], [*spawn, *gpus], -(-batch // passes(share)),
-             "BatchNorm with few images on each GPU"),
-    ]  # fmt: skip
+        Mode(f"DP, {ranks} GPUs", dp, none, share, "old scripts: no launcher, but slower", why_no_dp),
+        Mode("DDP by spawn", ddp, spawn, share, "all GPUs of a machine, without a launcher"),
+        Mode("DDP by torchrun", ddp, torchrun, share, "one machine or many; can restart"),
+        Mode(f"DDP, {passes(part)} accumulation steps", accumulated, spawn, part, "a batch that the GPUs can't hold"),
+        Mode("DDP with SyncBN", sync_bn, spawn, on_all_ranks, "BatchNorm with few images on each GPU"),
+    ]
     for mode in modes:
         if not mode.missing:
             load_config(config, replace_overrides(overrides, mode.overrides))
@@ -152,7 +146,7 @@ def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
 
 
 def missing_for_dp(loaded: LoadedConfig, gpus: int) -> str:
-    """Why DataParallel can't run here, or "". It needs GPUs: on a CPU torch calls the module itself."""
+    """Why DataParallel can't run here, or ""."""
     import torch
 
     if loaded.config.train.compile:
@@ -178,7 +172,7 @@ def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run's results. losses: of every step. images_per_sec: of all ranks together. memory_mib: rank 0's peak."""
+    """The results of a run. losses: of every step. images_per_sec: of all ranks together. memory_mib: rank 0's peak."""
 
     losses: list[float]
     weights: "dict[str, Tensor]"
@@ -230,6 +224,6 @@ def table(modes: Sequence[Mode], outcomes: Sequence[Outcome | None]) -> str:
             weight_difference(outcome.weights, one.weights),
         ]
         texts = ["-"] * 3 if outcome is one else [f"{difference:.1e}" for difference in differences]
-        speed, memory = f"{outcome.images_per_sec:.0f}", f"{outcome.memory_mib:.0f}"
-        rows.append([mode.name, str(mode.images_per_forward), *texts, speed, memory, mode.use])
+        texts += [f"{outcome.images_per_sec:.0f}", f"{outcome.memory_mib:.0f}"]
+        rows.append([mode.name, str(mode.images_per_forward), *texts, mode.use])
     return cli.aligned(rows)

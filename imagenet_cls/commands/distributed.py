@@ -87,10 +87,9 @@ def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
 class RankCommand:
     """A command that runs on ranks. All functions are importable, since spawned ranks unpickle them.
 
-    name: in `commands.main`. parser: builds the parser, with `add_rank_options`. load: stage 1 of the checks, without
-    torch. check_files: of the files and folders that are named, likewise. check_before_start: stage 2 of the checks, in
-    the process that starts the ranks; gets the world size, None if unknown. run: one rank's part. join: the rendezvous
-    of one rank.
+    name: in `commands.main`. load: stage 1 of the checks, without torch. check_files: of the files and folders that are
+    named, likewise. check_before_start: stage 2 of the checks, in the process that starts the ranks; gets the world
+    size, None if unknown. run, join: of one rank.
     """
 
     name: str
@@ -118,10 +117,8 @@ def run_command(command: RankCommand, argv: Sequence[str]) -> int:
     if rank_info is None and (launcher in ("spawn", "pytorch") or (launcher == "auto" and several)):
         return start(command, arguments, argv, "spawn" if launcher == "auto" else launcher)
     if rank_info is None and several:
-        raise UsageError(
-            f"--gpus {gpus} --nodes {arguments.nodes} with --launcher {launcher}: that starts no ranks.\n"
-            "Use --launcher spawn."
-        )
+        options = f"--gpus {gpus} --nodes {arguments.nodes} with --launcher {launcher}"
+        raise UsageError(f"{options}: that starts no ranks.\nUse --launcher spawn.")
     loaded = command.load(arguments)
     command.check_files(arguments, loaded)
     rank_info = rank_info or RankInfo()
@@ -172,11 +169,7 @@ def run_spawned_rank(command: RankCommand, argv: Sequence[str]) -> int:
 
 
 def run_rank(command: RankCommand, arguments: argparse.Namespace, rank_info: RankInfo) -> int:
-    """Run one of several ranks; return its exit code.
-
-    With our launcher, the launching process prints the error of the rank that failed first. With torchrun, srun or
-    mpirun the ranks print it, rank 0 first.
-    """
+    """Run one of several ranks; return its exit code, after `report_error`."""
     terminate_with_launching_process()  # before torch is imported, which takes seconds
     from imagenet_cls.parallel.process_group import is_communication_error, leave_group
 
@@ -205,10 +198,7 @@ def run_rank(command: RankCommand, arguments: argparse.Namespace, rank_info: Ran
 
 
 def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> ResourceError:
-    """The error of a rank whose collective failed. It names the lost ranks if the heartbeat knows them.
-
-    Waits before it returns, because the launcher may end this process and report the cause.
-    """
+    """The error of a rank whose collective failed. It names the lost ranks if the heartbeat knows them."""
     lost = None
     if group is not None and group.heartbeat is not None:
         lost = group.heartbeat.wait_for_lost_rank(_PATIENCE_SEC)

@@ -26,9 +26,8 @@ def export_command(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     out = arguments.out or Path(f"model{SUFFIXES[arguments.format]}")
     if out.suffix != SUFFIXES[arguments.format]:
-        raise UsageError(
-            f"--out {out}: not a {SUFFIXES[arguments.format]} file.\nName it so, or give another --format."
-        )
+        kind = SUFFIXES[arguments.format]
+        raise UsageError(f"--out {out}: not a {kind} file.\nName it so, or give another --format.")
     if arguments.opset and arguments.format != "onnx":
         raise UsageError(f"--opset {arguments.opset} is of ONNX.\nLeave it out, or give --format onnx.")
     check_exists(arguments.checkpoint)

@@ -1,6 +1,5 @@
 """Pack a dataset into WebDataset shards, which `data.name=folder` reads: tars with KEY.jpg and, behind it, KEY.cls."""
 
-import contextlib
 import io
 import json
 import os
@@ -17,16 +16,24 @@ from typing import Any
 from PIL import Image
 
 from imagenet_cls.commands import cli
-from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import index_archives
 from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import is_image
-from imagenet_cls.errors import DataError, UsageError, first_line, format_value, printable, shorten
+from imagenet_cls.errors import (
+    DataError,
+    UsageError,
+    explain_content_errors,
+    first_line,
+    format_value,
+    printable,
+    shorten,
+)
 from imagenet_cls.files import TEMPORARY, explain_write_errors, fsync, take_lock, write_file
 from imagenet_cls.parallel.environment import cpu_threads
 
 PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-")}
+parquet_errors = partial(explain_content_errors, DataError, what="broken or cut short", remedy="download it again")
 PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
 
 Sample = tuple[str, bytes, int, str]  # name of an image below its class, the file, target; its place, for messages
@@ -40,11 +47,11 @@ class Part:
     classes: Sequence[str]
     source: str
     count: int
-    shards: list[Callable[[], Iterator[Sample]]]
+    shards: Sequence[Callable[[], Iterator[Sample]]]
 
 
 def pack_command(argv: Sequence[str]) -> None:
-    """The tool. Raises DataError for bad data, UsageError for shards of other data, ResourceError for a full disk."""
+    """Pack a dataset. Raises DataError for bad data, UsageError for shards of other data."""
     parser = cli.build_parser(
         "pack",
         "Pack a dataset into WebDataset shards OUT/train/train-00000.tar, ... and OUT/val/..., for data.root=OUT. "
@@ -78,18 +85,15 @@ def check_class_names(classes: Sequence[str], source: str) -> None:
     for name, count in Counter(classes).items():
         if count > 1 or name.strip() != name or name.splitlines() != [name] or "\0" in name:
             what = "is there twice" if count > 1 else "is empty, or has white space at an end, a line break or a NUL"
-            raise DataError(
-                f"{source}: the class {format_value(name)} {what}\nrename it: shards list their classes in classes.txt"
-            )
+            remedy = "rename it: shards list their classes in classes.txt"
+            raise DataError(f"{source}: the class {format_value(name)} {what}\n{remedy}")
 
 
 def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[str, Part]:
     """The parts of the dataset that SOURCE names. Raises DataError and UsageError."""
+    if data := cli.load_data_config(source, overrides):
+        return indexed_parts(data, per_shard)
     root = Path(source).expanduser()
-    if root.suffix in (".yaml", ".yml"):
-        return indexed_parts(load_config(source, overrides).config.data, per_shard)
-    if overrides:
-        raise UsageError(f"{overrides[0]!r}: an override of a config, and {source} is none\nname a .yaml file")
     parts: dict[str, Part] = {}
     for name, prefixes in PARQUET_PARTS.items():
         found = [path for folder in (root, root / "data") for path in sorted(folder.glob("*.parquet"))]
@@ -116,9 +120,7 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
     for name, source in (("train", opened.train), ("val", opened.val)):
         if not isinstance(source, FolderSource):
             raise UsageError(f"data.name {data.name!r} is not made of image files\ngive a folder, an archive or a list")
-        shards: list[Callable[[], Iterator[Sample]]] = [
-            partial(samples, source, start) for start in range(0, len(source), per_shard)
-        ]
+        shards = [partial(samples, source, start) for start in range(0, len(source), per_shard)]
         parts[name] = Part(source.classes, f"{source.digest()} {describe_sizes(source)}", len(source), shards)
     return parts
 
@@ -126,8 +128,8 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
 def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard: int) -> Part:
     """The rows of Parquet files with the columns `image` (of `bytes` and `path`) and `label`, by whole row groups.
 
-    classes: the training classes, which the names that Hugging Face stores in a file are matched to; None: the names in
-    the first file that has them, else the numbers that are labels.
+    classes: the training classes, which the names in a file are matched to; None: the names in the first file that has
+    them, else the numbers that are labels.
     """
     try:
         from pyarrow import parquet
@@ -137,7 +139,7 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
     targets: dict[Path, list[int]] = {}  # of the labels in files that store names
     highest = -1
     for path in files:
-        with _parquet_errors(path), parquet.ParquetFile(path) as file:
+        with parquet_errors(path), parquet.ParquetFile(path) as file:
             if file.metadata.num_rows == 0:
                 continue
             _check_columns(path, file.schema_arrow)
@@ -150,10 +152,8 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
             elif names is not None:
                 if sorted(names) != sorted(classes):
                     others = join_names(sorted(set(names) ^ set(classes)))
-                    raise DataError(
-                        f"{path}: its {len(names)} classes are not the {len(classes)} of the files before; not in "
-                        f"both: {others}\ngive files of one dataset"
-                    )
+                    text = f"its {len(names)} classes are not the {len(classes)} of the files before"
+                    raise DataError(f"{path}: {text}; not in both: {others}\ngive files of one dataset")
                 position = {name: i for i, name in enumerate(classes)}
                 targets[path] = [position[name] for name in names]
             groups += [(path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)]
@@ -168,7 +168,7 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
 
     def samples(shard: Sequence[RowGroup]) -> Iterator[Sample]:
         for path, group, _ in shard:
-            with _parquet_errors(path), parquet.ParquetFile(path) as file:
+            with parquet_errors(path), parquet.ParquetFile(path) as file:
                 rows = file.read_row_group(group, columns=["image", "label"]).to_pylist()
             for number, row in enumerate(rows):
                 place = f"{path}: row {number} of row group {group}"
@@ -191,15 +191,14 @@ def _check_columns(path: Path, schema: Any) -> None:
             "rename the columns, or give a dataset for image classification"
         )
     image, label = schema.field("image").type, schema.field("label").type
-    content = image.field("bytes").type if types.is_struct(image) and image.get_field_index("bytes") >= 0 else image
-    has_files = types.is_binary(content) or types.is_large_binary(content)
-    for name, is_right, needed in (
-        ("image", types.is_struct(image) and has_files, "a struct with `bytes`, the file"),
-        ("label", types.is_integer(label), "integers"),
-    ):
-        if not is_right:
-            found = shorten(printable(str(schema.field(name).type)), 200)
-            raise DataError(f"{path}: column `{name}` has type {found}\nconvert it to {needed}")
+    content = image.field("bytes").type if types.is_struct(image) and image.get_field_index("bytes") >= 0 else None
+    if content is None or not (types.is_binary(content) or types.is_large_binary(content)):
+        wrong, needed = f"`image` has type {image}", "a struct with `bytes`, the file"
+    elif not types.is_integer(label):
+        wrong, needed = f"`label` has type {label}", "integers"
+    else:
+        return
+    raise DataError(f"{path}: column {shorten(printable(wrong), 200)}\nconvert it to {needed}")
 
 
 def _parquet_row(row: dict[str, Any], num_classes: int, place: str) -> tuple[str, bytes, int]:
@@ -213,23 +212,12 @@ def _parquet_row(row: dict[str, Any], num_classes: int, place: str) -> tuple[str
     return image.get("path") or "", image["bytes"], label
 
 
-@contextlib.contextmanager
-def _parquet_errors(path: Path) -> Iterator[None]:
-    """Turn errors of pyarrow, and of what is stored in the file, into a DataError with its name."""
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except (ArrowException, OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: broken or cut short ({first_line(error)})\ndownload it again") from None
-
-
 def write_part(
     out: Path, name: str, part: Part, max_px: int | None, quality: int, per_shard: int, num_threads: int
 ) -> None:
-    """Write the shards of a part to a hidden folder, each under another name until it is complete; read them back.
+    """Write the shards of a part to a hidden folder, read them back, and give the folder its name.
 
-    Then the folder gets its name. Raises DataError, OSError, and UsageError for a folder with other data or options.
+    Raises DataError, OSError, and UsageError for a folder with other data or options.
     """
     folder, partial_folder = out / name, out / f".{name}.partial"
     plan = json.dumps([part.source, list(part.classes), max_px, quality, per_shard])
@@ -266,9 +254,7 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
             for name, data, target, place in files:
                 key = name.rpartition(".")[0]
                 if key in keys:
-                    raise DataError(
-                        f"{printable(place)}: two images would have this key in a shard\nrename one of them"
-                    )
+                    raise DataError(f"{printable(place)}: another image has this key in a shard\nrename one of them")
                 keys.add(key)
                 for member_name, content in ((name, data), (f"{key}.cls", str(target).encode())):
                     member = tarfile.TarInfo(member_name)

@@ -11,6 +11,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_components
 from imagenet_cls.config.schema import Config, DataConfig, height_width
 from imagenet_cls.errors import UsageError
+from imagenet_cls.files import explain_write_errors
 
 if TYPE_CHECKING:
     from imagenet_cls.engine.plan import Plan
@@ -32,17 +33,15 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
     arguments = cli.parse(parser, argv)
     loaded = cli.load_one_config(arguments, f"plot_schedule.py {_USAGE}")
     path = arguments.out or Path(f"work_dirs/{loaded.name}_schedule.png")
-    if path.suffix.lower() != ".png":
+    if path.suffix.lower() != ".png" or path.is_dir():
         raise UsageError(f"--out {path}: the plot is a PNG file.\nName it *.png.")
     check_components(loaded, None)
     from imagenet_cls.report.plots import plot_panels
 
     images, source = (arguments.images, None) if arguments.images else count_training_images(loaded.config.data)
     plan, note, curves = schedule_curves(loaded.config, images)
-    try:
+    with explain_write_errors(path, "Name another file with --out."):
         plot_panels(path, loaded.name, [step / plan.steps_per_epoch for step in range(plan.total_steps)], curves)
-    except OSError as error:
-        raise UsageError(f"can't write {path}: {error.strerror}\nName another file with --out.") from error
     print(
         f"{plan.total_steps:,} steps: {plan.total_steps / plan.steps_per_epoch:g} epochs of {plan.steps_per_epoch:,}, "
         f"{plan.global_batch:,} of {images:,} images in each"

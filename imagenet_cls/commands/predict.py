@@ -23,9 +23,7 @@ def predict_command(argv: Sequence[str]) -> None:
     cli.add_weights_arguments(parser)
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns")
     parser.add_argument("--top", type=cli.positive, default=5, metavar="K", help="classes to show for each image")
-    parser.add_argument(
-        "--device", type=device_name, default="auto", help="as the key of a config: auto, cpu, cuda, ..."
-    )
+    parser.add_argument("--device", type=device_name, default="auto", help="as in a config: auto, cpu, cuda, ...")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="one JSON object on each line")
     shape.add_argument("--csv", action="store_true", help="one row for each image")
@@ -45,7 +43,7 @@ def predict_command(argv: Sequence[str]) -> None:
     if arguments.checkpoint.suffix == ".onnx":
         if arguments.weights or arguments.device not in ("auto", "cpu"):
             raise UsageError(
-                "an ONNX file holds one set of weights, and is run on the CPU.\nOmit --weights and --device."
+                "an ONNX file has one set of weights, and is run on the CPU.\nOmit --weights and --device."
             )
         if arguments.features:
             raise UsageError("an ONNX file holds no features, only logits.\nUse --features with a checkpoint.")
@@ -76,7 +74,7 @@ def print_predictions(arguments: argparse.Namespace, rows: Iterable[dict]) -> No
 
 
 def write_features(path: Path, batches: Sequence[tuple[list, "Tensor"]]) -> None:
-    """Write an .npz file with `features`, float32 (N, D), and `images`, their names; nothing without images."""
+    """Write an .npz file of `features`, float32 (N, D), and `images`, their names; nothing without images."""
     if not batches:
         return
     import numpy as np

@@ -22,7 +22,7 @@ KAGGLE_FOLDER = "ILSVRC/Data/CLS-LOC"
 
 
 def prepare_command(argv: Sequence[str]) -> None:
-    """The tool. Raises DataError for a source that is broken or incomplete, and ResourceError for a full disk."""
+    """Unpack ImageNet. Raises DataError for a source that is broken or incomplete."""
     parser = cli.build_parser(
         "prepare-imagenet",
         "Unpack ImageNet-1k into OUT/{train,val}/CLASS/*.JPEG. SOURCE is a folder with the ILSVRC2012 "
@@ -45,17 +45,14 @@ def prepare_command(argv: Sequence[str]) -> None:
 
 
 def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
-    """Unpack or link the parts that `source` holds to `out`. Raises DataError, ResourceError, and
-    UsageError if another process writes there."""
+    """Unpack or link the parts that `source` holds to `out`. Raises UsageError if another process writes there."""
     train = _first(source / TRAIN_TAR, source / KAGGLE_FOLDER / "train", source / "train")
     val = _first(source / VAL_TAR, source / KAGGLE_FOLDER / "val", source / "val")
     if train is None and val is None and source.is_dir() and _images(source):
         val = source
     if train is None and val is None:
-        raise DataError(
-            f"{source}: holds neither {TRAIN_TAR} and {VAL_TAR} nor {KAGGLE_FOLDER} nor images\n"
-            "give the folder that does; unpack Kaggle's zip first"
-        )
+        remedy = "give the folder that does; unpack Kaggle's zip first"
+        raise DataError(f"{source}: holds neither {TRAIN_TAR} and {VAL_TAR} nor {KAGGLE_FOLDER} nor images\n{remedy}")
     wnids: dict[str, str] = {}
     if val is not None:  # first: unpacking takes an hour
         # Kaggle's labels are next to ILSVRC, so above a SOURCE that is ILSVRC/Data/CLS-LOC itself.
@@ -70,14 +67,12 @@ def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
                 with _complete_folder(out / "val") as folder:
                     _write_val(val, folder, wnids, copy)
     except (tarfile.TarError, EOFError) as error:
-        raise DataError(
-            f"{train} or {val}: broken, truncated or not the published archive ({first_line(error)})\n"
-            "compare its size and checksum with the publisher's, and download it again"
-        ) from None
+        remedy = "compare its size and checksum with the publisher's, and download it again"
+        text = f"{train} or {val}: broken, truncated or not the published archive ({first_line(error)})"
+        raise DataError(f"{text}\n{remedy}") from None
     except OSError as error:
-        raise ResourceError(
-            f"{error.filename or out}: {error.strerror or error}\ncorrect that; the same command then continues"
-        ) from None
+        text = f"{error.filename or out}: {error.strerror or error}"
+        raise ResourceError(f"{text}\ncorrect that; the same command then continues") from None
 
 
 def check_counts(out: Path, expected: tuple[int, int, int] | None) -> None:

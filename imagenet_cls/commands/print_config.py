@@ -29,11 +29,6 @@ def differing_values(configs: Sequence[Config]) -> dict[str, list[str]]:
     }
 
 
-def diff_lines(mine: Config, other: Config) -> list[str]:
-    """`key: value of mine | value of other`, for each difference."""
-    return [f"{key}: {left} | {right}" for key, (left, right) in differing_values([mine, other]).items()]
-
-
 def print_config_command(argv: Sequence[str]) -> None:
     parser = cli.build_parser("print-config", "Print a resolved config.", "CONFIG [key=value ...] [options]")
     parser.add_argument("config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml")
@@ -43,7 +38,8 @@ def print_config_command(argv: Sequence[str]) -> None:
     arguments = cli.parse(parser, argv)
     loaded = load_config(arguments.config, arguments.overrides)
     if arguments.diff is not None:
-        lines = diff_lines(loaded.config, load_config(arguments.diff).config)
+        found = differing_values([loaded.config, load_config(arguments.diff).config])
+        lines = [f"{key}: {mine} | {other}" for key, (mine, other) in found.items()]
     elif arguments.origin:
         lines = origin_lines(loaded)
     else:

@@ -4,7 +4,7 @@ import argparse
 import csv
 import io
 import json
-import math
+import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate weights, on one rank or many. Returns the exit code."""
     check_before_start = partial(check_components, training=False)
-    command = RankCommand(
-        "test", evaluation_parser, load_for_testing, check_files, check_before_start, evaluate_on_rank
-    )
-    return run_command(command, argv)
+    checks = (load_for_testing, check_files, check_before_start)
+    return run_command(RankCommand("test", evaluation_parser, *checks, evaluate_on_rank), argv)
 
 
 def evaluation_parser() -> argparse.ArgumentParser:
@@ -51,32 +49,22 @@ def evaluation_parser() -> argparse.ArgumentParser:
         help="classify by the K nearest training images, by the input of the classifier, instead of the classifier",
     )  # fmt: skip
     parser.add_argument(
-        "--linear-probe", type=positive_number, nargs="?", const=0.316, metavar="C",
-        help="fit a logistic regression to the training images, likewise; C: inverse of the L2 penalty (0.316)",
+        "--linear-probe", type=cli.positive_float, nargs="?", const=0.316, metavar="C",
+        help="fit a logistic regression to the training images, likewise; C: inverse of the L2 penalty "
+        "(0.316; without C, write the option last)",
     )  # fmt: skip
-    cli.add_weights_option(
-        parser,
-        "evaluate only these; without it both, and --out and --report are of those that predict.py uses: of a run "
+    parser.add_argument(
+        "--weights", choices=("raw", "ema"),
+        help="evaluate only these; without it both, and --out and --report are of those that predict.py uses: of a run "
         "folder the better ones, of a checkpoint its EMA if it has one",
-    )
+    )  # fmt: skip
     cli.add_allow_import(parser)
     add_rank_options(parser)
     return parser
 
 
-def positive_number(text: str) -> float:
-    """An argparse type: the value of --linear-probe."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0; without one, write the option last")
-    return number
-
-
 def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
-    """Load the config and check its keys and values (stage 1 of the checks). Does not import torch."""
+    """Stage 1 of the checks, without torch."""
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     if not paths:
         raise UsageError(f"no config given.\nUsage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...]")
@@ -97,27 +85,23 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
     """Raise CheckpointError if the config in a run folder names code that is not in `allowed`, as `check_trusted`."""
     values = [str(value) for value in comparable_values(loaded.config).values()] + loaded.config.eval.metrics
     names = [*loaded.config.imports, *(name for name in values if is_factory_name(name) or is_model_source(name))]
-    code = [name for name in names if not name.startswith(("timm:", "torchvision:")) and name not in allowed]
+    names = [name for name in dict.fromkeys(names) if not name.startswith(("timm:", "torchvision:"))]
+    code = [name for name in names if name not in allowed]
     if code:
-        code = list(dict.fromkeys(code))
         options = " ".join(f"--allow-import {name}" for name in code)
-        listed = ", ".join(map(repr, code))
         raise CheckpointError(
-            f"{run}: its config names code to run or a model to download, {listed}; nothing was run.\n"
+            f"{run}: its config names code to run or a model to download, {', '.join(code)}; nothing was run.\n"
             f"If you know and trust it: {options}, or give {run}/config.yaml {run}."
         )
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
-    """Raise a UserError for a missing checkpoint or unusable --out, on the first machine. Imports no torch."""
+    """Raise a UserError for options that exclude each other, or a checkpoint that is missing on the first machine."""
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     if uses_features(arguments) and (arguments.out or arguments.report):
         raise UsageError("--knn and --linear-probe have no --out and no --report.\nLeave these out.")
     if len(paths) > 1 and arguments.node_rank == 0:
         check_exists(Path(paths[1]))
-    if arguments.node_rank == 0:
-        check_output_path(arguments.out)
-        check_report_folder(arguments.report)
 
 
 def uses_features(arguments: argparse.Namespace) -> bool:
@@ -130,17 +114,14 @@ def check_exists(checkpoint: Path) -> None:
 
 
 def check_output_path(path: Path | None, option: str = "--out") -> None:
-    """Raise UsageError, before a long computation, if a file can't be written or would be replaced. Leaves no file."""
+    """Raise UsageError if a file can't be written or would be replaced."""
     if path is None:
         return
     if path.is_file() or path.is_dir() or (path.is_symlink() and not path.exists()):
         raise UsageError(f"{path} already exists.\nName another file with {option}, or move that one away.")
-    if not path.exists():
-        try:
-            path.open("w").close()
-        except OSError as error:
-            raise UsageError(f"can't write {path}: {error.strerror}\nName another file with {option}.") from error
-        path.unlink()
+    if not path.exists() and not os.access(path.parent, os.W_OK):
+        what = "no permission" if path.parent.is_dir() else "its folder does not exist"
+        raise UsageError(f"can't write {path}: {what}\nName another file with {option}.")
 
 
 def write_output(path: Path, content: bytes, option: str = "--out") -> None:
@@ -157,9 +138,8 @@ def check_report_folder(folder: Path | None) -> None:
     if folder is None:
         return
     if folder.is_file() or (folder / "report.html").exists():
-        raise UsageError(
-            f"{folder} is a file, or already has a report.\nName another folder with --report, or move that one away."
-        )
+        remedy = "Name another folder with --report, or move that one away."
+        raise UsageError(f"{folder} is a file, or already has a report.\n{remedy}")
     with explain_write_errors(folder, "Name another folder with --report."):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.html").touch()
@@ -172,61 +152,41 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.engine.evaluate_weights import evaluate_weights
     from imagenet_cls.guards.memory import explain_out_of_memory
     from imagenet_cls.parallel.collectives import run_on_main
-    from imagenet_cls.report.jsonl import describe_metrics
+    from imagenet_cls.report.jsonl import describe_result
 
     check_agreement(loaded, group, training=False)
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
+    out, report, allow, weights = arguments.out, arguments.report, arguments.allow_import, arguments.weights
     if uses_features(arguments):
         from imagenet_cls.engine.features import evaluate_features
 
+        knn, probe = arguments.knn, arguments.linear_probe
         with explain_out_of_memory():
-            lines = evaluate_features(
-                loaded.config,
-                checkpoint,
-                group,
-                arguments.knn,
-                arguments.linear_probe,
-                arguments.allow_import,
-                arguments.weights,
-            )
+            lines = evaluate_features(loaded.config, checkpoint, group, knn, probe, allow, weights)
         if group.is_main:
             print("\n".join(map(printable, lines)))
         return
-    run_on_main(group, lambda: check_output_path(arguments.out))
-    run_on_main(group, lambda: check_report_folder(arguments.report))
+    run_on_main(group, lambda: check_output_path(out))
+    run_on_main(group, lambda: check_report_folder(report))
     with explain_out_of_memory():
-        keep_predictions = arguments.out is not None
         messages, metrics_by_name, predictions = evaluate_weights(
-            loaded.config,
-            checkpoint,
-            group,
-            keep_predictions,
-            arguments.allow_import,
-            arguments.report,
-            arguments.weights,
+            loaded.config, checkpoint, group, out is not None, allow, report, weights
         )
     if not group.is_main:
         return
     print("\n".join(map(printable, messages)))
     for name, metrics in metrics_by_name.items():
-        print(
-            f"{name}: top-1 {metrics['top1_pct']:.3f} %  top-5 {metrics['top5_pct']:.3f} %  "
-            f"loss {metrics['loss']:.4f}  "
-            + (f"ReaL {metrics['real_pct']:.3f} % of {metrics['real_images']}  " if "real_pct" in metrics else "")
-            + "".join(f"{text}  " for text in describe_metrics(metrics, digits=3))
-            + (f"classes: {metrics['classes']}  " if "classes" in metrics else "")
-            + f"over {metrics['images']} images in {metrics['seconds']:.1f} s"
-        )
-    if arguments.out is not None:
+        print(f"{name}: " + "  ".join(describe_result(metrics, digits=3)))
+    if out is not None:
         text = io.StringIO(newline="")
-        write_predictions(text, predictions, arguments.out.suffix == ".csv")
+        write_predictions(text, predictions, out.suffix == ".csv")
         # surrogateescape: an image's name may be any bytes.
-        write_output(arguments.out, text.getvalue().encode("utf-8", "surrogateescape"))
-        print(f"wrote {len(predictions)} predictions to {arguments.out}")
-    if arguments.report is not None:
-        print(f"wrote {arguments.report / 'report.html'}")
+        write_output(out, text.getvalue().encode("utf-8", "surrogateescape"))
+        print(f"wrote {len(predictions)} predictions to {out}")
+    if report is not None:
+        print(f"wrote {report / 'report.html'}")
 
 
 def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None:

@@ -62,7 +62,7 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
-    """Load the config and check its keys and values (stage 1 of the checks). Does not import torch."""
+    """Stage 1 of the checks, without torch."""
     if arguments.resume not in (None, "auto"):
         arguments.resume, arguments.resume_from = None, arguments.resume
     if arguments.resume and arguments.work_dir == "auto":
@@ -74,21 +74,17 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
-    """Raise a UserError for missing data, and on the first machine for weights and run folder. Imports no torch."""
+    """Raise a UserError for missing data, and on the first machine for weights and run folder."""
     from imagenet_cls.data.lists import check_paths
 
     check_paths(loaded.config.data, subset=loaded.config.eval.classes == "present")
     needed = {"distill.teacher.checkpoint": loaded.config.distill.teacher.checkpoint}
     restarts = {os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
     if not arguments.resume and restarts == {"0"}:
-        needed |= {
-            "model.checkpoint": loaded.config.model.checkpoint,
-            "--resume or --resume-from": arguments.resume_from,
-        }
-    for name, path in needed.items():
-        if path is None or is_url(path) or arguments.node_rank != 0:
-            continue
-        if not os.access(path, os.R_OK):
+        needed["model.checkpoint"] = loaded.config.model.checkpoint
+        needed["--resume or --resume-from"] = arguments.resume_from
+    for name, path in needed.items() if arguments.node_rank == 0 else ():
+        if path is not None and not is_url(path) and not os.access(path, os.R_OK):
             raise CheckpointError(f"{name}: {path}: no such file or folder, or no permission\ncorrect the path")
     options = run_options(arguments, loaded)
     # After a restart, `open_run_folder` checks the folder.
@@ -115,9 +111,8 @@ def allowed_key(key: str) -> str:
 def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptions:
     """The options of a run from the command line and the environment.
 
-    torchrun restarts its ranks with the same command after a failure, and SLURM restarts a requeued job. Both may
-    apply, because torchrun may run inside a SLURM job. torchrun is identified by its process, because its run id is
-    often the same for several jobs.
+    torchrun restarts its ranks with the same command after a failure, and SLURM restarts a requeued job; torchrun may
+    run inside a SLURM job. torchrun is identified by its process: its run id is often the same for several jobs.
     """
     launchers = {}
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:

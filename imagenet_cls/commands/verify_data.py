@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from imagenet_cls.commands import cli
-from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archive_files import opened, tar_members, zip_members
 from imagenet_cls.data.archives import index_archives, is_archive
@@ -48,21 +47,14 @@ def verify_command(argv: Sequence[str]) -> None:
 
 
 def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threads: int) -> None:
-    """Read the images of a folder, or of a config file, and write the list of bad ones to `out`.
+    """Read the images of a folder, or of a config file, print the bad ones, and write a list of them to `out`.
 
-    If all are good, an empty list is written only to a given `out` or over an earlier list. Prints each bad image.
-    Raises DataError if there is one, ResourceError if `out` can't be written, and UsageError.
+    If all are good, an empty list is written only to a given `out` or over an earlier list. Raises DataError if one is
+    bad, ResourceError if `out` can't be written, and UsageError.
     """
-    config: DataConfig | None = None
-    if Path(data).suffix in (".yaml", ".yml"):
-        config = load_config(data, overrides).config.data
-        root = Path(config.root).expanduser()
-        images = images_of(config, root)
-    elif overrides:
-        raise UsageError(f"{overrides[0]!r}: an override of a config, and {data} is none\nname a .yaml file")
-    else:
-        root = Path(data).expanduser()
-        images = images_below(root)
+    config = cli.load_data_config(data, overrides)
+    root = Path(config.root if config else data).expanduser()
+    images = images_of(config, root) if config else images_below(root)
     if not images:
         raise DataError(f"{root}: no image in it\nname the folder that holds the dataset, or a config")
     keys = sorted(images)
@@ -122,18 +114,13 @@ def has_images(archive: Path) -> bool:
 
 
 def images_of(data: DataConfig, root: Path) -> dict[Key, Image]:
-    """The images of a config's training and validation parts.
-
-    Raises UsageError for a dataset that is not made of files, and DataError as `open_datasets` does.
-    """
+    """The images of a config's training and validation parts. Raises UsageError for a dataset not made of files."""
     from imagenet_cls.data.datasets import open_datasets
     from imagenet_cls.data.sources import FolderSource
 
     if data.name not in FILE_SETS:
-        raise UsageError(
-            f"data.name {data.name!r} is not made of image files\ngive a folder, or a config with one of "
-            f"{', '.join(FILE_SETS)}"
-        )
+        remedy = f"give a folder, or a config with one of {', '.join(FILE_SETS)}"
+        raise UsageError(f"data.name {data.name!r} is not made of image files\n{remedy}")
     sets = open_datasets(replace(data, exclude=None), subset=True)
     assert isinstance(sets.train, FolderSource) and isinstance(sets.val, FolderSource)
     return _images([sets.train.index, sets.val.index], root)
@@ -153,7 +140,7 @@ def _images(indexes: Sequence[ImageIndex], root: Path) -> dict[Key, Image]:
 
 
 def image_problem(source: "FolderSource", i: int) -> str | None:
-    """Why image `i` can't be used in training, or None. Reads and decodes it; raises nothing for a bad file."""
+    """Read and decode image `i`: why it can't be used in training, or None."""
     from imagenet_cls.data.decode import decode_rgb
 
     try:

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from imagenet_cls.errors import printable
 from imagenet_cls.files import explain_write_errors
-from imagenet_cls.report.jsonl import Record, describe_metrics
+from imagenet_cls.report.jsonl import Record, describe_result
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
@@ -98,7 +98,7 @@ class Console:
         self._eval_line_at = 0.0
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print one line for each (name, value), the values aligned."""
+        """Print a line for each (name, value)."""
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.message(f"{name:<{width}}  {value}")
@@ -139,16 +139,8 @@ class Console:
         """Print a result. record: of kind "eval"."""
         if self._bar is not None and "eval" in self._tasks:
             self._bar.remove_task(self._tasks.pop("eval"))
-        parts = [
-            f"epoch {record['epoch'] + 1}/{total_epochs}",
-            f"{record['weights']} weights: top-1 {record['top1_pct']:.2f} %",
-            f"top-5 {record['top5_pct']:.2f} %",
-            f"loss {record['loss']:.4f}",
-            *([f"ReaL {record['real_pct']:.2f} %"] if "real_pct" in record else []),
-            *describe_metrics(record, digits=2),
-            *([f"classes: {record['classes']}"] if "classes" in record else []),
-            f"{record['images']} images in {record['seconds']:.1f} s",
-        ]
+        first, *others = describe_result(record, digits=2)
+        parts = [f"epoch {record['epoch'] + 1}/{total_epochs}", f"{record['weights']} weights: {first}", *others]
         self.message("  ".join(parts))
 
     def close(self) -> None:

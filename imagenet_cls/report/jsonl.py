@@ -40,12 +40,22 @@ def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     return {field: value for field, value in record.items() if field not in EVAL_FIELDS}
 
 
-def describe_metrics(result: Mapping[str, Any], digits: int) -> list[str]:
-    """Texts about user-defined metrics, and balanced accuracy if it differs from top-1 by 0.1 points or more."""
+def describe_result(result: Mapping[str, Any], digits: int) -> list[str]:
+    """Texts about the result of an evaluation; balanced accuracy if it differs from top-1 by 0.1 points or more.
+
+    digits: after the point of a percentage.
+    """
+    texts = [f"{name} {result[key]:.{digits}f} %" for name, key in (("top-1", "top1_pct"), ("top-5", "top5_pct"))]
+    texts.append(f"loss {result['loss']:.4f}")
+    if "real_pct" in result:
+        texts.append(f"ReaL {result['real_pct']:.{digits}f} % of {result['real_images']}")
     balanced = result.get("balanced_accuracy_pct", result["top1_pct"])
-    differs = abs(balanced - result["top1_pct"]) >= 0.1
-    texts = [f"balanced accuracy {balanced:.{digits}f} %"] if differs else []
-    return texts + [f"{name} {value:.{digits + 2}f}" for name, value in user_metrics(result).items()]
+    if abs(balanced - result["top1_pct"]) >= 0.1:
+        texts.append(f"balanced accuracy {balanced:.{digits}f} %")
+    texts += [f"{name} {value:.{digits + 2}f}" for name, value in user_metrics(result).items()]
+    if "classes" in result:
+        texts.append(f"classes: {result['classes']}")
+    return [*texts, f"over {result['images']} images in {result['seconds']:.1f} s"]
 
 
 class MetricsFile:

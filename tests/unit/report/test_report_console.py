@@ -50,7 +50,7 @@ def test_lines_in_a_pipe_or_a_dumb_terminal_are_plain(monkeypatch, stream_type):
         "\\x1b[31mred",
         "epoch 3/8  step 60/180  loss 0.0412  top-1 98.4 %  lr 1.00e-05  4210 img/s  waiting for data 3 %  eta -",
         "epoch 3/8  step 120/180  loss 0.0412  top-1 98.4 %  lr 0.0500  4210 img/s  waiting for data 3 %  eta 0:00:30",
-        "epoch 3/8  ema weights: top-1 97.21 %  top-5 99.90 %  loss 0.0931  359 images in 0.4 s",
+        "epoch 3/8  ema weights: top-1 97.21 %  top-5 99.90 %  loss 0.0931  over 359 images in 0.4 s",
     ]
 
 
