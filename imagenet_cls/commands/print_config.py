@@ -8,8 +8,6 @@ from imagenet_cls.config.load import LoadedConfig, dump_yaml, load_config, value
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config
 
-ABSENT = "(absent)"
-
 
 def origin_lines(loaded: LoadedConfig) -> list[str]:
     """`key: value  # where`, one line for each value. An interpolated value has the line of its `${...}`."""
@@ -23,7 +21,7 @@ def differing_values(configs: Sequence[Config]) -> dict[str, list[str]]:
     values = [{key: dump_inline(value) for key, value in values_by_key(config).items()} for config in configs]
     found = {key: [by_key.get(key) for by_key in values] for key in dict.fromkeys(key for v in values for key in v)}
     return {
-        key: [ABSENT if value is None else value for value in row]
+        key: ["(absent)" if value is None else value for value in row]
         for key, row in found.items()
         if len(set(row)) > 1 and set(row) != {None, "{}"}
     }

@@ -98,14 +98,10 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError for options that exclude each other, or a checkpoint that is missing on the first machine."""
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
-    if uses_features(arguments) and (arguments.out or arguments.report):
+    if (arguments.knn or arguments.linear_probe) and (arguments.out or arguments.report):
         raise UsageError("--knn and --linear-probe have no --out and no --report.\nLeave these out.")
     if len(paths) > 1 and arguments.node_rank == 0:
         check_exists(Path(paths[1]))
-
-
-def uses_features(arguments: argparse.Namespace) -> bool:
-    return arguments.knn is not None or arguments.linear_probe is not None
 
 
 def check_exists(checkpoint: Path) -> None:
@@ -159,10 +155,10 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
     out, report, allow, weights = arguments.out, arguments.report, arguments.allow_import, arguments.weights
-    if uses_features(arguments):
+    knn, probe = arguments.knn, arguments.linear_probe
+    if knn or probe:
         from imagenet_cls.engine.features import evaluate_features
 
-        knn, probe = arguments.knn, arguments.linear_probe
         with explain_out_of_memory():
             lines = evaluate_features(loaded.config, checkpoint, group, knn, probe, allow, weights)
         if group.is_main:

@@ -40,7 +40,7 @@ class BackgroundStream:
 
     def __init__(self, stream: io.TextIOWrapper):
         self._stream = stream
-        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -66,12 +66,10 @@ class BackgroundStream:
             self._thread = None
 
     def _put(self, item: bytes | None) -> None:
-        while True:
-            try:
-                return self._waiting.put_nowait(item)
-            except queue.Full:
-                with contextlib.suppress(queue.Empty):
-                    self._waiting.get_nowait()
+        if self._waiting.qsize() >= _MAX_WAITING:
+            with contextlib.suppress(queue.Empty):
+                self._waiting.get_nowait()
+        self._waiting.put(item)
 
     def _write_waiting(self) -> None:
         """In the thread. By os.write: a lock of Python's streams could be held when DataLoader forks its workers."""

@@ -73,9 +73,12 @@ class MetricsFile:
 
     def write(self, records: Sequence[Record]) -> None:
         """Append records. They survive if this process is killed."""
-        lines = "".join(json.dumps(_without_nonfinite(record)) + "\n" for record in records)
+        lines = b""
+        for record in records:
+            nonfinite = {k: json.dumps(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+            lines += json.dumps(record | nonfinite).encode() + b"\n"
         with self._lock:
-            self._unwritten += lines.encode()
+            self._unwritten += lines
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
@@ -137,11 +140,3 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                     f"{path}:{number}: not a record of this file\nRemove this line; the others do not depend on it."
                 )
             yield line, record
-
-
-def _without_nonfinite(record: Record) -> Record:
-    """The record with "NaN", "Infinity" and "-Infinity" for floats that are not finite."""
-    return {
-        key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }

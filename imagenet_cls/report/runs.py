@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
@@ -197,10 +197,13 @@ def runs_page(
         parts += [table(by_run, [[key, *values] for key, values in differences.items()])]
     listed = dict.fromkeys(name for version in versions for name in version)
     parts += [heading("Code and versions"), table(by_run, [[n, *(v.get(n) for v in versions)] for n in listed])]
-    parts += [
-        heading("Checkpoints"),
-        table([("run", ""), ("checkpoint", "")], _checkpoint_rows(runs, statistics, folder)),
-    ]
+    links = []
+    for run, row in zip(runs, statistics, strict=True):
+        for step, path in run.checkpoints.items():
+            note = ", best top-1" if step == row["best_step"] else ""
+            address = quote(os.fsencode(os.path.relpath(path, folder)))
+            links.append((run.name, Html(f'<a href="{address}">{escape(path.name)}</a>{note}')))
+    parts += [heading("Checkpoints"), table([("run", ""), ("checkpoint", "")], links)]
     for run in runs:
         if run.first_batch is not None:
             parts += [heading(f"First batch of {run.name}"), image(run.first_batch)]
@@ -220,16 +223,6 @@ def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
     return f"interrupted: {reached}"
 
 
-def _checkpoint_rows(
-    runs: Sequence[RunRecords], statistics: Sequence[Mapping[str, Any]], folder: Path
-) -> Iterable[tuple[str, Html]]:
-    for run, row in zip(runs, statistics, strict=True):
-        for step, path in run.checkpoints.items():
-            note = ", best top-1" if step == row["best_step"] else ""
-            address = quote(os.fsencode(os.path.relpath(path, folder)))
-            yield run.name, Html(f'<a href="{address}">{escape(path.name)}</a>{note}')
-
-
 def _draw(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
     labels = [f"./{run.name}" if run.name.startswith("_") else run.name for run in runs]  # matplotlib hides "_..."
     short = [label if len(label) <= _MAX_LABEL else f"…{label[-_MAX_LABEL:]}" for label in labels]
@@ -237,15 +230,12 @@ def _draw(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
 
 
 def _first_batch(folder: Path) -> bytes | None:
-    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none that can be read.
-
-    TensorBoard can't read paths with undecodable bytes.
-    """
+    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none that can be read."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     with suppress(Exception):
-        files = sorted(filter(Path.is_file, folder.glob("events.*")))[:1]
-        for event in chain(*(islice(LegacyEventFileLoader(str(file)).Load(), _MAX_EVENTS) for file in files)):
+        file = min(filter(Path.is_file, folder.glob("events.*")))
+        for event in islice(LegacyEventFileLoader(str(file)).Load(), _MAX_EVENTS):
             for value in event.summary.value:
                 if value.tag == "train/first_batch":
                     return to_jpeg(Image.open(io.BytesIO(value.image.encoded_image_string)), _BATCH_PX)
