@@ -14,6 +14,7 @@ from imagenet_cls.lookup import nearest
 
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Kwargs: "a mapping"}
 _TYPE_NAMES |= {list[int]: "a list of whole numbers", list[float]: "a list of numbers", list[str]: "a list of texts"}
+_TYPE_NAMES[list[int | float]] = "a list of numbers"
 
 # What to write for the names of timm, torchvision, pytorch/examples and mmpretrain: a key, perhaps with a value and a
 # remark in parentheses; or advice.
@@ -48,7 +49,7 @@ _OTHER_NAMES = {
     "parallel.device_ids=[0] (the GPUs to use)": "gpu_id gpu_ids",
     "log.every_steps": "p print_freq log_interval",
     "log.writers=[jsonl,tensorboard,wandb]": "wandb log_wandb use_wandb",
-    "there is no early stopping; the best checkpoint is kept": "early_stopping",
+    "train.early_stop.patience_evals": "early_stopping patience patience_epochs",
     "give the config as an argument, without an option": "config cfg",
     f"use {command_line('test')} CONFIG CHECKPOINT": "test_only eval_only e evaluate validate",
     "use --work-dir": "output output_dir out_dir save_dir",
@@ -81,7 +82,7 @@ def sections() -> dict[str, Any]:
 @cache
 def value_types() -> dict[str, Any]:
     """The type of every key that holds a value."""
-    return {key: info(key).type or field.type for key, field in _fields().items() if not is_dataclass(field.type)}
+    return {key: field.type for key, field in _fields().items() if not is_dataclass(field.type)}
 
 
 def info(key: str) -> KeyInfo:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,7 +17,7 @@ from imagenet_cls.config.check import NO_VALUE, check_value, rule_problems, unus
 from imagenet_cls.config.layers import CONFIGS, Layers, find_config, flatten, walk
 from imagenet_cls.config.reader import Tree
 from imagenet_cls.config.schema import REQUIRED, RESETS, Config
-from imagenet_cls.errors import ConfigError, Problem, first_line, format_value, shorten
+from imagenet_cls.errors import ConfigError, Problem, format_value, shorten
 from imagenet_cls.lookup import did_you_mean
 
 DEMO = CONFIGS / "demo.yaml"  # the default config
@@ -69,15 +69,16 @@ def replace_removed_keys(tree: Tree) -> list[str]:
     data = tree.get("data")
     if not isinstance(data, Tree):
         return []
-    old = {name: data.pop(name) for name in ("on_bad_image", "manifest") if name in data}
-    origins = {f"data.{name}": reader.place_of(value) for name, value in old.items()}
-    values = {"on_bad_image": "error", "manifest": None} | {name: reader.value_of(old[name]) for name in old}
-    valid = {"on_bad_image": values["on_bad_image"] in ("error", "exclude")}
-    valid["manifest"] = isinstance(values["manifest"], str | None)
-    if problems := [Problem(f"data.{n}", f"{format_value(values[n])} is not valid") for n in old if not valid[n]]:
-        raise ConfigError(format_problems(problems, origins))
-    if values["on_bad_image"] == "exclude":
-        data.setdefault("exclude", old["manifest"] if values["manifest"] else "${data.root}/verified_images.json")
+    old = {f"data.{name}": data.pop(name) for name in ("on_bad_image", "manifest") if name in data}
+    origins = {key: reader.place_of(value) for key, value in old.items()}
+    action = reader.value_of(old.get("data.on_bad_image", "error"))
+    if action not in ("error", "exclude"):
+        problem = Problem("data.on_bad_image", f"{format_value(action)} is neither error nor exclude")
+        raise ConfigError(format_problems([problem], origins))
+    if action == "exclude":
+        has_manifest = reader.value_of(old.get("data.manifest")) is not None
+        default = "${data.root}/verified_images.json"
+        data.setdefault("exclude", old["data.manifest"] if has_manifest else default)
     message = "was replaced by data.exclude; see docs/config.md"
     return format_problems((Problem(key, message) for key in origins), origins)
 
@@ -106,7 +107,7 @@ def _template() -> DictConfig:
 
 
 class _Builder:
-    """Builds the config from merged layers: OmegaConf converts and interpolates. An invalid key gets its default.
+    """Builds the config from merged layers: replaces `${...}`; OmegaConf converts. An invalid key gets its default.
 
     origins: as in `LoadedConfig`. problems: of single keys. invalid_keys: existing keys whose value is not known.
     """
@@ -124,15 +125,15 @@ class _Builder:
 
     def build(self) -> Config:
         """The config. Its problems are in `problems`."""
-        found = list(self.known_keys("", self.tree))
-        for step in (self.set_unresolved, self.resolve):  # a value may refer to one that is set later
-            for key in list(found):
-                try:
-                    step(key)
-                except ValueError as error:
-                    self.add_problem(key, str(error))
-                    self.assign(key, keys.default_of(key))
-                    found.remove(key)
+        for key in self.known_keys("", self.tree):
+            try:
+                self.assign(key, self.interpolate(self.values[key], (key,)))
+                if self.check_ranges:
+                    value = OmegaConf.select(self.config, key)
+                    check_value(key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+            except ValueError as error:
+                self.add_problem(key, str(error))
+                self.assign(key, keys.default_of(key))
         for key in OmegaConf.missing_keys(self.config):
             if not self.is_consequence(Problem(key, "")):
                 self.add_problem(key, NO_VALUE)
@@ -167,85 +168,55 @@ class _Builder:
                 shown = format_value(self.values[key])
                 self.add_problem(key, f"{shown} is given for a section of keys, such as {first}")
 
-    def set_unresolved(self, key: str) -> None:
-        """Set a key to its value, which may contain `${...}`. Raises ValueError."""
-        value = self.values[key]
-        if f"{RESETS.get(key)}.name" == key and "${" in str(value):
-            raise ValueError(f"{format_value(value)}: a component's name can't be interpolated")
-        self.check_references(value, (key,))
-        self.assign(key, value)
+    def interpolate(self, value: Any, chain: tuple[str, ...]) -> Any:
+        """A value with each `${section.key}` replaced by the value of that key. Raises ValueError.
 
-    def check_references(self, value: Any, chain: tuple[str, ...]) -> None:
-        """Raise ValueError unless each `${...}` in a value names a key with a value, without cycles and within limits.
-
-        chain: the keys that led to it. OmegaConf would also run resolvers, and has no limits.
+        chain: the key of the value, after the keys that refer to it. Not by OmegaConf, which also has resolvers and no
+        limits.
         """
-        if isinstance(value, list | dict):
-            for item in value.values() if isinstance(value, dict) else value:
-                self.check_references(item, chain)
+        if isinstance(value, list):
+            return [self.interpolate(item, chain) for item in value]
+        if isinstance(value, dict):
+            return {name: self.interpolate(item, chain) for name, item in value.items()}
         if value == REQUIRED:
             raise ValueError(NO_VALUE)
         if not isinstance(value, str) or "${" not in value:
-            return
-        texts_and_keys = _REFERENCE.split(value)
-        if any("${" in text for text in texts_and_keys[::2]):
+            return value
+        if f"{RESETS.get(chain[0])}.name" == chain[0]:
+            raise ValueError(f"{format_value(value)}: a component's name can't be interpolated")
+        if "${" in _REFERENCE.sub("", value):
             raise ValueError(f"{format_value(value)} is not allowed; only ${{section.key}} is, without resolvers")
-        for key in texts_and_keys[1::2]:
-            if key in chain:
-                raise ValueError(f"${{{key}}} refers back to itself")
-            if len(chain) > MAX_CHAIN:
-                raise ValueError(f"${{{key}}} is reached by more than {MAX_CHAIN} references")
-            if key not in self.values or isinstance(self.values[key], dict):
-                with_value = [other for other, found in self.values.items() if not isinstance(found, dict)]
-                raise ValueError(f"${{{key}}} is not a key with a value{did_you_mean(key, with_value)}")
-            self.inserted += 1 + len(str(self.values[key]))
-            if self.inserted > MAX_INSERTED:
-                raise ValueError(f"the ${{...}} of this config insert more than {MAX_INSERTED} characters")
-            self.check_references(self.values[key], (*chain, key))
+        found = {key: self.referenced_value(key, chain) for key in _REFERENCE.findall(value)}
+        if whole := _REFERENCE.fullmatch(value):
+            return found[whole[1]]
+        text = _REFERENCE.sub(lambda match: str(found[match[1]]), value)
+        if "${" in text:
+            raise ValueError(f"{format_value(text)} has a '${{' after interpolation")
+        return text
 
-    def resolve(self, key: str) -> None:
-        """Replace each `${...}` of a key by its value, and check the result. Raises ValueError."""
-        if "${" in str(self.values[key]):
-            try:
-                value = self.resolved_value(key)
-            except OmegaConfBaseException as error:
-                raise ValueError(first_line(error)) from None
-            if "${" in str(value):
-                raise ValueError(f"{format_value(value)} has a '${{' after interpolation")
-            self.assign(key, value)
-        if self.check_ranges:
-            check_value(key, self.resolved_value(key))
-
-    def resolved_value(self, key: str) -> Any:
-        """The value of a key, with each `${...}` replaced. Raises OmegaConfBaseException."""
-        value = OmegaConf.select(self.config, key)
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    def referenced_value(self, key: str, chain: tuple[str, ...]) -> Any:
+        if key in chain:
+            raise ValueError(f"${{{key}}} refers back to itself")
+        if len(chain) > MAX_CHAIN:
+            raise ValueError(f"${{{key}}} is reached by more than {MAX_CHAIN} references")
+        if key not in self.values or isinstance(self.values[key], dict):
+            with_value = [other for other, found in self.values.items() if not isinstance(found, dict)]
+            raise ValueError(f"${{{key}}} is not a key with a value{did_you_mean(key, with_value)}")
+        value = self.interpolate(self.values[key], (*chain, key))
+        self.inserted += 1 + len(str(value))
+        if self.inserted > MAX_INSERTED:
+            raise ValueError(f"the ${{...}} of this config insert more than {MAX_INSERTED} characters")
+        return value
 
     def assign(self, key: str, value: Any) -> None:
         """Set a key to a plain value, converted to its type. Raises ValueError."""
         hint = keys.value_types()[key]
-        bare, _ = keys.split_optional(hint)
-        # OmegaConf also makes booleans of numbers and texts.
-        is_word = isinstance(value, str) and ("${" in value or value in keys.choices(hint))
-        if bare is not bool or isinstance(value, bool) or value is None or is_word:
+        if hint is not bool or isinstance(value, bool):  # OmegaConf also makes booleans of numbers and texts
             with suppress(OmegaConfBaseException, OverflowError, ValueError):
-                if keys.info(key).type is not None:  # a list or a word: any value for OmegaConf
-                    value = _list_or_word(value, hint)
                 OmegaConf.update(self.config, key, value, merge=False)
                 return
         near = did_you_mean(value, keys.choices(hint)) if isinstance(value, str) else ""
         raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")
-
-
-def _list_or_word(value: Any, hint: Any) -> Any:
-    """A value of a key whose type is `list[X] | str` or `list[X] | Literal`. Raises ValueError for another one."""
-    bare, optional = keys.split_optional(hint)
-    if isinstance(value, list):
-        return OmegaConf.to_container(OmegaConf.typed_list(value, element_type=get_args(bare)[0]))
-    is_word = isinstance(value, str) and ("${" in value or not keys.choices(hint) or value in keys.choices(hint))
-    if not (is_word or (value is None and optional)):
-        raise ValueError
-    return value
 
 
 def config_from_dict(mapping: Mapping[str, Any]) -> Config:

@@ -83,8 +83,7 @@ class KeyInfo:
     """What the schema states about a key, or about all keys of a section.
 
     allowed: of the number, or of each number of a list. count, ascending: of a list. form: a regular expression for the
-    text, or for each text of a list, and its description. type: of a key that holds a list or a word, which OmegaConf
-    can't state; the key is annotated as Any. shares: keyword arguments from 0 to below 1. at_most: the key
+    text, or for each text of a list, and its description. shares: keyword arguments from 0 to below 1. at_most: the key
     that is the limit. excludes: keys of which none may be set beside it, to other than null, false and []. needs: when
     the key has an effect; None: always. recipe: whether it decides what is computed, so that it is compared on resume.
     per_machine: whether the machines of a run may differ in it.
@@ -94,7 +93,6 @@ class KeyInfo:
     count: int | None = None
     ascending: bool = False
     form: tuple[str, str] | None = None
-    type: Any = None
     shares: tuple[str, ...] = ()
     at_most: str | None = None
     excludes: tuple[str, ...] = ()
@@ -224,7 +222,7 @@ class DataConfig:
     group: str | None = key(None, needs=HOLDS_OUT)
     # The classes to use, in this order: a list of names, or a text file with one class a line. Images of other classes
     # are left out, in training and validation. null: all.
-    classes: Any = key(None, type=list[str] | str | None)
+    classes: list[str] | str | None = None
     # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in 0.2 of them.
     fraction: float = key(1.0, POSITIVE_SHARE)
     # Worker processes that read and decode, for each rank. 0: in the training process. auto or null: chosen from the
@@ -400,7 +398,7 @@ class LossConfig:
     # Weights of the classes. A number for each, in the order of the classes, of which only the ratios matter; or from
     # the number n of training images: `balanced`, proportional to 1/n; `effective`, to (1 - beta) / (1 - beta^n). An
     # image counts by the weight of its class, and the sum is divided by the number of images. null: equal weights.
-    class_weights: Any = key(None, NOT_NEGATIVE, type=list[float] | Literal["balanced", "effective"] | None)
+    class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(None, NOT_NEGATIVE)
     # For class_weights effective: beta (Cui et al. 2019).
     effective_beta: float = key(0.999, SHARE_BELOW_1, needs=EFFECTIVE_WEIGHTS)
     # Arguments of the loss: bce {target_threshold (targets above it become 1), sum_classes}, focal {gamma}, jsd

@@ -92,7 +92,6 @@ def test_error_in_file_names_line_and_key(text: str, line: str) -> None:
         ("model=resnet18", "model: 'resnet18' "),
         ("data.path=/x", "data.path: unknown key; did you mean 'data.root'?"),
         ("data.on_bad_image=skip", "data.on_bad_image: 'skip' "),
-        ("data.manifest=3", "data.manifest: 3 "),
         (
             "data.num_workers=atuo",
             "data.num_workers: 'atuo' is not a whole number or auto or null; did you mean 'auto'?",
@@ -115,7 +114,7 @@ def test_error_in_override_names_argument_and_key(override: str, line: str) -> N
         ("mixup=true", "mix.mixup_alpha"),
         ("optimizer.backbone_lr=0.1", "optimizer.lr_scales"),
         ("model.freeze_backbone=true", "model.head_only"),
-        ("early_stopping.patience=3", "best checkpoint"),
+        ("early_stopping.patience=3", "train.early_stop.patience_evals"),
         ("amp=true", "train.precision"),
         ("wandb.project=x", "log.writers"),
         ("workers=3", "data.num_workers"),
