@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -17,7 +18,14 @@ from imagenet_cls.commands.cli import not_negative, open_streams, parse, port_nu
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_permission_error, first_line
-from imagenet_cls.parallel.environment import LAUNCHERS, RankInfo, cpu_threads, find_rank_info, machine_options
+from imagenet_cls.parallel.environment import (
+    LAUNCHERS,
+    RankInfo,
+    cgroup_cpus,
+    cpu_threads,
+    find_rank_info,
+    machine_options,
+)
 from imagenet_cls.parallel.exit import (
     COMMAND_VARIABLE,
     end_process,
@@ -215,9 +223,9 @@ def prepare_process(loaded: LoadedConfig, rank_info: RankInfo) -> None:
     """Set environment variables that torch and its libraries read at import, and the number of CPU threads."""
     if loaded.config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if rank_info.world_size > 1:
-        # The number of threads changes the last bits, and only some launchers set it.
-        threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(rank_info.local_world_size)))
+    if rank_info.world_size > 1 or math.isfinite(cgroup_cpus()):
+        # Only some launchers set the number of threads, which changes the last bits, and torch knows no quotas.
+        threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(rank_info)))
         import torch
 
         torch.set_num_threads(max(1, int(threads)))  # a spawned rank has imported torch before

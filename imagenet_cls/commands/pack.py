@@ -30,7 +30,7 @@ from imagenet_cls.errors import (
     shorten,
 )
 from imagenet_cls.files import TEMPORARY, explain_write_errors, fsync, take_lock, write_file
-from imagenet_cls.parallel.environment import cpu_threads
+from imagenet_cls.parallel.environment import RankInfo, cpu_threads
 
 PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-")}
 parquet_errors = partial(explain_content_errors, DataError, what="broken or cut short", remedy="download it again")
@@ -77,7 +77,7 @@ def pack_command(argv: Sequence[str]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
             for name, part in parts.items():
-                write_part(out, name, part, *options, arguments.threads or cpu_threads(1))
+                write_part(out, name, part, *options, arguments.threads or cpu_threads(RankInfo()))
 
 
 def check_class_names(classes: Sequence[str], source: str) -> None:

@@ -19,7 +19,7 @@ from imagenet_cls.data.index import ImageIndex, is_image, scan_images
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.errors import DataError, ResourceError, UsageError, command_line, first_line
 from imagenet_cls.files import explain_write_errors, write_file
-from imagenet_cls.parallel.environment import cpu_threads
+from imagenet_cls.parallel.environment import RankInfo, cpu_threads
 
 if TYPE_CHECKING:
     from imagenet_cls.data.sources import FolderSource
@@ -43,7 +43,7 @@ def verify_command(argv: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: ROOT/bad_images.txt")
     parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each core")
     arguments = parser.parse_intermixed_args(argv)
-    verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads or cpu_threads(1))
+    verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads or cpu_threads(RankInfo()))
 
 
 def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threads: int) -> None:

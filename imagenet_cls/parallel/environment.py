@@ -249,14 +249,9 @@ def _source_address(host: str) -> str | None:
         return None
 
 
-def cpu_threads(local_world_size: int) -> int:
-    """CPU threads for each rank: an equal share of the cores that this process may use, at least one.
-
-    With SLURM's --cpus-per-task, those cores.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
-    own = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
-    return max(1, min(cores, int(own)) if own.isdigit() else cores // local_world_size)
+def cpu_threads(rank_info: RankInfo) -> int:
+    """CPU threads of a rank: its CPUs, rounded down, at least one."""
+    return max(1, int(cpus_per_rank(rank_info)))
 
 
 def cpus_per_rank(rank_info: RankInfo) -> float:

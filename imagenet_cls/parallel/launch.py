@@ -150,7 +150,7 @@ def launch_ranks(config: LaunchConfig, command: Sequence[str] | None, argv: Sequ
     for name in logging.root.manager.loggerDict:  # each of torch's modules sets its own level
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(config.nproc_per_node)))  # the number changes last bits
+    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(RankInfo(local_world_size=config.nproc_per_node))))  # the number changes last bits
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
     if config.max_restarts > 0 or (config.rdzv_backend == "c10d" and config.max_nodes > 1):
         # Each round of ranks gets a new port: torch 2.15 else keeps the store with addresses of ranks that have exited.

@@ -1,16 +1,23 @@
 """The options of every command that runs on ranks, checked before any rank starts; the end of a process."""
 
+import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import DEMO, REPOSITORY, run
 
+from imagenet_cls.commands import distributed
 from imagenet_cls.commands.cli import main
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command, train_parser
+from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.parallel import environment
+from imagenet_cls.parallel.environment import RankInfo, cgroup_cpus
 from imagenet_cls.parallel.exit import COMMAND_VARIABLE, restart_advice
 from imagenet_cls.parallel.launch import configure_agent
 
@@ -135,3 +142,21 @@ def test_only_training_is_advised_to_resume(call: Callable, monkeypatch: pytest.
         assert call(command, "no-such-config.yaml")[0] == 2
         advised[command] = restart_advice()
     assert "--resume" in advised[train_command] and "--resume" not in advised[evaluate_command]
+
+
+def test_single_process_uses_no_more_threads_than_its_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `docker run --cpus=3` on a machine of 64 CPUs."""
+    for name, text in {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    for module in (distributed, environment):
+        monkeypatch.setattr(module, "cgroup_cpus", partial(cgroup_cpus, tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # restored after the test
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    before = torch.get_num_threads()
+    try:
+        distributed.prepare_process(load_config(None), RankInfo())
+        assert torch.get_num_threads() == 3 and os.environ["OMP_NUM_THREADS"] == "3"
+    finally:
+        torch.set_num_threads(before)

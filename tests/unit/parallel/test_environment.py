@@ -193,17 +193,18 @@ def test_choose_interface_for_a_master_named_loopback_uses_the_default_route() -
         assert not address_towards("192.0.2.200").startswith("127.")
 
 
-def test_cpu_threads_share_the_cores_or_are_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert cpu_threads(1) == cores and cpu_threads(cores) == 1 and cpu_threads(10 * cores) == 1
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
-    assert cpu_threads(1) == cores  # of the job, not of a step
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert cpu_threads(1) == 1
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", str(cores))
-    assert cpu_threads(8) == cores  # each task's own
+def test_cpu_threads_share_the_cores_and_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(ranks: int) -> int:
+        return cpu_threads(RankInfo(local_world_size=ranks))
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(environment, "cgroup_cpus", lambda: math.inf)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    assert (threads(1), threads(8), threads(100)) == (64, 8, 1)
+    monkeypatch.setattr(environment, "cgroup_cpus", lambda: 4.5)
+    assert (threads(1), threads(2), threads(8)) == (4, 2, 1)
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS
-    assert cpu_threads(1) >= 1
+    assert threads(1) >= 1
 
 
 CONTAINER_V1 = "9:name=systemd:/\n4:cpu,cpuacct:/docker/4711\n3:cpuset:/docker/4711\n"
