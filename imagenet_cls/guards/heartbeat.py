@@ -1,13 +1,9 @@
 """A heartbeat between ranks, which names the machine that was lost.
 
-If a cable is cut or a machine loses power, a collective fails after `parallel.timeout_sec` without naming a rank, and a
-rank that waits for its data or a disk notices nothing. So a thread in each rank sends every other rank a UDP datagram
-about once a second and records when it last received one from each.
-
-When a collective has failed, `wait_for_lost_rank` names the ranks that are silent. By itself the thread aborts this
-process only if a rank was silent for longer than any collective may take. A slow rank still sends, and time in which
-this process itself was stopped is not counted. A rank from which no datagram ever came is ignored: a firewall may drop
-them.
+A thread in each rank sends every other rank a UDP datagram once a second and records when it last received one from
+each. After a failed collective, which names no rank, `wait_for_lost_rank` names those that are silent. The thread
+aborts this process only if a rank was silent for longer than any collective may take. A rank from which no datagram
+ever came is ignored: a firewall may drop them.
 """
 
 import contextlib
@@ -31,18 +27,15 @@ from imagenet_cls.parallel.process_group import Group
 _DATAGRAM = struct.Struct("!8sIB")  # id of the run, sender's rank, state
 _ALIVE, _FAILED, _LEFT = range(3)
 
-# Seconds between two datagrams to the same rank, more with more ranks than this.
-_INTERVAL_SEC = 1.0
-_DATAGRAMS_PER_SEC = 200
-# A rank is silent after this many missed datagrams.
-_LOST_DATAGRAMS = 3
+_INTERVAL_SEC = 1.0  # between two datagrams to the same rank
+_LOST_DATAGRAMS = 3  # a rank that missed as many is silent
 # Collectives time out first: silence must exceed the timeout by this, at most a quarter of it.
 _GRACE_SEC = 3.0
 
 
 @dataclass(frozen=True)
 class Member:
-    """Address and identity of a rank. address: its machine's. port: of its heartbeat (UDP)."""
+    """A rank. address: its machine's. port: of its heartbeat (UDP)."""
 
     rank: int
     host: str
@@ -76,9 +69,10 @@ class Heartbeat:
         self._run = b""
         self._others: dict[int, Member] = {}
         self._addresses: list[tuple[str, int]] = []
+        # When each rank sent its last datagram of a state.
         self._heard: dict[int, float] = {}
         self._failed: dict[int, float] = {}
-        self._left: set[int] = set()
+        self._left: dict[int, float] = {}
         self._listened_sec, self._round_began = 0.0, time.monotonic()
         self._interval_sec = min(_INTERVAL_SEC, timeout_sec / 8)
         self.aborts = True  # to be set to False before this rank leaves the group together with the others
@@ -89,16 +83,15 @@ class Heartbeat:
         """Start the thread. members: all ranks, the same list on all. abort: called at most once, from the thread."""
         self._run = hashlib.sha256(repr(members).encode()).digest()[:8]
         self._others = {member.rank: member for member in members if member.rank != self.me.rank}
-        numeric = {address: _ipv4_address(address) for address in {member.address for member in members}}
-        self._addresses = [(ip, member.port) for member in self._others.values() if (ip := numeric[member.address])]
-        self._interval_sec = min(max(_INTERVAL_SEC, len(members) / _DATAGRAMS_PER_SEC), self.timeout_sec / 8)
+        for member in self._others.values():
+            with contextlib.suppress(OSError):  # no IPv4 address: it gets no heartbeat
+                self._addresses.append((socket.gethostbyname(member.address), member.port))
         threading.Thread(target=self._run_thread, args=(abort,), name="heartbeat", daemon=True).start()
 
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None:
         """After a failed collective: the error that names the lost ranks; None if all still send.
 
-        Waits up to `patience_sec` for silence to show, in which a launcher may end this process. From here on this
-        heartbeat aborts nothing.
+        Waits up to `patience_sec` for a rank to be silent. From here on this heartbeat aborts nothing.
         """
         self._lost_another, self.aborts = True, False
         end = time.monotonic() + patience_sec
@@ -140,7 +133,7 @@ class Heartbeat:
 
     def _silence(self) -> dict[int, float]:
         """Seconds since each rank was last heard, without those never heard and those that have ended."""
-        now, ended = self._now(), self._left | self._failed.keys()
+        now, ended = self._now(), self._left.keys() | self._failed.keys()
         return {rank: now - at for rank, at in dict(self._heard).items() if rank not in ended}
 
     def _now(self) -> float:
@@ -167,27 +160,18 @@ class Heartbeat:
                 self._socket.sendto(datagram, address)
 
     def _receive(self, until: float) -> None:
+        times = {_ALIVE: self._heard, _FAILED: self._failed, _LEFT: self._left}
         while (left := until - time.monotonic()) > 0:
             self._socket.settimeout(left)
             try:
-                self._note(self._socket.recv(64))
-            except TimeoutError:
+                datagram = self._socket.recv(64)
+            except OSError:  # a timeout, or no network
+                self._closed.wait(until - time.monotonic())
                 return
-            except OSError:
-                self._closed.wait(min(left, 0.1))
-
-    def _note(self, datagram: bytes) -> None:
-        if len(datagram) != _DATAGRAM.size:
-            return
-        run, rank, state = _DATAGRAM.unpack(datagram)
-        if run != self._run or rank not in self._others:
-            return  # of an earlier run that used this port
-        if state == _ALIVE:
-            self._heard[rank] = self._now()
-        elif state == _FAILED:
-            self._failed[rank] = self._now()
-        else:
-            self._left.add(rank)
+            if len(datagram) == _DATAGRAM.size:
+                run, rank, state = _DATAGRAM.unpack(datagram)
+                if run == self._run and rank in self._others:  # else of an earlier run that used this port
+                    times[state][rank] = self._now()
 
 
 def name_machines(members: Sequence[Member]) -> str:
@@ -197,11 +181,3 @@ def name_machines(members: Sequence[Member]) -> str:
         ranks_on.setdefault(f"host {member.host} ({member.address}; ", []).append(member.rank)
     machines = [f"{machine}{name_ranks(ranks)})" for machine, ranks in ranks_on.items()]
     return ", ".join(machines[:3]) + (f" and {len(machines) - 3} more machines" if len(machines) > 3 else "")
-
-
-def _ipv4_address(address: str) -> str | None:
-    """The IPv4 address of a host, or None: its ranks then get no heartbeat."""
-    try:
-        return socket.gethostbyname(address)
-    except OSError:
-        return None

@@ -1,7 +1,6 @@
 """Steps whose loss or gradient is NaN or infinite: counted, reported, and too many in a row end the run.
 
-Such a step never changes the weights (`engine.step`). Nothing here costs a step anything: the ranks exchange what they
-saw only when the run ends.
+Such a step never changes the weights (`engine.step`).
 """
 
 import logging
@@ -19,9 +18,7 @@ from imagenet_cls.parallel.collectives import mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group
 
-# Samples that the error lists; the log lists all.
-_SHOWN = 3
-
+_SHOWN = 3  # samples that the error lists; the log lists all
 # fp16: GradScaler starts at 65,536 and halves the scale at each overflow until the gradients fit.
 _LOSS_SCALE_SEARCH_STEPS = 50
 
@@ -32,8 +29,7 @@ class NonFiniteGuard:
 
     max_steps: `train.max_nonfinite_steps`. total_steps: of the run. With `fp16`, a skipped step with a finite loss is
     normal: the loss scale was too high. samples_of: returns the names of the images that this rank read in a step
-    (counted from 1); called once, when the run ends with an error. last_step_finite: false where a checkpoint of the
-    last step would hold a state that may already be damaged.
+    (counted from 1).
     """
 
     group: Group
@@ -61,8 +57,7 @@ class NonFiniteGuard:
     def check(self, records: Sequence[dict[str, Any]], own_losses: Tensor | None) -> None:
         """Raise NonFiniteError, on all ranks alike, after too many non-finite steps in a row.
 
-        records: the same on all ranks, since losses and gradients are reduced. own_losses: (steps,), this rank's loss
-        in each of them, on any device; only read where the run ends.
+        own_losses: (steps,), this rank's loss in each step, on any device; only read where the run ends.
         """
         for row, record in enumerate(records):
             finite_loss = math.isfinite(record["loss"])

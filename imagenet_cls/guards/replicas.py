@@ -1,8 +1,7 @@
 """Detects diverged replicas: ranks whose parameters, BatchNorm buffers, EMA or optimizer state differ in any bit.
 
-They apply the same gradients to different weights, and no loss shows it. So hashes of these tensors are compared every
-`parallel.check_every_steps` steps and before each checkpoint, and those of all parameters and buffers at the start.
-Which rank is right is not known, so nothing is repaired.
+Hashes of these tensors are compared every `parallel.check_every_steps` steps and before each checkpoint, and those of
+all parameters and buffers at the start.
 """
 
 import hashlib
@@ -28,20 +27,17 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 # the top bits of a product.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
-# Elements per row, chosen so that a row and its products fit in a core's cache. On a GPU a kernel launch costs more, so
-# a kernel processes more rows.
+# Elements per row: a row and its products fit in a core's cache. On a GPU a kernel processes several rows.
 _ROW = 2**16
 _ROWS_ON_CPU, _ROWS_ON_GPU = 1, 64
-
-# Hosts and tensors that an error names.
-_SHOWN = 3
+_SHOWN = 3  # hosts and tensors that an error names
 
 
 class ReplicaCheck:
     """Compares the ranks during a run. Every rank makes the same calls.
 
-    every_steps: `parallel.check_every_steps`, None for never. start_step: where all ranks got rank 0's state.
-    get_tensors: returns all tensors that must be equal, by name (`replicated_tensors`).
+    every_steps: None for never. start_step: where all ranks got rank 0's state. get_tensors: returns all tensors that
+    must be equal, by name (`replicated_tensors`).
     """
 
     def __init__(
@@ -111,15 +107,17 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """A 64-bit hash of the bits of each tensor, of any shape, dtype, device and memory format.
 
     Multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast", section 3): the sum, modulo
-    2**64, of integers of at most 32 bits, each times an odd factor for its position. Multiplying by an odd number is
-    invertible, so a change of one integer always changes the sum; others go unseen with a chance of about 2**-32.
-    Unlike there, the factors are not random but derived from the position, so that they are the same on all ranks.
-    Integer sums do not depend on the order, so every device gives the same hash. (torch.hash_tensor is an XOR: blind to
-    the order of elements and to changes that come in pairs.)
+    2**64, of integers of at most 32 bits, each times an odd factor for its position. A change of one integer always
+    changes the sum; others go unseen with a chance of about 2**-32. Unlike there, the factors are not random but derived
+    from the position. Integer sums do not depend on the order, so every device gives the same hash. (torch.hash_tensor
+    is an XOR: blind to the order of elements and to changes that come in pairs.)
 
     Runs on each tensor's device, a few kernels for each tensor, and waits for each device once.
     """
-    integers = {name: _as_integers(tensor) for name, tensor in tensors.items()}
+    integers = {
+        name: tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int32))
+        for name, tensor in tensors.items()
+    }
     sums: dict[str, int] = {}
     for device in {tensor.device for tensor in integers.values()}:
         factors = _factors(2 * _ROW, device)
@@ -142,11 +140,6 @@ def _hash(integers: Tensor, factors: Tensor) -> Tensor:
     return (sums * of_row[: sums.numel()]).sum()
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
-    """The bits of a tensor in logical order, as integers (elements,), or more for elements of over 32 bits."""
-    return tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int32))
-
-
 def _factors(count: int, device: torch.device) -> Tensor:
     """An odd 64-bit number for each position, (count,)."""
     mixed = torch.arange(1, count + 1, device=device).mul_(_GOLDEN)
@@ -165,7 +158,7 @@ def _digest(rows: object) -> str:
 
 
 def check_same_weights(model: nn.Module, group: Group) -> None:
-    """Raise ResourceError, on all ranks, unless they start with the same weights and buffers. A collective."""
+    """`check_equal_on_ranks` for the weights and buffers at the start of a run."""
     remedy = "Check that all machines have the same code, config and versions; else suspect the network or memory."
     check_equal_on_ranks(weights_of(model), group, "at the start", remedy)
 

@@ -25,11 +25,8 @@ from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo
 # job that was submitted with --signal=USR2@SECONDS; SIGUSR1 is used by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
-# torchelastic's variable: the file for a failing rank's message.
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-
-# The name of the command that this process, or its launching process, runs.
-COMMAND_VARIABLE = "IMAGENET_CLS_COMMAND"
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # torchelastic's: the file for a failing rank's message
+COMMAND_VARIABLE = "IMAGENET_CLS_COMMAND"  # the command that this process, or its launching process, runs
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -41,10 +38,7 @@ _SECOND_INTERRUPT_SEC = 0.5
 
 
 def handle_interrupts(handler: Handler | signal.Handlers) -> None:
-    """Set the handler of Ctrl-C, unless it is ignored, as in a background job of a shell script.
-
-    Does nothing outside of the main thread.
-    """
+    """Set the handler of Ctrl-C in the main thread, unless it is ignored, as in a background job of a script."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
 
@@ -69,10 +63,7 @@ def exit_on_second_interrupt(handler: Handler) -> Handler:
 
 
 def terminate_with_launching_process() -> None:
-    """In a rank started by our launching process: receive SIGTERM when that process ends, even by SIGKILL (Linux).
-
-    Called first in a rank, from its main thread. A rank in training then saves and exits.
-    """
+    """In a rank started by our launching process: receive SIGTERM when that process ends, even by SIGKILL (Linux)."""
     launcher = os.environ.get(LAUNCHED_VARIABLE)
     if launcher is not None and set_parent_death_signal(signal.SIGTERM) and os.getppid() != int(launcher):
         os._exit(128 + signal.SIGTERM)  # the launching process ended before the call to prctl
@@ -87,8 +78,8 @@ def set_parent_death_signal(number: signal.Signals) -> bool:
 def signal_launching_process(number: int) -> None:
     """Send our launching process, if there is one, the signal by which this rank was stopped.
 
-    The launching process then exits with 128 + the signal, and does not count the exits of its ranks as failures, after
-    which it would restart them. SIGINT is sent as SIGTERM (exit code 143), since a second SIGINT would exit at once.
+    Otherwise it would count the exits of its ranks as failures and restart them. SIGINT is sent as SIGTERM, since a
+    second SIGINT would end it at once.
     """
     if os.environ.get(LAUNCHED_VARIABLE) == str(os.getppid()):
         for forwarded in STOP_SIGNALS:
@@ -98,10 +89,7 @@ def signal_launching_process(number: int) -> None:
 
 @contextlib.contextmanager
 def exit_if_blocked(code: int) -> Iterator[None]:
-    """Around the last output: end this process if it takes more than five seconds, as in a pipe that nobody reads.
-
-    Errors, such as of a closed stream, are ignored.
-    """
+    """Around the last output: end this process if it takes more than five seconds. Errors of the stream are ignored."""
     timer = threading.Timer(_OUTPUT_TIMEOUT_SEC, os._exit, [code])
     timer.daemon = True
     timer.start()
@@ -119,7 +107,7 @@ def print_error(text: object, code: int) -> None:
 
 
 def restart_advice() -> str:
-    """What to do after a failure of the machine or of another rank: only training can be resumed."""
+    """What to do after a failure of the machine or of another rank."""
     return "Resume with the same command and --resume." if trains() else "Run the same command again."
 
 
@@ -151,10 +139,9 @@ def print_rank_failure(rank: int, code: int, message: str) -> int:
 
 
 def report_error(text: str, code: int, rank: int, printed_elsewhere: bool = False) -> None:
-    """Log a rank's error and write it to the error file that the launcher has set, if any.
+    """Log a rank's error and write it to the launcher's error file, from which our launching process prints it.
 
-    Our launching process prints it from there. Under another launcher print it, unless another rank prints the same;
-    rank 0 first, since a launcher may end the others once one has exited.
+    Under another launcher print it, rank 0 first, since a launcher may end the others once one has exited.
     """
     log = logging.getLogger("imagenet_cls")
     if log.hasHandlers():  # without a handler, logging would print it
@@ -187,11 +174,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def requeue_if_slurm(stopped: Stopped, env: Mapping[str, str]) -> Stopped:
-    """Ask SLURM to requeue the job if it sent SIGUSR2. Returns the exception to report, with the outcome.
-
-    The job is one submitted with `--signal=USR2@SECONDS` and `--requeue` (`scripts/slurm_train.sh` with BATCH=1). After
-    the requeue, `open_run_folder` resumes. Called on rank 0 after the save; never raises.
-    """
+    """Ask SLURM to requeue the job if it sent SIGUSR2. Returns the exception to report, with the outcome."""
     job = env.get("SLURM_JOB_ID", "")
     if stopped.signal_number != signal.SIGUSR2 or not job:
         return stopped

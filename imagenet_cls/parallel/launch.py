@@ -1,7 +1,7 @@
 """Start the ranks of this machine with torch's elastic agent, which torchrun uses, and wait for them.
 
-The ranks are processes of the same command (`pytorch`), or of torch.multiprocessing (`spawn`). The first stop signal
-is forwarded to them, and they save. A second Ctrl-C ends this process, and the kernel kills the ranks with it.
+The first stop signal is forwarded to the ranks, and they save. A second Ctrl-C ends this process, and the kernel kills
+the ranks with it.
 """
 
 import atexit
@@ -27,18 +27,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from imagenet_cls.errors import ResourceError, UsageError, first_line
 from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo, address_towards, cpu_threads
-from imagenet_cls.parallel.exit import (
-    STOP_SIGNALS,
-    end_process,
-    exit_on_second_interrupt,
-    print_rank_failure,
-)
+from imagenet_cls.parallel.exit import STOP_SIGNALS, end_process, exit_on_second_interrupt, print_rank_failure
 from imagenet_cls.parallel.process_group import Rendezvous, check_rendezvous_file, find_rendezvous
 
-# The rendezvous of several machines uses this port unless the user names another: torch's default.
-DEFAULT_PORT = 29500
-# Time for ranks to save after a stop signal.
-_STOP_TIMEOUT_SEC = 300
+DEFAULT_PORT = 29500  # for the rendezvous of several machines: torch's default
+_STOP_TIMEOUT_SEC = 300  # for ranks to save after a stop signal
 
 RunRank = Callable[[Sequence[str]], int]
 
@@ -55,11 +48,9 @@ def configure_agent(
 ) -> LaunchConfig:
     """The configuration of the elastic agent that starts this machine's ranks.
 
-    gpus: ranks on this machine. nodes: machines; `1:4` for an elastic job. init_method: `parallel.init_method`.
-    timeout_sec: longest wait for other machines.
-
-    A fixed number of machines uses the static rendezvous. Agents that may restart ranks use c10d; any machine may then
-    get rank 0, so the run folder must be on a shared disk. So does a single machine without a given port.
+    gpus: ranks on this machine. nodes: machines; `1:4` for an elastic job. timeout_sec: longest wait for other
+    machines. A fixed number of machines uses the static rendezvous. Agents that may restart ranks, and a single machine
+    without a given port, use c10d. Any machine may then get rank 0.
 
     Raises UsageError for options that contradict each other or a wrong `PET_RDZV_CONF`, ResourceError for a rendezvous
     file of an earlier run.
@@ -67,7 +58,17 @@ def configure_agent(
     first, _, last = nodes.partition(":")
     min_nodes, max_nodes = int(first), int(last or first)
     restarts = last != "" or max_restarts > 0
-    check_node_options(nodes, node_rank, max_nodes, restarts, init_method)
+    if node_rank >= max_nodes:
+        raise UsageError(
+            f"--node-rank {node_rank} with --nodes {nodes}: machines count from 0.\n"
+            "Give each machine its own NODE_RANK (--node-rank), and all of them the same NNODES (--nodes)."
+        )
+    if restarts and init_method.startswith("file:"):
+        raise UsageError(
+            "parallel.init_method: ranks that may be restarted can't use a file, which keeps entries of ranks that "
+            "have exited.\n"
+            "Leave it out, and set MASTER_ADDR (--master-addr) if there are several machines."
+        )
     rendezvous = choose_rendezvous(nodes, master_addr, master_port, init_method)
     static = not restarts and rendezvous.port != 0
     return LaunchConfig(
@@ -88,10 +89,7 @@ def configure_agent(
 
 
 def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
-    """The options of the c10d rendezvous in `PET_RDZV_CONF`: seconds by name, as of torchrun's `--rdzv-conf`.
-
-    Raises UsageError.
-    """
+    """The options of torch's c10d rendezvous in `PET_RDZV_CONF`: seconds by name. Raises UsageError."""
     options = {}
     for item in filter(None, env.get("PET_RDZV_CONF", "").split(",")):
         name, _, value = item.partition("=")
@@ -104,27 +102,10 @@ def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
-def check_node_options(nodes: str, node_rank: int, max_nodes: int, restarts: bool, init_method: str) -> None:
-    """Raise UsageError for a number that no machine has, or a rendezvous file for ranks that may be restarted."""
-    if node_rank >= max_nodes:
-        raise UsageError(
-            f"--node-rank {node_rank} with --nodes {nodes}: machines count from 0.\n"
-            "Give each machine its own NODE_RANK (--node-rank), and all of them the same NNODES (--nodes)."
-        )
-    if restarts and init_method.startswith("file:"):
-        raise UsageError(
-            "parallel.init_method: ranks that may be restarted can't use a file, which keeps entries of ranks that "
-            "have exited.\n"
-            "Leave it out, and set MASTER_ADDR (--master-addr) if there are several machines."
-        )
-
-
 def choose_rendezvous(nodes: str, master_addr: str | None, master_port: int | None, init_method: str) -> Rendezvous:
-    """Where the agents of all machines meet. Port 0: one machine, whose agent takes a free port and holds it.
+    """The rendezvous of the agents of all machines. Port 0: one machine, whose agent takes a free port.
 
     An address in `init_method` has priority. Ranks with a rendezvous file use that; their agents need an address, too.
-
-    Raises UsageError if several machines have no address, ResourceError for a rendezvous file of an earlier run.
     """
     configured = Rendezvous() if init_method == "env://" else find_rendezvous({}, init_method, RankInfo())
     host, port = configured.host or master_addr, configured.port or master_port
@@ -143,9 +124,8 @@ def choose_rendezvous(nodes: str, master_addr: str | None, master_port: int | No
 def launch_ranks(config: LaunchConfig, command: Sequence[str] | None, argv: Sequence[str], run_rank: RunRank) -> int:
     """Start the ranks, wait for them, and return the exit code for the shell: that of the rank that failed first.
 
-    Its message is printed here, once. A rank executes `command` with `argv`, or, without a command,
-    `run_rank(argv)` in a process of torch.multiprocessing.
-    Raises ResourceError if a port is taken, or the agents of several machines don't find each other.
+    Prints the message of that rank. A rank executes `command` with `argv`, or, without a command, `run_rank(argv)` in a
+    process of torch.multiprocessing. Raises ResourceError if a port is taken, or the agents don't find each other.
     """
     for name in logging.root.manager.loggerDict:  # each of torch's modules sets its own level
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")):

@@ -30,12 +30,9 @@ from imagenet_cls.parallel.environment import (
 from imagenet_cls.parallel.exit import abort_rank
 
 _RETRY_SEC = 0.2
-# If ranks are missing, rank 0 serves the store this much longer: the others read there which ones.
-_SERVE_SEC = 2.0
-# A rendezvous has several steps, each with the timeout. After two timeouts and this it has failed.
-_RENDEZVOUS_EXTRA_SEC = 10.0
-# nccl's watchdog aborts a process whose collective times out and names no rank. So its timeout is longer than those of
-# the CPU group and the heartbeat, which name the rank.
+_SERVE_SEC = 2.0  # if ranks are missing, rank 0 serves the store this much longer: the others read there which ones
+_RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous has failed after two timeouts and this
+# nccl's watchdog ends a process without naming a rank. So its timeout is longer than that of CPU group and heartbeat.
 _NCCL_EXTRA = timedelta(seconds=10)
 
 
@@ -43,8 +40,8 @@ _NCCL_EXTRA = timedelta(seconds=10)
 class Group:
     """One rank's view of all ranks.
 
-    cpu_group: the gloo group; None for a single rank. rendezvous_file: the file of a file:// rendezvous, else None.
-    address: this machine's, as other ranks reach it. heartbeat: a `guards.heartbeat.Heartbeat` or None.
+    cpu_group: the gloo group; None for a single rank. rendezvous_file: of a file:// rendezvous. address: this
+    machine's, as other ranks reach it. heartbeat: a `guards.heartbeat.Heartbeat` or None.
     """
 
     rank_info: RankInfo
@@ -81,10 +78,7 @@ class Rendezvous:
 
 
 def check_backend(backend: str, launcher: str) -> None:
-    """Raise UsageError for a backend that torch lacks, that needs missing GPUs, or that the launcher does not support.
-
-    MPI numbers the ranks that mpirun or srun starts; each rank of torchrun or spawn would be alone.
-    """
+    """Raise UsageError for a backend that torch lacks, that needs GPUs, or that the launcher does not support."""
     if backend != "auto" and not dist.is_backend_available(backend):
         problem = f"torch {torch.__version__} was built without it"
     elif backend == "nccl" and torch.cuda.device_count() == 0:
@@ -105,9 +99,8 @@ def init_group(
     """Rendezvous with the other ranks. A single rank needs none, and gets a process group only if `mode` is `ddp`.
 
     backend: `auto` (nccl on GPUs, gloo on CPUs), `nccl`, `gloo` or `mpi`. timeout_sec: longest wait for another rank,
-    here and in every later collective.
-
-    Raises UsageError for a wrong MASTER_ADDR, MASTER_PORT or backend, ResourceError if the rendezvous fails.
+    here and in collectives. Raises UsageError for a wrong MASTER_ADDR, MASTER_PORT or backend, ResourceError if the
+    rendezvous fails.
     """
     if rank_info.world_size > 1 or mode == "ddp":
         check_backend(backend, rank_info.launcher)
@@ -132,8 +125,7 @@ def init_group(
     # With a file, the machine of rank 0 is unknown.
     master = rendezvous.host or (socket.gethostname() if several_machines else "127.0.0.1")
     timeout = timedelta(seconds=timeout_sec)
-    # torch has no timeout for a server that accepts connections and does not answer, and for a file with other
-    # contents.
+    # torch has no timeout for a server that does not answer, and for a file with other contents.
     no_answer = rendezvous_error(TimeoutError("the program there does not answer"), rendezvous, rank_info, timeout_sec)
     watchdog = Timer(2 * timeout_sec + _RENDEZVOUS_EXTRA_SEC, abort_rank, (rank_info, no_answer))
     watchdog.daemon = True
@@ -149,8 +141,7 @@ def init_group(
             timeout=timeout + (_NCCL_EXTRA if backend == "nccl" else timedelta()),
             device_id=device if backend == "nccl" else None,
         )  # fmt: skip
-        # Separate even if gloo reduces the gradients: collectives in flight on one group need the same order on every
-        # rank, and a stop request may come between any two.
+        # Separate even if gloo reduces the gradients: a stop request may come between any two collectives.
         cpu_group = dist.new_group(backend="gloo", timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:  # UnicodeError, for a bad host name, too
         raise rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
@@ -160,30 +151,21 @@ def init_group(
 
 
 def enable_flight_recorder(env: MutableMapping[str, str]) -> None:
-    """Have nccl's process group, made later, record its last collectives and write them to a file after a timeout.
-
-    Variables that are set stay, by an older name too.
-    """
+    """Have nccl's process group, made later, record its last collectives and write them to a file after a timeout."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:
         env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def name_flight_recorder_files(env: MutableMapping[str, str], logs: Path) -> None:
-    """Have nccl's process group write `nccl_trace_rank<r>` in the folder `logs`, unless a variable names another file.
-
-    torch reads the variable when it writes.
-    """
+    """Have nccl's process group write `nccl_trace_rank<r>` in the folder `logs`, unless a variable names a file."""
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     if is_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in env:
         env.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{logs.absolute()}/nccl_trace_rank")
 
 
 def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInfo) -> Rendezvous:
-    """The rendezvous named by a checked `parallel.init_method`, or with `env://` by the environment.
-
-    Raises UsageError if MASTER_ADDR or MASTER_PORT is missing or not valid.
-    """
+    """The rendezvous that `parallel.init_method` names, or with `env://` the environment. Raises UsageError."""
     if init_method.startswith("file:"):
         return Rendezvous(file=Path(init_method.removeprefix("file://")))
     if init_method != "env://":
@@ -202,7 +184,7 @@ def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInf
 def check_rendezvous_file(path: Path, max_age_sec: float) -> None:
     """Raise UsageError for a file that can't be made, ResourceError for one that an earlier run left.
 
-    Ranks would wait for those of the earlier run. max_age_sec: since when this run's own ranks may have written it.
+    max_age_sec: a younger file may be of this run's other ranks.
     """
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"parallel.init_method: can't make {path}.\nName a new file in an existing folder.")
@@ -233,10 +215,7 @@ def wait_until_reachable(rendezvous: Rendezvous, timeout_sec: float, is_server: 
 
 
 def open_store(rendezvous: Rendezvous, rank_info: RankInfo, timeout_sec: float) -> dist.Store:
-    """torch's store at the rendezvous, served by rank 0 unless a launching process serves it.
-
-    Waits for the server only: torch's `init_method` waits for all ranks and can't name a missing one.
-    """
+    """torch's store at the rendezvous, served by rank 0 unless a launching process serves it. Waits for the server."""
     if rendezvous.file is not None:
         return dist.FileStore(str(rendezvous.file), rank_info.world_size)
     store = dist.TCPStore(
@@ -277,8 +256,7 @@ def rendezvous_error(
 def leave_group(group: Group, failed: bool) -> None:
     """Leave the other ranks: together with them, at the end or at a stop of the run, or alone after this rank's error.
 
-    Together means that each waits for all others: rank 0 may still be saving, and a launcher ends all ranks once one
-    has exited with a code other than 0.
+    Each waits for all others: rank 0 may still be saving, and a launcher ends all ranks once one has failed.
     """
     if group.cpu_group is None:
         return

@@ -1,9 +1,7 @@
 """Stop requests: a signal on any rank stops all ranks at the same step.
 
 The handler only sets a flag. A single rank reads it after each step. Several ranks reduce their flags over the CPU
-group every few steps, asynchronously: a check waits for the result of the previous check, which is usually complete by
-then. The number of steps between two checks is chosen so that they take half a second. A run stops within about a
-second, or two steps if they take longer.
+group every few steps, about half a second, asynchronously: a check waits for the result of the previous check.
 """
 
 import contextlib
@@ -23,8 +21,7 @@ from imagenet_cls.parallel.exit import (
 )
 from imagenet_cls.parallel.process_group import Group
 
-# Time between two checks, unless a step takes longer. A stop request is sent at a check and read at the next one.
-_INTERVAL_SEC = 0.5
+_INTERVAL_SEC = 0.5  # between two checks, unless a step takes longer
 
 
 class StopRequested(Exception):
@@ -38,10 +35,9 @@ class StopRequested(Exception):
 class StopSignalHandler:
     """Handles `STOP_SIGNALS` from `install` to `close`, both called in the main thread.
 
-    If ranks got different signals, the highest number has priority: on Linux SIGTERM, then SIGUSR2. A signal that was
-    ignored before (SIGINT in a script's background job, SIGHUP under nohup) stays ignored. A second Ctrl-C ends the
-    process as soon as Python handles it. Any other signal after the first changes nothing: a stopped process still has
-    to report that it was stopped.
+    If ranks got different signals, the highest number has priority. A signal that was ignored before (SIGINT in a
+    script's background job, SIGHUP under nohup) stays ignored. A second Ctrl-C ends the process; any other signal after
+    the first changes nothing.
     """
 
     def __init__(self, group: Group):
@@ -66,7 +62,7 @@ class StopSignalHandler:
     def set_interval(self, steps: int, seconds: float) -> None:
         """Set `every_steps` to the number of steps that take half a second, from 1 to `steps`. A collective.
 
-        seconds: the time of this rank's last `steps` steps. The slowest rank's is used on all ranks.
+        seconds: the time of this rank's last `steps` steps. That of the slowest rank counts.
         """
         self.every_steps = 1
         if self.group.cpu_group is not None and steps > 1:
