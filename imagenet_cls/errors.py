@@ -12,13 +12,10 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Base of all errors that a user can cause; they are shown without a traceback.
-
-    printed_elsewhere: another rank reports the same error, so this one stays silent.
-    """
+    """Base of all errors that a user can cause; they are shown without a traceback."""
 
     exit_code = 2
-    printed_elsewhere = False
+    printed_elsewhere = False  # whether another rank prints the same error
 
 
 class UsageError(UserError):
@@ -27,11 +24,7 @@ class UsageError(UserError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in a config.
-
-    key: the dotted key, such as `optimizer.kwargs.momentum`; "" for none. message: what was given, what is allowed, did
-    you mean; one line, without key and file.
-    """
+    """One error in a config. key: the dotted key; "" for none. message: one line, without key and file."""
 
     key: str
     message: str
@@ -42,10 +35,10 @@ class ConfigError(UserError):
 
     def __init__(self, lines: Sequence[str]):
         self.lines = list(lines)
-        super().__init__("\n".join(self.lines))
+        super().__init__(self.lines)
 
-    def __reduce__(self) -> tuple[type, tuple[list[str]]]:  # to be sent to other ranks
-        return type(self), (self.lines,)
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
 
 
 class DataError(UserError):
@@ -104,12 +97,12 @@ class Stopped(UserError):
     """The run was stopped by a signal, after a save. Exit code 128 + the number of the signal."""
 
     def __init__(self, message: str, signal_number: int):
-        super().__init__(message)
+        super().__init__(message, signal_number)
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
 
-    def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return type(self), (str(self), self.signal_number)
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def command_line(name: str) -> str:
@@ -125,10 +118,7 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text in one line, with control characters as escapes (`\\x1b`), for a terminal.
-
-    Text of a checkpoint may hold escape sequences. Undecodable bytes of a path are kept.
-    """
+    """The text with control characters as escapes (`\\x1b`), for a terminal. Undecodable bytes of a path are kept."""
     keeps = (c.isprintable() or "\udc80" <= c <= "\udcff" for c in text)
     return "".join(c if kept else ascii(c)[1:-1] for c, kept in zip(text, keeps, strict=True))
 

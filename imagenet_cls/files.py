@@ -18,9 +18,9 @@ REMOVED = f"{TEMPORARY}gone-"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a file beside its place, sync and rename it: a kill at any moment leaves the old file or the new one.
+    """Write a file beside its place, sync and rename it: a kill or OSError leaves the old file or the new one.
 
-    Raises OSError; then the old file is as it was. Two processes must not write the same path at once.
+    Two processes must not write the same path at once.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}")  # one name, so that the next write replaces what a kill left
     data = content.encode() if isinstance(content, str) else content
@@ -78,10 +78,7 @@ def take_lock(folder: Path, remedy: str) -> IO[str]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process has the lock of `take_lock`. The lock itself is not touched.
-
-    Not for the process that has it: closing any descriptor of the file would release it.
-    """
+    """Whether another process has the lock of `take_lock`. In the process that has it, this would release it."""
     try:
         with (folder / ".lock").open("rb") as lock:
             os.lockf(lock.fileno(), os.F_TEST, 0)
@@ -93,10 +90,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a file or link if there is one. The target of a link stays. Raises OSError.
-
-    A folder is renamed first, so that a killed process leaves no part of it under its name.
-    """
+    """Remove a folder, which is renamed first, or a file or link if there is one. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         renamed = path.with_name(f"{REMOVED}{path.name}")
         path.rename(renamed)

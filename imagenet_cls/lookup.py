@@ -1,7 +1,4 @@
-"""Lookup of names that users write: nearest names, `my_module:my_factory`, and checks of keyword arguments.
-
-Does not import torch, so that it can be used before torch is loaded.
-"""
+"""Lookup of names that users write: nearest names, `my_module:my_factory`; checks of arguments. Imports no torch."""
 
 import difflib
 import importlib
@@ -62,8 +59,7 @@ def import_from_cwd(name: str) -> ModuleType:
 def import_factory(name: str) -> Callable[..., Any]:
     """The callable that `my_module:my_factory` names; the module may be in the working directory.
 
-    Raises LookupError, which names the missing part, for anything that can't be imported or called. Other exceptions of
-    the user's module are passed on, with their traceback.
+    Raises LookupError, which names the missing part. Other exceptions of the user's module are passed on.
     """
     module_name, _, attribute = name.partition(":")
     target: Any = import_from_cwd(module_name)
@@ -77,10 +73,7 @@ def import_factory(name: str) -> Callable[..., Any]:
 
 
 def find_factory(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The built-in factory of this name, or the one that `my_module:my_factory` names. Raises LookupError.
-
-    kind: of component, for the message.
-    """
+    """The built-in factory of this name, or that of `my_module:my_factory`. Raises LookupError, with the kind."""
     if is_factory_name(name):
         return import_factory(name)
     if name not in built_in:
@@ -106,8 +99,8 @@ def kwargs_problems(
 ) -> list[Problem]:
     """Names in a component's `kwargs` that its factory does not take, and arguments without a default that are missing.
 
-    key: such as `optimizer.kwargs`. passed: names that the program passes. reserved: others that can't be given.
-    more_names: names that the `**kwargs` of the signature accepts; without them, it accepts every name.
+    passed: names that the program passes. reserved: others that can't be given. more_names: those that `**kwargs` of
+    the signature accepts; without them, every name.
     """
     taken, takes_any = keyword_names(factory)
     set_by_program = {*passed, *reserved}

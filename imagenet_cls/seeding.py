@@ -1,8 +1,7 @@
 """Keys for random draws.
 
 Before each random draw the generators are seeded with a hash of a key, such as `(seed, epoch, index, view)` for a
-sample or `(seed, step, micro_batch, rank)` for a micro-batch. The purpose is part of the key, so no two uses share a
-seed. No generator state is saved: a run is reproducible from its config, data and number of ranks.
+sample or `(seed, step, micro_batch, rank)` for a micro-batch.
 """
 
 import random
@@ -15,10 +14,7 @@ import torch
 
 
 def hash_key(purpose: str, *parts: int | str) -> int:
-    """A 63-bit number for a key, the same on every machine and Python version (unlike `hash`).
-
-    purpose: separates uses, such as `sample`, `batch`, `permutation`, `init`.
-    """
+    """A 63-bit number for a key, the same on every machine. purpose: `sample`, `init` etc.; no two uses share one."""
     text = "\x1f".join([purpose, *map(str, parts)])
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -26,9 +22,8 @@ def hash_key(purpose: str, *parts: int | str) -> int:
 def seed_generators(key: int, *devices: torch.device) -> None:
     """Seed the default CPU generators of torch, `random` and numpy, and that of each GPU in `devices`.
 
-    timm's transforms draw from `random` and numpy. Several GPUs of one process draw differently: the first by `key`,
-    the others by keys hashed from it. Takes about 7 us; `torch.manual_seed` takes 106 us, because it formats a stack
-    trace for every GPU back end that is not initialized.
+    Several GPUs of one process draw differently: the first by `key`, the others by keys hashed from it. Takes 7 us;
+    `torch.manual_seed` takes 106 us, because it formats a stack trace for every GPU back end that is not initialized.
     """
     torch.default_generator.manual_seed(key)
     random.seed(key)

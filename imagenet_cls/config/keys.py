@@ -3,6 +3,7 @@
 import re
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from itertools import accumulate
@@ -61,16 +62,14 @@ _KEY_AND_REMARK = re.compile(r"(\w+(?:\.\w+)*)(?:=\S+)?( \(.*)?")  # not advice
 @cache
 def _fields() -> dict[str, Field[Any]]:
     """Every section and key, in the order of the schema."""
-    found = {}
 
-    def add(section: Any, prefix: str) -> None:
+    def walk(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any]]]:
         for field in fields(section):
-            found[prefix + field.name] = field
+            yield prefix + field.name, field
             if is_dataclass(field.type):
-                add(field.type, f"{prefix}{field.name}.")
+                yield from walk(field.type, f"{prefix}{field.name}.")
 
-    add(Config, "")
-    return found
+    return dict(walk(Config, ""))
 
 
 @cache
@@ -139,10 +138,7 @@ def describe_type(hint: Any) -> str:
 
 
 def instead_of_option(option: str, value: str | None) -> str | None:
-    """What to write instead of an unknown command-line option: `write optimizer.lr=0.1` for `--lr 0.1`. None: unknown.
-
-    value: None for an option without one.
-    """
+    """What to write instead of an unknown command-line option: `write optimizer.lr=0.1` for `--lr 0.1`, or None."""
     name = option.lstrip("-").replace("-", "_")
     same_name = [key for key in value_types() if name in (key, key.rpartition(".")[2])]
     text = _BY_OTHER_NAME.get(name) or next(iter(same_name), None)
@@ -156,8 +152,8 @@ def instead_of_option(option: str, value: str | None) -> str | None:
 def unknown_key(key: str) -> tuple[str, list[str]]:
     """The message for a key that its section does not have, and the keys that it suggests.
 
-    Suggests the key that a name of another project stands for, else similar names of the section, else keys of the same
-    name in other sections.
+    Those are: the key that a name of another project stands for, else similar names of the section, else keys of the
+    same name in other sections.
     """
     section, _, name = key.rpartition(".")
     if key in _fields() or section not in sections():

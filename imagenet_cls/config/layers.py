@@ -1,7 +1,4 @@
-"""Read the layers of a config and merge them: `_base_` files < the file < the command line.
-
-Keys, types and ranges are checked after merging (`load`).
-"""
+"""Read the layers of a config and merge them: `_base_` files < the file < the command line."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -33,7 +30,7 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
     """The path of a config: a file, or a shipped config (`configs/resnet50.yaml` or `resnet50`) if there is no file.
 
-    folder: that relative paths start from. A path that does not exist is returned, too.
+    folder: that relative paths start from. The path need not exist.
     """
     path = folder / name
     if os.path.lexists(path) and not path.is_dir():
@@ -46,46 +43,41 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
 
 
 class Layers:
-    """The merged layers of a config, to which files, arguments and stored configs are added, lowest first.
-
-    tree: the values. errors: a line for each problem of a file or argument that can't be read.
-    """
+    """The merged layers of a config. errors: a line for each problem of a file or argument that can't be read."""
 
     def __init__(self) -> None:
-        self.tree = _optimizer_defaults(keys.default_of("optimizer.name"))
+        self.tree = Tree()
+        self._reset("optimizer")
         self.errors: list[str] = []
         self._files: set[str] = set()
 
     def add(self, layer: Tree) -> None:
-        """Merge a layer over the others. A changed name resets its section, or its keyword arguments.
-
-        A section with `_delete_: true` replaces that of the others, as in mmengine.
-        """
+        """Merge a layer over the others. A changed name, or `_delete_: true` as in mmengine, resets its section."""
         for key, tree in list(walk(layer)):
             if isinstance(tree, Tree) and reader.value_of(tree.pop(DELETE, False)):
-                section, _, last = key.rpartition(".")
-                parent = dict(walk(self.tree)).get(section) if section else self.tree
-                if isinstance(parent, Tree):
-                    parent.pop(last, None)
-                if key == "optimizer":
-                    self.tree |= _optimizer_defaults(keys.default_of("optimizer.name"))
+                self._reset(key)
         before, new = dict(walk(self.tree)), dict(walk(layer))
         for name, reset in RESETS.items():
             old = reader.value_of(before.get(name, keys.default_of(name)), as_text=True)
             value = reader.value_of(new.get(name, old), as_text=True)
             if value != old:
-                section, _, last = reset.rpartition(".")
-                tree = before.get(section)
-                (tree if isinstance(tree, Tree) else self.tree).pop(last, None)
-                if reset == "optimizer":
-                    self.tree |= _optimizer_defaults(str(value))
+                self._reset(reset, value)
         _merge(self.tree, layer)
 
-    def add_file(self, path: Path, chain: tuple[Path, ...] = (), place: str = "") -> None:
-        """Add the bases of a file, depth first, then its own content.
+    def _reset(self, key: str, optimizer: Any = None) -> None:
+        """Give a section or key its defaults, `optimizer` those of this optimizer."""
+        section, _, last = key.rpartition(".")
+        parent = dict(walk(self.tree)).get(section) if section else self.tree
+        if isinstance(parent, Tree):
+            parent.pop(last, None)
+        if key == "optimizer":
+            kwargs = DEFAULT_KWARGS.get(optimizer or keys.default_of("optimizer.name"), {})
+            self.tree[key] = Tree({"kwargs": Tree(kwargs)})
 
-        A file that is reached twice counts once, at its first place. chain: the files that lead to this one. place:
-        where it is named as a base.
+    def add_file(self, path: Path, chain: tuple[Path, ...] = (), place: str = "") -> None:
+        """Add the bases of a file, depth first, then its own content. A file that is reached twice counts once.
+
+        chain: the files that lead to this one. place: where it is named as a base.
         """
         self._files.add(os.path.realpath(path))
         shown = Path(shown_path(path))
@@ -164,10 +156,6 @@ def _merge(tree: Tree, over: Tree) -> None:
             _merge(tree[name], value)
         else:
             tree[name] = value
-
-
-def _optimizer_defaults(name: str) -> Tree:
-    return Tree({"optimizer": Tree({"kwargs": Tree(DEFAULT_KWARGS.get(name, {}))})})
 
 
 def shown_path(path: Path) -> str:

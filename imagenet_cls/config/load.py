@@ -32,8 +32,7 @@ class LoadedConfig:
     """A config and where each part of it came from.
 
     origins: where a layer sets a key or section, by dotted key: `configs/x.yaml:12` or `command line 'seed=1'`. name:
-    the file's stem, the name of the run folder. warnings: about removed keys, and about keys that are set but have no
-    effect.
+    the file's stem. warnings: about removed keys, and keys without effect.
     """
 
     config: Config
@@ -45,8 +44,7 @@ class LoadedConfig:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read, merge and check a config, which `find_config` finds. None: the demo.
 
-    overrides: `key.sub=value` arguments, one layer; values are YAML, and nothing after `=` is null.
-    Raises ConfigError with one line for each problem, all at once.
+    overrides: `key.sub=value` arguments. Raises ConfigError with one line for each problem, all at once.
     """
     file = DEMO if path is None else find_config(path)
     layers = Layers()
@@ -84,9 +82,9 @@ def replace_removed_keys(tree: Tree) -> list[str]:
 
 
 def format_problems(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
-    """A line for each: `configs/x.yaml:12: optimizer.lr: 'many' is not a number`. origins: of `LoadedConfig`.
+    """A line for each: `configs/x.yaml:12: optimizer.lr: 'many' is not a number`.
 
-    A key without an origin has that of the nearest section with one.
+    origins: of `LoadedConfig`; a key without one has that of its nearest section.
     """
     lines = []
     for problem in problems:
@@ -222,8 +220,7 @@ class _Builder:
 def config_from_dict(mapping: Mapping[str, Any]) -> Config:
     """Rebuild a config from a dictionary of `dataclasses.asdict`. A missing key has the schema's default.
 
-    Checks names and types but not ranges and rules, so that old checkpoints load even if a rule is newer.
-    Raises ConfigError for unknown keys, wrong types and a missing learning rate.
+    Raises ConfigError for unknown keys and wrong types. Ranges and rules may be newer than a checkpoint.
     """
     layers = Layers()
     layers.add(reader.to_tree(mapping))

@@ -1,8 +1,8 @@
 """Parse and dump YAML: a strict subset that is safe for untrusted input.
 
 Values stay nodes, which know their file, line and text, until the type of their key is known. Aliases (they can expand
-to gigabytes), tags, merge keys, several documents, and text beyond the limits below are errors. Differs from PyYAML's
-YAML 1.1: `1e-4` is a number; `010` (octal there), `1:30` (90 there), dates and integers of 1000 digits are text.
+to gigabytes), tags, merge keys, several documents, and text beyond the limits below are errors. Unlike in YAML 1.1
+`1e-4` is a number; `010`, `1:30`, dates and integers of 1000 digits are text.
 """
 
 import re
@@ -71,7 +71,6 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def check_keys(self, keys: list[yaml.Node]) -> None:
-        """Add the problems of a mapping's keys."""
         places: dict[str, str] = {}
         for key in keys:
             place, name = place_of(key), key.value
@@ -105,10 +104,7 @@ for _kind, _pattern, _first in _IMPLICIT:
 
 
 def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
-    """`parse` for a file, UTF-8, with or without a byte order mark.
-
-    shown: its path in messages. names: suggestions for a file that is missing, besides those in its folder.
-    """
+    """`parse` for a file. shown: its path in messages. names: suggestions, besides the files beside a missing one."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -129,7 +125,7 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
 def parse(text: str, place: Path | str) -> Any:
     """The content of one YAML document: a `Tree`, a node, or None for an empty one. Raises ConfigError.
 
-    place: of the nodes, and in messages: a file, whose lines are counted, or an argument.
+    place: of the nodes: a file, whose lines are counted, or an argument.
     """
     return to_tree(_compose(text, place))
 

@@ -1,7 +1,4 @@
-"""Every key of a config: type, default, range, flags, and a comment that docs/config.md is generated from.
-
-A part of the program takes its own section, not the whole config. The metadata of a key is explained in `KeyInfo`.
-"""
+"""Every key of a config: type, default, range, flags, and a comment that docs/config.md is generated from."""
 # ruff: noqa: RUF009 (`key` and `section` return dataclass fields)
 
 import math
@@ -17,11 +14,7 @@ REQUIRED = "???"  # the value of a key that a later layer has to set
 
 @dataclass(frozen=True)
 class Range:
-    """Which finite numbers are allowed: low to high, the ends included unless open.
-
-    or_zero: 0 is allowed too, where low is more. Numbers from 2^64 on, which overflow in float32 or in 64 bits
-    somewhere, are out of range.
-    """
+    """Which numbers are allowed: low to high, the ends included unless open, and 0 if or_zero; never from 2^64 on."""
 
     low: float = 0.0
     high: float = math.inf
@@ -175,20 +168,18 @@ class ModelConfig:
     # Outputs of the head. null: as many as the dataset has classes.
     num_classes: int | None = key(None, COUNT)
     # Weights to start from: a checkpoint folder (its moving average if it has one), a run folder (its best weights), or
-    # a .pth, .pth.tar or .safetensors file of timm, torchvision or pytorch/examples (the average if it has one; the log
-    # says which). A head of another size is initialized, and position embeddings of another grid are resized. Of a file
-    # of MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded. Any other mismatch is an error. The URL
-    # of a file (https://...) is downloaded once.
+    # a .pth, .pth.tar or .safetensors file, or its URL, of timm, torchvision or pytorch/examples (the average if it has
+    # one). A head of another size is initialized, and position embeddings of another grid are resized. Of a file of
+    # MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded. Any other mismatch is an error.
     checkpoint: str | None = key(None, recipe=False, per_machine=True, excludes=("model.pretrained",))
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. Their BatchNorm layers
-    # use the running statistics without updating them; dropout and drop-path stay on.
+    # do not update the running statistics; dropout and drop-path stay on.
     freeze: list[str] = key([], excludes=("model.head_only",))
     # Train the head only: all other parameters are frozen.
     head_only: bool = False
     # Freeze all BatchNorm layers: running statistics, weights and biases.
     freeze_bn: bool = False
-    # Separate BatchNorm layers for each split of the batch (augment.splits), as in AugMix training. Evaluation uses the
-    # first one only.
+    # Separate BatchNorm layers for each split of the batch (augment.splits), as in AugMix; evaluation uses the first.
     split_bn: bool = key(False, excludes=("model.freeze_bn",))
     # Further arguments of the model's constructor, such as `{drop_path_rate: 0.05}`.
     kwargs: Kwargs = key({}, shares=("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"))
@@ -202,26 +193,21 @@ class DataConfig:
     # of `path label` lines or CSV), `digits` (scikit-learn's, written under root once), `synthetic` (random, made on
     # the device), `torchvision:CIFAR10`, or `my_module:my_factory`.
     name: str = "folder"
-    # The dataset's folder, or an archive that holds the folders `train` and `val`. Relative paths are relative to the
-    # working directory.
+    # The dataset's folder, or an archive with the folders `train` and `val`. May be relative to the working directory.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
     # Training part, below root: a folder of class folders or of archives, an archive, archives by a pattern
-    # (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file. Datasets with predefined parts
-    # (torchvision's, factories) get this name as an argument.
+    # (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file. Factories get it as an argument.
     train: str = "train"
     # Validation part, likewise. null: split from the training part by val_fraction or fold.
     val: str | None = "val"
-    # Share of the training part that is held out for validation when val is null. Images are chosen class by class by a
-    # hash of the path below root, so they are the same on every machine.
+    # Share of each class of the training part that is held out for validation if val is null, by a hash of the path.
     val_fraction: float | None = key(None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",))
-    # Hold out fold i of k, [i, k] with i from 0, when val is null: the images of which a hash of the path, modulo k, is
-    # i. Each image is held out in one of the k folds.
+    # Hold out fold i of k, [i, k] with i from 0, if val is null: images whose hash of the path, modulo k, is i.
     fold: list[int] | None = key(None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction"))
     # Images of a group are held out together. A regular expression that is searched in the path of each image below the
-    # training part: its group 1, or the whole match, names the image's group. null: each image is a group of its own.
+    # training part: its group 1, or the whole match, names the image's group. null: each image is a group.
     group: str | None = key(None, needs=HOLDS_OUT)
-    # The classes to use, in this order: a list of names, or a text file with one class a line. Images of other classes
-    # are left out, in training and validation. null: all.
+    # The classes to use, in this order: a list of names, or a text file with one class a line. null: all.
     classes: list[str] | str | None = None
     # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in 0.2 of them.
     fraction: float = key(1.0, POSITIVE_SHARE)
@@ -233,38 +219,32 @@ class DataConfig:
     # How JPEG files are decoded. auto: only the region that a sample needs, if libjpeg-turbo 3 is found; the pixels are
     # the same (docs/data.md). whole: the whole image, which also detects damage outside of the region.
     decode: Literal["auto", "whole"] = key("auto", recipe=False, per_machine=True)
-    # Decode JPEG files at 1/2, 1/4 or 1/8 of their size where both sides of the random crop then keep at least this
-    # many pixels, such as augment.size_px (DCT scaling). Faster for large photographs; the pixels differ. Needs
-    # libjpeg-turbo 3. null: at full size.
+    # Decode JPEG files at 1/2, 1/4 or 1/8 of their size (null: at full size) where both sides of the random crop then
+    # keep at least this many pixels. Faster for large photographs; the pixels differ. Needs libjpeg-turbo 3.
     min_decoded_px: int | None = key(None, PIXELS, needs=READS_FILES)
-    # The EXIF orientation of image files, which photos of phones and cameras have. ignore: as published recipes do.
-    # apply: images are rotated and mirrored as it says, also in predict.py.
+    # The EXIF orientation of photos. ignore: as published recipes do. apply: rotate and mirror, also in predict.py.
     exif: Literal["ignore", "apply"] = key("ignore", needs=READS_FILES)
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
     # The list of bad images that tools/verify_data.py wrote: those of the training part are left out, at most one in
-    # 10,000. Any other image that can't be read ends the run, and validation leaves none out. null: leave none out.
+    # 10,000. Any other image that can't be read ends the run. null: leave none out.
     exclude: str | None = key(None, recipe=False, per_machine=True)
     # Channels of an image. 3: red, green, blue; gray images get three equal ones. 1: gray, by the weights of Pillow's
-    # convert("L"); timm's models are built with in_chans 1, and the first layer of published weights is adapted as timm
-    # does. torchvision's models need 3, and a factory of yours has to build a model that takes them.
+    # convert("L"); timm's models are built with in_chans 1. torchvision's models need 3.
     channels: int = key(3, Range(1, 3))
-    # Mean of each channel, of pixel values scaled to 0..1. null: the value stated by the model's pretrained weights,
-    # else ImageNet's; for one channel, the average of the three.
+    # Mean of each channel, of pixel values in 0..1. null: that of the model's pretrained weights, else ImageNet's; for
+    # one channel, the average of the three.
     mean: list[float] | None = key(None, SHARE)
     # Standard deviation of each channel, likewise.
     std: list[float] | None = key(None, RATIO)
-    # Repeated augmentation: each drawn image appears this often in a row, each time augmented independently, and an
-    # epoch covers accordingly fewer images. 1: each image once.
+    # Repeated augmentation: each drawn image appears this often in a row, and an epoch covers accordingly fewer images.
     repeats: int = key(1, Range(1, 100), at_most="train.global_batch_size")
     # With repeats: cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
     repeats_multiple: int | None = key(None, COUNT, needs=REPEATS)
-    # How equally often the classes are drawn in training. 0: each image once in an epoch. 1: each class equally often;
-    # images of small classes are repeated, each time augmented differently. Between: a class of n images has a share
-    # proportional to n^(1 - balance). An epoch has as many samples as without (docs/data.md).
+    # How equally often the classes are drawn in training: a class of n images has a share proportional to
+    # n^(1 - balance). 0: each image once in an epoch. 1: each class equally often (docs/data.md).
     balance: float = key(0.0, SHARE)
-    # Further arguments of the dataset: {train_images, val_images, num_classes, size_px} for `synthetic`; those of the
-    # class or factory for torchvision's datasets and factories.
+    # Further arguments of a class or factory; of `synthetic` {train_images, val_images, num_classes, size_px}.
     kwargs: Kwargs = key({})
 
 
@@ -320,10 +300,9 @@ class AugmentConfig:
     size_px: Size = key(224, PIXELS, count=2)
     # Sides that grow during the run.
     progressive: ProgressiveConfig = section(ProgressiveConfig)
-    # What is cut out of an image. `random_resized`: a random crop, resized to size_px (Inception's, the usual one for
-    # ImageNet). `pad_crop`: the whole image, resized to size_px if it has another size, padded, then a random crop of
-    # size_px (the usual one for CIFAR). `resize`: the whole image, resized to size_px. The last two change the aspect
-    # ratio of images that are not square.
+    # What is cut out of an image. `random_resized`: a random crop, resized to size_px (the usual one for ImageNet).
+    # `pad_crop`: the whole image, resized to size_px, padded, then a random crop of size_px (the usual one for CIFAR).
+    # `resize`: the whole image, resized to size_px. The last two change the aspect ratio of images.
     crop: Literal["random_resized", "pad_crop", "resize"] = "random_resized"
     # Pixels added on each side, less than size_px.
     pad_px: int = key(4, Range(0, 10_000), needs=PADS)
@@ -345,8 +324,7 @@ class AugmentConfig:
     # torchvision's: `torchvision:rand_augment`, `torchvision:trivial_augment_wide`, `torchvision:auto_augment`,
     # `torchvision:aug_mix`. Or `my_module:my_factory`. null: none.
     policy: str | None = None
-    # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2, magnitude: 9}`. A layer that
-    # changes the policy resets them.
+    # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2}`. Another policy resets them.
     policy_kwargs: Kwargs = key({})
     # Random changes of brightness, contrast, saturation and hue.
     color_jitter: ColorJitterConfig = section(ColorJitterConfig)
@@ -395,14 +373,12 @@ class LossConfig:
     name: str = "cross_entropy"
     # Share of the target's probability that is spread over all classes.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
-    # Weights of the classes. A number for each, in the order of the classes, of which only the ratios matter; or from
-    # the number n of training images: `balanced`, proportional to 1/n; `effective`, to (1 - beta) / (1 - beta^n). An
-    # image counts by the weight of its class, and the sum is divided by the number of images. null: equal weights.
+    # Weights of the classes, by which images count. A number for each class, of which only the ratios matter; or from
+    # the number n of training images: `balanced`, proportional to 1/n; `effective`, to (1 - beta) / (1 - beta^n).
     class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(None, NOT_NEGATIVE)
     # For class_weights effective: beta (Cui et al. 2019).
     effective_beta: float = key(0.999, SHARE_BELOW_1, needs=EFFECTIVE_WEIGHTS)
-    # Arguments of the loss: bce {target_threshold (targets above it become 1), sum_classes}, focal {gamma}, jsd
-    # {alpha}, or those of a factory.
+    # Arguments of the loss: bce {target_threshold (above it targets are 1), sum_classes}, focal {gamma}, jsd {alpha}.
     kwargs: Kwargs = key({})
 
 
@@ -442,13 +418,11 @@ class OptimizerConfig:
     """The optimizer."""
 
     # `sgd` (momentum 0.9, no Nesterov unless kwargs say so), `adamw`, `rmsprop`: torch's. `lamb`, `rmsproptf`: timm's.
-    # `timm:NAME` for any other of timm's, `timm:lookahead_NAME` with Lookahead (the fast weights are evaluated and
-    # saved), or `my_module:my_factory`.
+    # `timm:NAME` for any other of timm's, `timm:lookahead_NAME` with Lookahead, or `my_module:my_factory`.
     name: str = "sgd"
     # Peak learning rate. It has no default, and changing `name` resets it.
     lr: float = key(REQUIRED, NOT_NEGATIVE)
-    # The global batch size that lr is meant for: another train.global_batch_size scales lr, and the log says by how
-    # much. null: lr is used as written.
+    # The global batch size that lr is meant for: another train.global_batch_size scales lr. null: never.
     lr_base_batch: int | None = key(None, BATCH)
     # How lr scales: linearly with the batch size, or with its square root.
     lr_scaling: Literal["linear", "sqrt"] = key("linear", needs=LR_SCALES)
@@ -456,12 +430,11 @@ class OptimizerConfig:
     weight_decay: float = key(0.0, NOT_NEGATIVE)
     # Weight decay of weights and biases of normalization layers. null: weight_decay.
     norm_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Weight decay of all other biases. null: weight_decay.
+    # Likewise of all other biases.
     bias_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Weight decay of class and position tokens, relative position tables, and the model's `no_weight_decay` parameters.
-    # null: weight_decay.
+    # Likewise of class and position tokens, relative position tables, and the model's `no_weight_decay` parameters.
     token_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Weight decay of layer scales and other parameters of at most one dimension. null: weight_decay.
+    # Likewise of layer scales and other parameters of at most one dimension.
     scale_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Layer-wise decay: factor of each layer's learning rate relative to the next layer's (the head has 1). null: off.
     layer_decay: float | None = key(None, POSITIVE_SHARE)
@@ -476,8 +449,8 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate as a function of the step."""
 
-    # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `one_cycle`, `piecewise`, `plateau`, `constant`, or
-    # `my_module:my_factory`.
+    # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `one_cycle`, `piecewise`, `plateau`, `constant`, or a
+    # factory, `my_module:my_factory`.
     name: str = "cosine"
     # Linear warm-up, in epochs (fractions allowed).
     warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
@@ -485,12 +458,11 @@ class ScheduleConfig:
     warmup_start_factor: float = key(0.01, SHARE, needs=WARMS_UP_BY_FACTOR)
     # Learning rate at the start of the warm-up, instead of the factor. null: by the factor.
     warmup_start_lr: float | None = key(None, NOT_NEGATIVE, needs=WARMS_UP)
-    # true: the schedule starts after the warm-up (torchvision). false: it starts with the run, and the warm-up replaces
-    # its beginning (timm).
+    # true: the schedule starts after the warm-up (torchvision). false: the warm-up replaces its beginning (timm).
     warmup_prefix: bool = key(True, needs=WARMS_UP)
     # Epochs at the end with the schedule's last learning rate.
     cooldown_epochs: float = key(0.0, NOT_NEGATIVE)
-    # Change the learning rate between epochs only, as in torchvision's and timm's scripts. false: with every step.
+    # Change the learning rate between epochs only, as in torchvision's and timm's scripts.
     by_epoch: bool = False
     # Arguments of the schedule: cosine {min_lr, cycles, cycle_decay}, step {every_epochs, gamma}, multistep
     # {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor an epoch)}, one_cycle
@@ -525,8 +497,7 @@ class TrainConfig:
     global_batch_size: int = key(256, BATCH)
     # Largest number of images in one forward pass of a device; gradients are accumulated over the micro-batches. null:
     # the device's whole share. If the batch is divisible by the number of devices, all micro-batches are equal: with 64
-    # here, a share of 96 images becomes two micro-batches of 48, and one of 97, a prime number, 97 micro-batches of one
-    # image. Otherwise their sizes differ by one image, see parallel.uneven.
+    # here, a share of 96 images becomes two of 48, and one of 97, a prime number, 97 of one image (parallel.uneven).
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
     # Precision of forward and backward. auto: bf16 on GPUs that support it, else fp32. fp16 uses a loss scale.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -539,8 +510,8 @@ class TrainConfig:
     clip_norm: float | None = key(None, POSITIVE)
     # Largest absolute value of each element of the gradient. null: no limit.
     clip_value: float | None = key(None, POSITIVE, excludes=("train.clip_norm",))
-    # Adaptive gradient clipping (Brock et al. 2021): largest norm of each unit's gradient, as a share of its weights'
-    # norm, except for the head. null: no limit.
+    # Adaptive gradient clipping (Brock et al. 2021): largest norm of a unit's gradient, as a share of its weights'. The
+    # head is not clipped. null: no limit.
     clip_agc: float | None = key(None, POSITIVE, excludes=("train.clip_norm", "train.clip_value"))
     # Sharpness-aware minimization (Foret et al. 2020): radius of the neighborhood. null: off.
     sam_rho: float | None = key(None, POSITIVE)
@@ -548,14 +519,12 @@ class TrainConfig:
     sam_every_steps: int = key(1, COUNT, needs=USES_SAM)
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
-    # Use deterministic kernels on GPUs only: slower, bitwise identical each time. (On a CPU kernels are deterministic
-    # for a given number of threads.)
+    # Use deterministic kernels on GPUs: slower, bitwise identical each time, as they always are on CPUs.
     deterministic: bool = key(False, recipe=False)
-    # End the run (exit code 6) after this many consecutive steps with a loss or gradient that is NaN or infinite. Such
-    # steps don't change the weights.
+    # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or gradient.
     max_nonfinite_steps: int = key(10, COUNT, recipe=False)
     # Profile these steps, `[first, last]`, counted from 1, by torch.profiler, on rank 0: `profile/` in the run folder
-    # then has a trace and a table of the ten most expensive operators. A trace has some megabytes per step. null: none.
+    # then has a trace, of some megabytes per step, and a table of operators. null: none.
     profile: list[int] | None = key(None, COUNT, count=2, ascending=True, recipe=False)
 
 
@@ -565,8 +534,7 @@ class EmaConfig:
 
     # Decay of the average at each update. null: no average, unless half_life_images is given.
     decay: float | None = key(None, SHARE_BELOW_1)
-    # Half-life of the average in training images, instead of decay: independent of batch size and every_steps. null: by
-    # decay.
+    # Half-life of the average in training images, instead of decay: independent of batch size and every_steps.
     half_life_images: float | None = key(None, POSITIVE, excludes=("ema.decay",))
     # Update every this many optimizer steps.
     every_steps: int = key(1, COUNT, needs=AVERAGES)
@@ -578,10 +546,9 @@ class EmaConfig:
 class EvalConfig:
     """Evaluation. The model library's suggestions for preprocessing are never used."""
 
-    # How an image gets this size. `crop`: the short side is resized, then the center is cut out; the rest is lost.
-    # `squash`: both sides are resized, which changes the aspect ratio. `pad`: the long side is resized, and the borders
-    # get the mean color. With squash and pad the center is then cut out, too; eval.crop_pct 1 keeps the whole image.
-    # timm's crop_mode calls them center, squash and border.
+    # How an image is resized before the center is cut out. `crop`: by its short side. `squash`: both sides, which
+    # changes the aspect ratio. `pad`: by its long side, and the borders get the mean color. With squash and pad
+    # eval.crop_pct 1 keeps the whole image. timm's crop_mode calls them center, squash and border.
     mode: Literal["crop", "squash", "pad"] = "crop"
     # Size of the center crop in pixels: the side of a square, or `[height, width]`.
     crop_px: Size = key(224, PIXELS, count=2, at_most="eval.resize_px")
@@ -600,8 +567,7 @@ class EvalConfig:
     # real.json of google-research/reassessed-imagenet: several labels for each of ImageNet's validation images. Then
     # the share of predictions among them is reported, too (`real_pct`). null: none.
     real_labels: str | None = key(None, recipe=False, per_machine=True)
-    # Metrics of your own or of torchmetrics, each `my_module:my_factory` (docs/extending.md): their values are reported
-    # with each evaluation.
+    # Further metrics, your own or of torchmetrics, each `my_module:my_factory` (docs/extending.md).
     metrics: list[str] = key([], form=FACTORIES, recipe=False)
     # Images in one forward pass of a device.
     batch_size: int = key(256, BATCH, recipe=False)
@@ -648,11 +614,10 @@ class CheckpointConfig:
     # Number of newest checkpoints to keep, besides the best one. null: all.
     keep_last: int | None = key(2, COUNT)
     # Which evaluation is the best: that with the highest top-1, top-5 or balanced accuracy, or with the lowest loss.
-    # Balanced accuracy is the mean of the recall of the classes. The best raw weights and the best moving average are
-    # kept.
+    # Balanced accuracy is the mean recall of the classes. The best raw weights and the best moving average are kept.
     best: Literal["top1", "top5", "loss", "balanced_accuracy"] = "top1"
     # What to do when saving fails (a full disk, a missing folder). stop: end the run with exit code 5. continue: log
-    # it, train on and save at the next time; if the last save of the run fails, it ends with exit code 5 too.
+    # it and train on; if the last save of the run fails, it ends with exit code 5 too.
     on_error: Literal["stop", "continue"] = "stop"
 
 
@@ -663,10 +628,9 @@ class LogConfig:
     # Optimizer steps between two log lines; metrics.jsonl has every step.
     every_steps: int = key(50, COUNT)
     # Steps in which the norm of the gradient is computed and written to metrics.jsonl. step: all. report: every
-    # `every_steps`-th step, to save time in the others; all with train.clip_norm, which needs the norm.
+    # `every_steps`-th step; all with train.clip_norm, which needs the norm.
     grad_norm: Literal["step", "report"] = "step"
-    # What rank 0 writes: `jsonl` (metrics.jsonl; always written), `tensorboard`, `wandb`, `mlflow`, or
-    # `my_module:MyWriter`.
+    # What rank 0 writes: `jsonl` (metrics.jsonl; always), `tensorboard`, `wandb`, `mlflow`, or `my_module:MyWriter`.
     writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True)
     # false: without `tensorboard`, also if it is in writers.
     tensorboard: bool = key(True, per_machine=True)
@@ -718,8 +682,7 @@ class Config:
     imports: list[str] = key([], form=MODULES, recipe=False, per_machine=True)
     # Seed of the run.
     seed: int = key(0, Range(0, 2.0**63, high_open=True))
-    # `auto` (a CUDA GPU if there is one, else the CPU), `cpu`, `cuda`, `cuda:1` for a certain GPU, or `mps` (macOS,
-    # untested).
+    # `auto` (CUDA if there is a GPU, else the CPU), `cpu`, `cuda`, `cuda:1` for a certain GPU, or `mps` (untested).
     device: str = key("auto", form=DEVICE, recipe=False, per_machine=True)
 
 

@@ -1,7 +1,4 @@
-"""Checks at the start that all ranks run the same code, config and data: each machine has its own copy of them.
-
-Ranks that differ would train different recipes into one model, or wait for each other in different collectives.
-"""
+"""Checks at the start that all ranks run the same code, config and data: each machine has its own copy of them."""
 
 import hashlib
 import sys
@@ -28,10 +25,8 @@ from imagenet_cls.parallel.process_group import Group
 
 
 def check_same_code(config: Config, group: Group) -> None:
-    """Raise UsageError, on all ranks, unless they have the same code of this package and of the modules that the config
-    names, and the same versions of the libraries. A collective.
-
-    To be called before the configs are compared: other versions may have other keys.
+    """Raise UsageError, on all ranks, unless they have the same libraries and the same code: of this package and of the
+    modules that the config names. A collective, before `check_same_config`: other versions may have other keys.
     """
     if group.cpu_group is None:
         return
@@ -94,10 +89,7 @@ def check_same_config(config: Config, group: Group) -> None:
 
 
 def check_same_data(digests: Mapping[str, str], group: Group) -> None:
-    """Raise DataError, on all ranks, unless all have the same images. A collective.
-
-    digests: by what they are of, such as `training images`.
-    """
+    """Raise DataError, on all ranks, unless all have the same images. digests: such as of `training images`."""
     for name, ranks in find_differences(dict(digests), group).items():
         raise mark_printed_by_main(
             DataError(

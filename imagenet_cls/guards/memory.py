@@ -26,28 +26,23 @@ def explain_out_of_memory(sizes: str = "") -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory_error(error, sizes) from error
+        where, total = "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if torch.cuda.is_initialized():
+            index = torch.cuda.current_device()
+            where, total = f"cuda:{index}", torch.cuda.get_device_properties(index).total_memory
+        batches = f"{sizes}, " if sizes else ""
+        detail = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise ResourceError(
+            f"out of memory on {where}: {batches}peak {peak_memory_bytes() / _GIB:.2f} of {total / _GIB:.2f} GiB\n"
+            f"{detail[:200]}\n"
+            "Try a smaller train.micro_batch_size (the global batch stays) or eval.batch_size, "
+            "train.grad_checkpointing=true, train.precision=bf16, or smaller images."
+        ) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch raised this error because the memory of a GPU or of the host ran out."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def out_of_memory_error(error: RuntimeError, sizes: str) -> ResourceError:
-    """The error to show where memory ran out: device, sizes, peak and total, torch's first line, and remedies."""
-    where, total = "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if torch.cuda.is_initialized():
-        index = torch.cuda.current_device()
-        where, total = f"cuda:{index}", torch.cuda.get_device_properties(index).total_memory
-    batches = f"{sizes}, " if sizes else ""
-    detail = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
-    return ResourceError(
-        f"out of memory on {where}: {batches}peak {peak_memory_bytes() / _GIB:.2f} of {total / _GIB:.2f} GiB\n"
-        f"{detail[:200]}\n"
-        "Try a smaller train.micro_batch_size (the global batch stays) or eval.batch_size, "
-        "train.grad_checkpointing=true, train.precision=bf16, or smaller images."
-    )
 
 
 def peak_memory_bytes() -> int:
@@ -71,8 +66,7 @@ def reset_peak_memory() -> None:
 def memory_limit_bytes(root: Path = Path("/")) -> float:
     """The most bytes that this process can have resident now: its own, and what system and cgroups have available.
 
-    The smallest limit of the cgroups (version 2 or 1) and their parents counts; file cache that can be dropped counts
-    as available. On other systems than Linux all memory. root: of the file system.
+    File cache that can be dropped counts as available. On other systems than Linux: all memory. root: of the files.
     """
     free = [float(_kib("proc/meminfo", "MemAvailable", root))]
     if free == [0]:

@@ -108,9 +108,9 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
     Multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast", section 3): the sum, modulo
     2**64, of integers of at most 32 bits, each times an odd factor for its position. A change of one integer always
-    changes the sum; others go unseen with a chance of about 2**-32. Unlike there, the factors are not random but derived
-    from the position. Integer sums do not depend on the order, so every device gives the same hash. (torch.hash_tensor
-    is an XOR: blind to the order of elements and to changes that come in pairs.)
+    changes the sum; others go unseen with a chance of about 2**-32. Unlike there, the factors are derived from the
+    position. Integer sums do not depend on the order, so every device gives the same hash. (torch.hash_tensor is an
+    XOR: blind to the order of elements and to changes that come in pairs.)
 
     Runs on each tensor's device, a few kernels for each tensor, and waits for each device once.
     """

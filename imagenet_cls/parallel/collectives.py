@@ -1,6 +1,5 @@
 """Collectives; with a single rank they do nothing."""
 
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -67,37 +66,26 @@ def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int
 
 
 def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """Broadcast rank 0's named CPU tensors over the CPU group, so that no shared disk is needed.
-
-    tensors: rank 0's, of any shapes and dtypes; ignored on other ranks. Returns them in the same order on every rank.
-    """
+    """Broadcast rank 0's named CPU tensors, of any shapes and dtypes, in their order, over the CPU group."""
     if group.cpu_group is None:
         assert tensors is not None
         return tensors
-    listing: list[str] = [""]
-    if group.is_main:
-        assert tensors is not None
-        listing = [json.dumps([[name, str(t.dtype).split(".")[1], list(t.shape)] for name, t in tensors.items()])]
+    own = tensors if group.is_main and tensors else {}
+    listing = [[(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]]
     dist.broadcast_object_list(listing, src=0, group=group.cpu_group)
     received = {}
-    for name, dtype, shape in json.loads(listing[0]):
-        if group.is_main:
-            assert tensors is not None
-            tensor = tensors[name].contiguous()
-        else:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        # As bytes: gloo does not support every dtype. An empty tensor is not sent.
-        if tensor.numel():
+    for name, dtype, shape in listing[0]:
+        tensor = own[name].contiguous() if group.is_main else torch.empty(shape, dtype=dtype)
+        if tensor.numel():  # as bytes: gloo does not support every dtype
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=group.cpu_group)
         received[name] = tensor
     return received
 
 
 def run_on_main(group: Group, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result on every rank, or raise its UserError on every rank.
+    """Run `action` on rank 0 and return its result, which is pickled, on every rank, or raise its UserError there.
 
-    The result is pickled and broadcast over the CPU group. Any other exception is a bug: it ends rank 0, and with
-    it the others.
+    Any other exception is a bug: it ends rank 0, and with it the others.
     """
     if group.cpu_group is None:
         return action()

@@ -11,10 +11,7 @@ from imagenet_cls.parallel.environment import RankInfo
 
 
 def choose_device(device: str, rank_info: RankInfo, device_ids: Sequence[int] | None = None) -> torch.device:
-    """The device of this rank; with `auto` and `cuda`, each rank of a machine gets its own GPU (`gpu_index`).
-
-    `mps` is chosen by name only. Raises UsageError for a device that is missing, or one fixed GPU for several ranks.
-    """
+    """The device of this rank; with `auto` and `cuda`, each rank of a machine gets its own GPU. Raises UsageError."""
     if device == "mps":
         if not torch.backends.mps.is_available():
             raise UsageError(f"device=mps: torch {torch.__version__} has no mps device here.\nUse device=cpu.")
@@ -32,10 +29,7 @@ def choose_device(device: str, rank_info: RankInfo, device_ids: Sequence[int] | 
 
 
 def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[int] | None = None) -> int:
-    """The GPU of a rank among the `gpus` visible ones: `device_ids[local_rank]`, by default the local rank.
-
-    Raises UsageError if there is none for it.
-    """
+    """The GPU of a rank among the `gpus` visible ones: `device_ids[local_rank]`, by default the local rank."""
     local_rank = rank_info.local_rank
     who = f"rank {rank_info.rank} (local rank {local_rank})"
     if rank_info.world_size > 1 and ":" in device:
@@ -63,8 +57,7 @@ def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[
 class Devices:
     """The devices of one process.
 
-    all: the first one holds parameters and running statistics. output: where logits are gathered and the loss is
-    computed. note: a message for the user about this choice, or "".
+    all: the first one holds parameters and running statistics. output: of the logits and the loss. note: for the user.
     """
 
     all: tuple[torch.device, ...]
@@ -73,12 +66,9 @@ class Devices:
 
 
 def choose_devices(device: str, ids: Sequence[int] | None, output_id: int | None, visible: int) -> Devices:
-    """The devices of a DataParallel run, numbered as CUDA_VISIBLE_DEVICES orders the `visible` GPUs.
+    """The devices of a DataParallel run: the GPUs `ids` of the `visible` ones, by default all. Raises UsageError.
 
-    device: `cpu`, or anything else for GPUs. ids: in any order, the first holds the parameters; None: all visible.
     output_id: None for the first. With fewer than two visible GPUs the model runs on one device.
-
-    Raises UsageError for missing GPUs.
     """
     if device == "cpu" or visible == 0:
         cpu = torch.device("cpu")
@@ -88,8 +78,7 @@ def choose_devices(device: str, ids: Sequence[int] | None, output_id: int | None
         return Devices((only,), only, "parallel.mode=dp: one GPU is visible, so the model runs on it")
     chosen = list(range(visible)) if ids is None else list(ids)
     output = chosen[0] if output_id is None else output_id
-    absent = sorted({index for index in (*chosen, output) if index >= visible})
-    if absent:
+    if absent := sorted({index for index in (*chosen, output) if index >= visible}):
         key = "device_ids" if set(absent) & set(chosen) else "output_device"
         raise UsageError(
             f"parallel.{key} names GPU {_listing(absent)}, but {visible} are visible here: 0 to {visible - 1}.\n"

@@ -1,7 +1,4 @@
-"""Rank information from the environment of any launcher, and the network interface towards the master.
-
-Imports no torch, so that a launching process can read it first.
-"""
+"""Rank information from the environment of any launcher; network interface; CPUs of a rank. Imports no torch."""
 
 import fcntl
 import math
@@ -24,8 +21,8 @@ LAUNCHERS = ("auto", "none", "pytorch", "spawn", "slurm", "mpi")
 class RankInfo:
     """This process among the ranks of a run.
 
-    rank: 0..world_size-1 over all machines. local_rank: 0..local_world_size-1 on this machine; it selects the GPU.
-    launched: started by our launching process, which has checked the config and prints errors.
+    rank: of all machines. local_rank: of this machine; it selects the GPU. launched: started by our launching process,
+    which has checked the config and prints errors.
     """
 
     rank: int = 0
@@ -59,18 +56,16 @@ _MPI = (_OPEN_MPI, _PMI)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY_OTHER_MACHINE = "192.0.2.1"  # reserved for documentation (RFC 5737), so its route is the default route
 
-# Set by our launching process for its ranks.
-LAUNCHED_VARIABLE = "IMAGENET_CLS_LAUNCHED"
+LAUNCHED_VARIABLE = "IMAGENET_CLS_LAUNCHED"  # set by our launching process for its ranks
 
 
 def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo | None:
     """Rank information from the environment, or None if no launcher has started this process as a rank.
 
-    launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job may start
-    helpers by srun; `none` reads none; any other is required. A SLURM allocation alone is not a rank (`sbatch` sets
-    SLURM_PROCID for the batch script), nor is a step of one task, such as a shell, unless with `--launcher slurm`.
-    RANK without LOCAL_RANK is the number of a pod (`machine_options`), not a rank, if the launcher is `pytorch` or
-    there is a single pod.
+    launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job may start helpers by
+    srun; `none` reads none; any other is required. The script of `sbatch`, which has SLURM_PROCID, is not a rank, nor
+    is a step of one task, such as a shell, unless with `--launcher slurm`. RANK without LOCAL_RANK is the number of a
+    pod (`machine_options`) if the launcher is `pytorch` or there is a single pod.
 
     Raises UsageError for contradictory variables, or if those of a required launcher (slurm, mpi) are missing.
     """
@@ -128,10 +123,9 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
 def machine_options(env: Mapping[str, str]) -> dict[str, str]:
     """Options of `--launcher pytorch` (nodes, node_rank, ...) from the environment of a Kubernetes pod.
 
-    Kubeflow's training operator sets WORLD_SIZE and RANK in a pod of a PyTorchJob. RANK is the number of the pod.
-    WORLD_SIZE is the number of pods up to version 1.6. Since 1.7 it is multiplied by `nprocPerNode`, and the operator
-    also sets variables that torchrun reads (PET_...). Kubeflow Trainer 2 (TrainJob) sets only those. An elastic
-    PyTorchJob has PET_RDZV_ENDPOINT and a range in PET_NNODES; its pods need no number.
+    Kubeflow's training operator sets RANK, the number of the pod, and WORLD_SIZE: the number of pods up to version 1.6,
+    since 1.7 multiplied by `nprocPerNode`. Since 1.7 it also sets variables that torchrun reads (PET_...); Kubeflow
+    Trainer 2 sets only those. An elastic job has PET_RDZV_ENDPOINT and a range in PET_NNODES; its pods need no number.
     """
     if "LOCAL_RANK" in env:  # of a rank
         return {}
@@ -158,10 +152,7 @@ def tasks_here(tasks_per_node: str, node: int) -> int:
 
 
 def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) -> None:
-    """Set MASTER_ADDR and MASTER_PORT for SLURM's or MPI's ranks, unless the user has.
-
-    SLURM: the first host of the step, or for mpirun inside a job, of the job. MPI on one machine: that one. The port
-    comes from the job's id (`port_of_job`).
+    """Set MASTER_ADDR (the first host) and MASTER_PORT for SLURM's or MPI's ranks, unless the user has.
 
     Raises UsageError if mpirun started ranks on several machines and the host of rank 0 is unknown.
     """
@@ -183,10 +174,7 @@ def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) 
 
 
 def port_of_job(env: Mapping[str, str], launcher: str) -> int:
-    """A port computed from the id of the job, 20000 to 31999, below Linux's ephemeral ports.
-
-    SLURM: of job and step, different for neighboring ones. Others: most likely different.
-    """
+    """A port for the id of the job, and of SLURM's step: 20000 to 31999, below Linux's ephemeral ports."""
     if launcher == "slurm":
         return 20000 + (int(env.get("SLURM_JOB_ID", "0")) + 4001 * int(env.get("SLURM_STEP_ID", "0"))) % 12000
     ids = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
@@ -203,9 +191,8 @@ def first_host(node_list: str) -> str:
 def choose_interface(env: MutableMapping[str, str], master_addr: str, several_machines: bool) -> None:
     """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards the master, unless the user has.
 
-    By default gloo uses the address to which the host's name resolves. That is often loopback, and then two machines
-    wait for each other until the timeout. The master's route to its own name may be loopback, too: with several
-    machines, it uses the interface of the default route.
+    By default gloo uses the address of the host's name, which is often loopback. The master's route to its own name may
+    be loopback, too: with several machines, it uses the interface of the default route.
     """
     interface = interface_towards(master_addr)
     if interface == "lo" and several_machines and master_addr not in _LOOPBACK:
@@ -255,9 +242,9 @@ def cpu_threads(rank_info: RankInfo) -> int:
 
 
 def cpus_per_rank(rank_info: RankInfo) -> float:
-    """The CPUs that this rank may use: the smallest of its CPU affinity, the quota of its cgroups and SLURM's number.
+    """The CPUs of this rank: the least of CPU affinity, cgroup quota and SLURM's number, over the ranks of the machine.
 
-    They are divided by the ranks of the machine, unless each rank is a SLURM task with CPUs of its own.
+    SLURM's number is not divided if each rank is a task.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
     cpus = min(affinity, cgroup_cpus())
@@ -270,9 +257,9 @@ def cpus_per_rank(rank_info: RankInfo) -> float:
 
 
 def cgroup_cpus(root: Path = Path("/")) -> float:
-    """The CPU quota of this process's cgroups, in CPUs: `docker run --cpus`, a limit of Kubernetes.
+    """The smallest CPU quota of this process's cgroups and their parents, in CPUs; infinity without one.
 
-    The smallest quota of the cgroup and its parents; infinity without one. root: of the file system.
+    As set by `docker run --cpus` or Kubernetes. root: of the file system.
     """
     quotas = [math.inf]
     for version, folder in cgroup_folders("cpu", root):
@@ -287,8 +274,7 @@ def cgroup_cpus(root: Path = Path("/")) -> float:
 def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
     """(version 1 or 2, folder) of each cgroup of this process for a controller, and of its parents.
 
-    In a container without a cgroup namespace, the path in /proc is that of the host, and /sys/fs/cgroup is the
-    container's own cgroup.
+    Without a cgroup namespace, the path in /proc is that of the host, and /sys/fs/cgroup is the container's.
     """
     with suppress(OSError):  # no cgroups: macOS
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from imagenet_cls.errors import Stopped, UserError, printable
 from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo
@@ -48,8 +48,8 @@ def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(128 + number)
 
 
-def exit_on_second_interrupt(handler: Handler) -> Handler:
-    """The signal handler `handler`, but a second Ctrl-C ends this process."""
+def handle_stop_signals(handler: Handler) -> dict[int, Any]:
+    """Set the handler of the `STOP_SIGNALS` that are not ignored; returns the previous ones. A second Ctrl-C exits."""
     times: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -59,7 +59,7 @@ def exit_on_second_interrupt(handler: Handler) -> Handler:
                 exit_on_signal(number, frame)
         handler(number, frame)
 
-    return handle
+    return {n: signal.signal(n, handle) for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN}
 
 
 def terminate_with_launching_process() -> None:

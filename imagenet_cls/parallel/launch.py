@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from imagenet_cls.errors import ResourceError, UsageError, first_line
 from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo, address_towards, cpu_threads
-from imagenet_cls.parallel.exit import STOP_SIGNALS, end_process, exit_on_second_interrupt, print_rank_failure
+from imagenet_cls.parallel.exit import end_process, handle_stop_signals, print_rank_failure
 from imagenet_cls.parallel.process_group import Rendezvous, check_rendezvous_file, find_rendezvous
 
 DEFAULT_PORT = 29500  # for the rendezvous of several machines: torch's default
@@ -130,7 +130,8 @@ def launch_ranks(config: LaunchConfig, command: Sequence[str] | None, argv: Sequ
     for name in logging.root.manager.loggerDict:  # each of torch's modules sets its own level
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(RankInfo(local_world_size=config.nproc_per_node))))  # the number changes last bits
+    threads = cpu_threads(RankInfo(local_world_size=config.nproc_per_node))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # the number changes last bits
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
     if config.max_restarts > 0 or (config.rdzv_backend == "c10d" and config.max_nodes > 1):
         # Each round of ranks gets a new port: torch 2.15 else keeps the store with addresses of ranks that have exited.
@@ -180,10 +181,7 @@ def _install_signal_handlers() -> None:
         if len(seen) == 1:
             raise SignalException(f"signal {number}", signal.Signals(number))
 
-    handler = exit_on_second_interrupt(handle)
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+    handle_stop_signals(handle)
 
 
 def _is_restarting_ranks(frame: FrameType | None) -> bool:

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.parallel.exit import (
-    LAUNCHED_VARIABLE,
-    STOP_SIGNALS,
-    exit_on_second_interrupt,
-    set_parent_death_signal,
-)
+from imagenet_cls.parallel.exit import LAUNCHED_VARIABLE, handle_stop_signals, set_parent_death_signal
 from imagenet_cls.parallel.process_group import Group
 
 _INTERVAL_SEC = 0.5  # between two checks, unless a step takes longer
@@ -33,7 +28,7 @@ class StopRequested(Exception):
 
 
 class StopSignalHandler:
-    """Handles `STOP_SIGNALS` from `install` to `close`, both called in the main thread.
+    """Handles `exit.STOP_SIGNALS` from `install` to `close`, both called in the main thread.
 
     If ranks got different signals, the highest number has priority. A signal that was ignored before (SIGINT in a
     script's background job, SIGHUP under nohup) stays ignored. A second Ctrl-C ends the process; any other signal after
@@ -49,10 +44,7 @@ class StopSignalHandler:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        handler = exit_on_second_interrupt(self._handle)
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, handler)
+        self._previous = handle_stop_signals(self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and LAUNCHED_VARIABLE in os.environ:

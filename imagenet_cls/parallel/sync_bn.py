@@ -19,10 +19,8 @@ from imagenet_cls.parallel.process_group import Group
 def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
     """Make every BatchNorm of `model` a SyncBN layer, before the model is wrapped. With a single rank: no change.
 
-    Changes the model in place and returns it, or the new layer if the model is a BatchNorm itself. Names, order,
-    weights and running statistics stay, and so do checkpoints.
-
-    Raises UsageError for a BatchNorm with another forward, such as timm's split BatchNorm, which SyncBN would replace.
+    Changes the model in place and returns it, or the new layer if the model is a BatchNorm itself. Names and tensors
+    stay. Raises UsageError for a BatchNorm with another forward, such as timm's split BatchNorm.
     """
     if group.world_size == 1:
         return model
@@ -44,7 +42,6 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
 
 
 def is_synchronized(layer: nn.Module) -> bool:
-    """Whether this layer is a SyncBN layer."""
     return isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
 
 

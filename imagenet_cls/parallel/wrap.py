@@ -1,8 +1,4 @@
-"""DistributedDataParallel or DataParallel around the model; BatchNorm's running statistics on all ranks.
-
-The wrapped model is for forward and backward only. EMA and checkpoints use the model itself, so no name has a `module.`
-prefix.
-"""
+"""DistributedDataParallel or DataParallel around the model; BatchNorm's running statistics on all ranks."""
 
 import contextlib
 import warnings
@@ -25,8 +21,7 @@ from imagenet_cls.parallel.sync_bn import is_synchronized
 def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
     """The model in DistributedDataParallel if there are several ranks or `mode` is `ddp`, else the model itself.
 
-    Every rank's parameters and buffers become rank 0's, the only rank that reads weights. A collective.
-    broadcast_buffers=False: `BatchNormStatistics` averages the running statistics instead of taking rank 0's.
+    Every rank's parameters and buffers become rank 0's. A collective. `BatchNormStatistics` synchronizes the buffers.
     Not static_graph: it fails under `no_sync` (accumulation) with an internal assert (pytorch#143580).
     """
     if group.world_size == 1 and mode != "ddp":
@@ -46,12 +41,9 @@ def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Broadcast rank 0's buffers, which DDP does not do with broadcast_buffers=False. A collective.
-
-    As bytes, since gloo does not support every dtype.
-    """
+    """Broadcast rank 0's buffers, which DDP does not do with broadcast_buffers=False. A collective."""
     for buffer in model.buffers():
-        if buffer.numel():
+        if buffer.numel():  # as bytes: gloo does not support every dtype
             received = buffer.detach().contiguous()
             dist.broadcast(received.reshape(-1).view(torch.uint8), src=0)
             buffer.detach().copy_(received)
@@ -67,9 +59,8 @@ def gradient_sync(wrapped: nn.Module, enabled: bool) -> AbstractContextManager:
 def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
     """Make DDP rebuild its gradient buckets now, before the first step and before any state is loaded.
 
-    DDP rebuilds its buckets once after the first backward, in the order in which gradients became ready. A resumed run
-    would then sum its first step in another order than an uninterrupted run, with other last bits (seen on 3 and 4
-    ranks). So every run, fresh or resumed, first makes two passes, clears the gradients and restores the buffers.
+    Makes two passes, clears the gradients and restores the buffers. Else DDP rebuilds them after the first backward,
+    and a resumed run sums its first step in another order than an uninterrupted one (docs/architecture.md).
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
@@ -83,22 +74,16 @@ def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]
 
 
 def wrap_data_parallel(model: nn.Module, devices: Devices) -> nn.Module:
-    """`model`, whose tensors are on the first device, replicated on all devices; the model itself if there is one.
-
-    For forward and backward, in training and in evaluation. Checkpoints use the model itself.
-    """
-    return model if len(devices.all) < 2 else AutocastDataParallel(model, devices)
+    """`model`, whose tensors are on the first device, replicated on all devices; the model itself if there is one."""
+    if len(devices.all) < 2:
+        return model
+    wrapped = AutocastDataParallel(model, list(devices.all), devices.output)
+    wrapped.training = model.training  # a new module is in training mode
+    return wrapped
 
 
 class AutocastDataParallel(nn.DataParallel):
-    """torch's DataParallel with the caller's autocast in every replica.
-
-    Takes a batch (B, ...) on any device and returns logits (B, classes) on the output device.
-    """
-
-    def __init__(self, model: nn.Module, devices: Devices):
-        super().__init__(model, device_ids=list(devices.all), output_device=devices.output)
-        self.training = model.training  # a new module is in training mode
+    """torch's DataParallel with the caller's autocast in every replica."""
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         return super().parallel_apply([with_callers_autocast(replica, "cuda") for replica in replicas], inputs, kwargs)
@@ -107,8 +92,7 @@ class AutocastDataParallel(nn.DataParallel):
 def with_callers_autocast(replica: Callable[..., Tensor], device_type: str) -> Any:
     """`replica`, for a call in another thread with this thread's autocast.
 
-    Autocast is thread-local. torch's DataParallel passes on whether it is enabled, but not the dtype: bfloat16 would
-    become float16, without a loss scale.
+    torch's DataParallel passes on whether it is enabled, but not the dtype: bfloat16 would become float16.
     """
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
@@ -122,10 +106,9 @@ def with_callers_autocast(replica: Callable[..., Tensor], device_type: str) -> A
 class BatchNormStatistics:
     """BatchNorm's running means and variances, kept equal on all ranks.
 
-    `sync` runs after each optimizer step: one flat all-reduce (212 KB for ResNet-50) that averages over the ranks. If
-    the step was skipped because its gradient was not finite, it restores the values from before that step. The
-    statistics of SyncBN layers are equal already and are not averaged: the mean of three equal numbers may differ in
-    its last bit. Layers in evaluation mode when this is constructed are frozen and ignored.
+    `sync` averages them over the ranks after each optimizer step, in one all-reduce; after a skipped step it restores
+    the previous values. Those of SyncBN layers are equal already and are not averaged: the mean of three equal numbers
+    may differ in its last bit. Layers in evaluation mode when this is constructed are frozen and ignored.
     """
 
     def __init__(self, model: nn.Module, group: Group):
