@@ -18,10 +18,7 @@ REMOVED = f"{TEMPORARY}gone-"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a file beside its place, sync and rename it: a kill or OSError leaves the old file or the new one.
-
-    Two processes must not write the same path at once.
-    """
+    """Write a file beside its place, sync and rename it: a kill or OSError leaves the old file or the new one."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")  # one name, so that the next write replaces what a kill left
     data = content.encode() if isinstance(content, str) else content
     try:

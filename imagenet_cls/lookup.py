@@ -12,10 +12,10 @@ from typing import Any
 from imagenet_cls.errors import Problem, format_value
 
 
-def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates most similar to `name`, best first; empty if none is similar. Ignores case."""
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """The at most three candidates that are similar to `name`, best first. Ignores case."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    matches = difflib.get_close_matches(name.lower(), list(by_lower), n=count, cutoff=0.6)
+    matches = difflib.get_close_matches(name.lower(), list(by_lower), n=3, cutoff=0.6)
     return [by_lower[match] for match in matches]
 
 
@@ -57,10 +57,7 @@ def import_from_cwd(name: str) -> ModuleType:
 
 
 def import_factory(name: str) -> Callable[..., Any]:
-    """The callable that `my_module:my_factory` names; the module may be in the working directory.
-
-    Raises LookupError, which names the missing part. Other exceptions of the user's module are passed on.
-    """
+    """The callable that `my_module:my_factory` names. Raises LookupError, or what the user's module raises."""
     module_name, _, attribute = name.partition(":")
     target: Any = import_from_cwd(module_name)
     for part in attribute.split("."):

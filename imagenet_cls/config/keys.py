@@ -150,11 +150,7 @@ def instead_of_option(option: str, value: str | None) -> str | None:
 
 
 def unknown_key(key: str) -> tuple[str, list[str]]:
-    """The message for a key that its section does not have, and the keys that it suggests.
-
-    Those are: the key that a name of another project stands for, else similar names of the section, else keys of the
-    same name in other sections.
-    """
+    """The message for a key that its section does not have, and the keys that it suggests."""
     section, _, name = key.rpartition(".")
     if key in _fields() or section not in sections():
         return "unknown key; dots are for the command line, in a file write nested sections", []

@@ -28,10 +28,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
-    """The path of a config: a file, or a shipped config (`configs/resnet50.yaml` or `resnet50`) if there is no file.
-
-    folder: that relative paths start from. The path need not exist.
-    """
+    """The path of a config: a file, relative to `folder`, or a shipped one (`configs/resnet50.yaml` or `resnet50`)."""
     path = folder / name
     if os.path.lexists(path) and not path.is_dir():
         return path

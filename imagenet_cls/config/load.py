@@ -29,11 +29,7 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and where each part of it came from.
-
-    origins: where a layer sets a key or section, by dotted key: `configs/x.yaml:12` or `command line 'seed=1'`. name:
-    the file's stem. warnings: about removed keys, and keys without effect.
-    """
+    """A config. origins: where a layer sets a key or section, by dotted key: `x.yaml:12`. name: the file's stem."""
 
     config: Config
     origins: Mapping[str, str]
@@ -82,10 +78,7 @@ def replace_removed_keys(tree: Tree) -> list[str]:
 
 
 def format_problems(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
-    """A line for each: `configs/x.yaml:12: optimizer.lr: 'many' is not a number`.
-
-    origins: of `LoadedConfig`; a key without one has that of its nearest section.
-    """
+    """A line for each, with the origin of the key or its nearest section: `x.yaml:12: optimizer.lr: ...`."""
     lines = []
     for problem in problems:
         key = problem.key
@@ -169,8 +162,7 @@ class _Builder:
     def interpolate(self, value: Any, chain: tuple[str, ...]) -> Any:
         """A value with each `${section.key}` replaced by the value of that key. Raises ValueError.
 
-        chain: the key of the value, after the keys that refer to it. Not by OmegaConf, which also has resolvers and no
-        limits.
+        chain: the key of the value, after the keys that refer to it. OmegaConf also has resolvers, and no limits.
         """
         if isinstance(value, list):
             return [self.interpolate(item, chain) for item in value]

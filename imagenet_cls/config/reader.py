@@ -123,10 +123,7 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
 
 
 def parse(text: str, place: Path | str) -> Any:
-    """The content of one YAML document: a `Tree`, a node, or None for an empty one. Raises ConfigError.
-
-    place: of the nodes: a file, whose lines are counted, or an argument.
-    """
+    """A YAML document as a `Tree`, a node, or None if it is empty. place: a file or argument. Raises ConfigError."""
     return to_tree(_compose(text, place))
 
 

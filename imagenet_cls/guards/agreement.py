@@ -46,10 +46,7 @@ def check_same_code(config: Config, group: Group) -> None:
 
 
 def user_modules(config: Config) -> dict[str, Path]:
-    """The files or folders of the modules that a config names, in `imports` or as `my_module:my_factory`.
-
-    Modules that can't be imported are left out: the check of names reports them.
-    """
+    """The files or folders of the modules that a config names and that can be imported."""
     texts = [value for value in values_by_key(config).values() if isinstance(value, str)]
     names = {text.partition(":")[0] for text in texts if is_factory_name(text)}
     names |= {name.partition(":")[0] for name in config.eval.metrics} | set(config.imports)

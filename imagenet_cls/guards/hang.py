@@ -9,10 +9,7 @@ _RESET_SEC = 1.0  # each reset starts a thread
 
 
 class HangLog(AbstractContextManager["HangLog"]):
-    """Appends the Python stacks of all threads to a file if `reset` is not called for a time. A context manager.
-
-    `faulthandler` needs no GIL, so it writes them also while a call of a library blocks.
-    """
+    """Appends the Python stacks of all threads to a file if `reset` is not called for a time, even without the GIL."""
 
     def __init__(self, path: Path, after_sec: float):
         self.after_sec = after_sec

@@ -100,10 +100,7 @@ class Heartbeat:
         return self.lost_rank_error()
 
     def lost_rank_error(self) -> ResourceError | None:
-        """The error that names the ranks that were lost first, on which the others then failed. None without any.
-
-        `printed_elsewhere` is set if another rank of this machine reports the same.
-        """
+        """The error that names the ranks that were lost first, on which the others then failed. None without any."""
         silent = {rank: sec for rank, sec in self._silence().items() if sec >= _LOST_DATAGRAMS * self._interval_sec}
         failed = {rank: self._now() - at for rank, at in dict(self._failed).items()}
         lost = silent | failed
@@ -121,6 +118,7 @@ class Heartbeat:
         error = ResourceError(f"{problem}\n{advice}")
         here = (self.me.host, self.me.address)
         peers = {rank for rank, other in self._others.items() if (other.host, other.address) == here}
+        # Another rank of this machine reports the same.
         error.printed_elsewhere = any(rank < self.me.rank for rank in peers - lost.keys())
         return error
 

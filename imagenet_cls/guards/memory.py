@@ -17,10 +17,7 @@ _GIB = 2.0**30
 
 @contextlib.contextmanager
 def explain_out_of_memory(sizes: str = "") -> Iterator[None]:
-    """Replace a RuntimeError by a ResourceError where memory ran out.
-
-    sizes: of the batches, such as "32 images at once of 224 px", for the message.
-    """
+    """Replace a RuntimeError by a ResourceError where memory ran out. sizes: of the batches, for the message."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,4 @@
-"""Steps whose loss or gradient is NaN or infinite: counted, reported, and too many in a row end the run.
-
-Such a step never changes the weights (`engine.step`).
-"""
+"""Steps whose loss or gradient is NaN or infinite: counted, reported, and too many in a row end the run."""
 
 import logging
 import math
@@ -101,10 +98,7 @@ class NonFiniteGuard:
 
 
 def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
-    """Raise NonFiniteError, on all ranks alike, where a trained weight is NaN or infinite.
-
-    No later step can repair that, so such a state must not replace a good checkpoint.
-    """
+    """Raise NonFiniteError, on all ranks alike, where a trained weight is NaN or infinite: no step can repair that."""
     # The sum is finite where all terms are, and takes a tenth of the time of a norm on a CPU.
     sums = [weight.detach().sum(dtype=torch.float32) for weight in model.parameters() if weight.requires_grad]
     if sums and not torch.stack(sums).isfinite().all():

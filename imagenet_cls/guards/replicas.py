@@ -54,13 +54,9 @@ class ReplicaCheck:
             self.check(step)
 
     def check(self, step: int) -> None:
-        """Raise ResourceError, on all ranks, where they have diverged after `step`. A collective; waits for the device.
-
-        Does nothing for a step that was checked already, or where checks are off.
-        """
+        """Raise ResourceError, on all ranks, if they have diverged after `step`. A collective; waits for the device."""
         if self.every_steps is None or self.last_equal_step == step:
             return
-        # A device, a memory or the network is defective, not the config: hence exit code 5.
         check_equal_on_ranks(
             self.get_tensors(),
             self.group,
@@ -83,8 +79,7 @@ def replicated_tensors(
 ) -> dict[str, Tensor]:
     """All tensors that a step changes and that are the same on every rank, by name; not copies.
 
-    model, ema: without wrappers. Buffers other than BatchNorm's are left out: nothing keeps them equal
-    (`parallel.wrap`).
+    model, ema: without wrappers. Buffers other than BatchNorm's are left out: nothing keeps them equal.
     """
     own = {
         f"{prefix}.{name}".lstrip(".")
@@ -166,8 +161,7 @@ def check_same_weights(model: nn.Module, group: Group) -> None:
 def check_equal_on_ranks(tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str) -> None:
     """Raise ResourceError, on all ranks, unless the tensors have the same bits on all ranks. A collective.
 
-    The error names the ranks that differ from the majority, their hosts and tensors. Without a majority, rank 0 is the
-    reference. Each rank sends 32 bytes, and its hashes only where the ranks differ.
+    The error names the ranks that differ from the majority (from rank 0 without one), their hosts and tensors.
     """
     if group.cpu_group is None:
         return

@@ -56,13 +56,14 @@ def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int
     """Names of values that differ from rank 0's, with the ranks where they do; the same result on every rank."""
     if group.cpu_group is None:
         return {}
-    reference: list[dict[str, str]] = [values]
-    dist.broadcast_object_list(reference, src=0, group=group.cpu_group)
-    mine = sorted(name for name in {*values, *reference[0]} if values.get(name) != reference[0].get(name))
-    all_names: list[list[str]] = [[] for _ in range(group.world_size)]
-    dist.all_gather_object(all_names, mine, group=group.cpu_group)
-    names = sorted({name for listed in all_names for name in listed})
-    return {name: [rank for rank, listed in enumerate(all_names) if name in listed] for name in names}
+    gathered: list[dict[str, str]] = [{}] * group.world_size
+    dist.all_gather_object(gathered, values, group=group.cpu_group)
+    found = {}
+    for name in sorted(set().union(*gathered)):
+        ranks = [rank for rank, other in enumerate(gathered) if other.get(name) != gathered[0].get(name)]
+        if ranks:
+            found[name] = ranks
+    return found
 
 
 def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
@@ -83,10 +84,7 @@ def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[s
 
 
 def run_on_main(group: Group, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result, which is pickled, on every rank, or raise its UserError there.
-
-    Any other exception is a bug: it ends rank 0, and with it the others.
-    """
+    """Run `action` on rank 0 and return its result, which is pickled, or raise its UserError, on every rank."""
     if group.cpu_group is None:
         return action()
     outcome: list[Any] = [None, None]

@@ -152,10 +152,7 @@ def tasks_here(tasks_per_node: str, node: int) -> int:
 
 
 def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) -> None:
-    """Set MASTER_ADDR (the first host) and MASTER_PORT for SLURM's or MPI's ranks, unless the user has.
-
-    Raises UsageError if mpirun started ranks on several machines and the host of rank 0 is unknown.
-    """
+    """Set MASTER_ADDR (the first host) and MASTER_PORT for SLURM's or MPI's ranks if missing. Raises UsageError."""
     if rank_info.launcher not in ("slurm", "mpi"):
         return
     env.setdefault("MASTER_PORT", str(port_of_job(env, rank_info.launcher)))
@@ -242,10 +239,7 @@ def cpu_threads(rank_info: RankInfo) -> int:
 
 
 def cpus_per_rank(rank_info: RankInfo) -> float:
-    """The CPUs of this rank: the least of CPU affinity, cgroup quota and SLURM's number, over the ranks of the machine.
-
-    SLURM's number is not divided if each rank is a task.
-    """
+    """The CPUs of this rank: its share of CPU affinity, cgroup quota and SLURM's number, whichever is least."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
     cpus = min(affinity, cgroup_cpus())
     task_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
@@ -257,10 +251,7 @@ def cpus_per_rank(rank_info: RankInfo) -> float:
 
 
 def cgroup_cpus(root: Path = Path("/")) -> float:
-    """The smallest CPU quota of this process's cgroups and their parents, in CPUs; infinity without one.
-
-    As set by `docker run --cpus` or Kubernetes. root: of the file system.
-    """
+    """The smallest quota of this process's cgroups and their parents (`docker run --cpus`); infinity without one."""
     quotas = [math.inf]
     for version, folder in cgroup_folders("cpu", root):
         files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]

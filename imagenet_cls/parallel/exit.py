@@ -1,7 +1,4 @@
-"""The end of a process: Ctrl-C, error files in torchelastic's format, exit codes, messages, SLURM's requeue.
-
-Imports no torch.
-"""
+"""The end of a process: Ctrl-C, torchelastic's error files, exit codes, messages, SLURM's requeue. Imports no torch."""
 
 import contextlib
 import ctypes

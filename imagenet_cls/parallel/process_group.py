@@ -254,13 +254,10 @@ def rendezvous_error(
 
 
 def leave_group(group: Group, failed: bool) -> None:
-    """Leave the other ranks: together with them, at the end or at a stop of the run, or alone after this rank's error.
-
-    Each waits for all others: rank 0 may still be saving, and a launcher ends all ranks once one has failed.
-    """
+    """Leave the other ranks: together with them, at the end or a stop of the run, or alone after this rank's error."""
     if group.cpu_group is None:
         return
-    if not failed:
+    if not failed:  # wait for all: rank 0 may be saving, and a launcher ends all ranks once one has failed
         if group.heartbeat is not None:
             group.heartbeat.aborts = False
         with contextlib.suppress(RuntimeError):

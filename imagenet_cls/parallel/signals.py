@@ -69,10 +69,7 @@ class StopSignalHandler:
             self.check()
 
     def check(self) -> None:
-        """Raise StopRequested on all ranks at the same step, if any of them has received a stop signal.
-
-        All ranks must call it equally often.
-        """
+        """Raise StopRequested on all ranks at the same step, if any of them received a stop signal. A collective."""
         self._steps = 0
         number = self.signal
         if self.group.cpu_group is not None:
