@@ -55,14 +55,10 @@ def _data_rules(c: Config) -> Iterator[tuple[str, str]]:
     data, growth, size_px = c.data, c.augment.progressive, c.augment.size_px
     has_files = data.name != "synthetic" and ":" not in data.name
     if has_files and data.val is None and data.val_fraction is None and data.fold is None:
-        yield (
-            "data.val",
-            "is null like data.val_fraction and data.fold; name a folder, or set data.val_fraction: 0.1",
-        )
-    if data.name == "list" and data.train == "train":  # the default, a folder
-        yield "data.train", "'train' is a folder; data.name list needs a file, such as train.txt"
-    if data.name == "list" and data.val == "val":
-        yield "data.val", "'val' is a folder; data.name list needs a file, such as val.txt"
+        yield "data.val", "is null like data.val_fraction and data.fold; name a folder, or set data.val_fraction: 0.1"
+    for key, part, folder in (("data.train", data.train, "train"), ("data.val", data.val, "val")):
+        if data.name == "list" and part == folder:  # the default
+            yield key, f"{part!r} is a folder; data.name list needs a file, such as {part}.txt"
     if data.fold is not None and data.fold[0] >= data.fold[1]:
         yield "data.fold", f"{format_value(data.fold)} is not a fold and the number of folds, such as [0, 5]"
     if isinstance(data.classes, list) and len(set(data.classes)) != max(len(data.classes), 1):

@@ -50,7 +50,7 @@ _OTHER_NAMES = {
     "parallel.device_ids=[0] (the GPUs to use)": "gpu_id gpu_ids",
     "log.every_steps": "p print_freq log_interval",
     "log.writers=[jsonl,tensorboard,wandb]": "wandb log_wandb use_wandb",
-    "train.early_stop.patience_evals": "early_stopping patience patience_epochs",
+    "train.early_stop.patience_evals": "early_stopping early_stop",
     "give the config as an argument, without an option": "config cfg",
     f"use {command_line('test')} CONFIG CHECKPOINT": "test_only eval_only e evaluate validate",
     "use --work-dir": "output output_dir out_dir save_dir",

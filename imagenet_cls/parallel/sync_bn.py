@@ -92,7 +92,7 @@ class _Normalize(torch.autograd.Function):
         """Returns the output and, for the running statistics, all ranks' mean (C,) and unbiased variance (C,)."""
         channels, shape = input.shape[1], _per_channel(input)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        variance, mean = torch.var_mean(wide, _all_but_channels(input), correction=0)
+        variance, mean = torch.var_mean(wide, [0, *range(2, input.ndim)], correction=0)
         count = mean.new_full((1,), input.numel() / channels)
         own = torch.cat([mean, variance, count])
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -118,7 +118,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of the sum of all ranks' losses for this rank's input; this rank's share for weight and bias."""
         input, weight, bias, mean, inverse_std, total = ctx.saved_tensors
-        shape, others = _per_channel(input), _all_but_channels(input)
+        shape, others = _per_channel(input), [0, *range(2, input.ndim)]
         grad = grad.to(mean.dtype)
         normalized = (input.to(mean.dtype) - mean.view(shape)) * inverse_std.view(shape)
         sums = torch.stack([grad.sum(others), (grad * normalized).sum(others)])
@@ -136,7 +136,3 @@ class _Normalize(torch.autograd.Function):
 def _per_channel(input: Tensor) -> list[int]:
     """The shape with which a tensor (C,) broadcasts over `input`'s channels."""
     return [1, -1, *[1] * (input.ndim - 2)]
-
-
-def _all_but_channels(input: Tensor) -> list[int]:
-    return [0, *range(2, input.ndim)]
