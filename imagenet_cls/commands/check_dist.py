@@ -16,7 +16,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, join_group, run_command
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.collectives import mark_printed_by_main
+from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
 from imagenet_cls.parallel.environment import RankInfo, name_ranks
 from imagenet_cls.parallel.process_group import Group, check_backend
 
@@ -97,9 +97,7 @@ def check_ranks(arguments: argparse.Namespace, loaded: LoadedConfig, group: Grou
 
 def raise_problems(group: Group, own: RankReport, show_always: bool = False) -> None:
     """Gather the reports, print them on rank 0, and raise ResourceError with their problems on every rank."""
-    reports = [own] * group.world_size
-    if group.cpu_group is not None:
-        dist.all_gather_object(reports, own, group=group.cpu_group)
+    reports = gather_on_all(own, group)
     problems = rank_problems(reports)
     if group.is_main and (problems or show_always or group.world_size == 1):
         print(table(reports))

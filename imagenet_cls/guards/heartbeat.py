@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch.distributed as dist
-
 from imagenet_cls.errors import ResourceError
+from imagenet_cls.parallel.collectives import gather_on_all
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.exit import abort_rank, restart_advice
 from imagenet_cls.parallel.process_group import Group
@@ -49,9 +48,7 @@ def start_heartbeat(group: Group, timeout_sec: float) -> "Heartbeat | None":
     if group.cpu_group is None:
         return None
     heartbeat = Heartbeat(group.rank, group.address, timeout_sec)
-    members = [heartbeat.me] * group.world_size
-    dist.all_gather_object(members, heartbeat.me, group=group.cpu_group)
-    heartbeat.start(members, partial(abort_rank, group.rank_info))
+    heartbeat.start(gather_on_all(heartbeat.me, group), partial(abort_rank, group.rank_info))
     return heartbeat
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_cls.errors import NonFiniteError, UserError
-from imagenet_cls.parallel.collectives import mark_printed_by_main
+from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group
 
@@ -69,16 +68,10 @@ class NonFiniteGuard:
         return math.isfinite(record["loss"]) and (self.fp16 or "skipped" not in record)
 
     def _error(self, record: dict[str, Any], own_loss: float) -> UserError:
-        """A collective. Names the ranks whose own loss was not finite. Where all were finite, only the gradient
-        overflowed, and after the all-reduce it is not known on which rank.
-        """
+        """Names the ranks whose own loss was not finite, if any. Else only the gradient overflowed. A collective."""
         step = record["step"]
         samples = self.samples_of(step)
-        mine = (math.isfinite(own_loss), len(samples), list(samples[:_SHOWN]))
-        seen: list[Any] = [mine]
-        if self.group.cpu_group is not None:
-            seen = [None] * self.group.world_size
-            dist.all_gather_object(seen, mine, group=self.group.cpu_group)
+        seen = gather_on_all((math.isfinite(own_loss), len(samples), list(samples[:_SHOWN])), self.group)
         with_nan = [rank for rank, (is_finite, _, _) in enumerate(seen) if not is_finite]
         suspects = with_nan or list(range(self.group.world_size))
         if self.group.rank in suspects:

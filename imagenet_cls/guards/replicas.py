@@ -12,12 +12,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.collectives import mark_printed_by_main
+from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group
 
@@ -166,12 +165,10 @@ def check_equal_on_ranks(tensors: Mapping[str, Tensor], group: Group, when: str,
     if group.cpu_group is None:
         return
     sums = tensor_hashes(tensors)
-    digests: list[str] = [""] * group.world_size
-    dist.all_gather_object(digests, _digest(sums), group=group.cpu_group)
+    digests = gather_on_all(_digest(sums), group)
     if len(set(digests)) == 1:
         return
-    everything: list[tuple[str, dict[str, int]]] = [("", {})] * group.world_size
-    dist.all_gather_object(everything, (socket.gethostname(), sums), group=group.cpu_group)
+    everything = gather_on_all((socket.gethostname(), sums), group)
     (common, count), *_ = Counter(digests).most_common()
     reference = digests.index(common) if count > group.world_size / 2 else 0
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[reference]]

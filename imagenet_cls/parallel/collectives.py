@@ -52,13 +52,17 @@ def gather_shards(shard: Tensor, num_rows: int, group: Group) -> Tensor:
     return gathered
 
 
+def gather_on_all(value: T, group: Group) -> list[T]:
+    """The values of all ranks, which are pickled, in the order of ranks, on every rank."""
+    values = [value] * group.world_size
+    if group.cpu_group is not None:
+        dist.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
 def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int]]:
     """Names of values that differ from rank 0's, with the ranks where they do; the same result on every rank."""
-    if group.cpu_group is None:
-        return {}
-    gathered: list[dict[str, str]] = [{}] * group.world_size
-    dist.all_gather_object(gathered, values, group=group.cpu_group)
-    found = {}
+    gathered, found = gather_on_all(values, group), {}
     for name in sorted(set().union(*gathered)):
         ranks = [rank for rank, other in enumerate(gathered) if other.get(name) != gathered[0].get(name)]
         if ranks:
@@ -71,11 +75,10 @@ def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[s
     if group.cpu_group is None:
         assert tensors is not None
         return tensors
-    own = tensors if group.is_main and tensors else {}
-    listing = [[(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]]
-    dist.broadcast_object_list(listing, src=0, group=group.cpu_group)
+    own = tensors or {}
+    listing = run_on_main(group, lambda: [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()])
     received = {}
-    for name, dtype, shape in listing[0]:
+    for name, dtype, shape in listing:
         tensor = own[name].contiguous() if group.is_main else torch.empty(shape, dtype=dtype)
         if tensor.numel():  # as bytes: gloo does not support every dtype
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=group.cpu_group)
