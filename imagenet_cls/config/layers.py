@@ -68,7 +68,7 @@ class Layers:
         if isinstance(parent, Tree):
             parent.pop(last, None)
         if key == "optimizer":
-            kwargs = DEFAULT_KWARGS.get(optimizer or keys.default_of("optimizer.name"), {})
+            kwargs = DEFAULT_KWARGS.get(str(optimizer or keys.default_of("optimizer.name")), {})
             self.tree[key] = Tree({"kwargs": Tree(kwargs)})
 
     def add_file(self, path: Path, chain: tuple[Path, ...] = (), place: str = "") -> None:

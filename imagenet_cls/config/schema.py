@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Kwargs = dict[str, Any]
 Size = int | list[int]  # of an image in pixels: the side of a square, or [height, width]
@@ -63,8 +63,7 @@ def format_size(size_px: Size) -> str:
     return f"{height} px" if height == width else f"{height} x {width} px"
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """When a key has an effect. text: what has to be the case. is_met: takes the whole Config."""
 
     text: str
@@ -121,23 +120,17 @@ FACTORIES = (
 # When keys have an effect.
 READS_FILES = Condition("data.name folder, list or digits", lambda c: c.data.name in ("folder", "list", "digits"))
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
-HOLDS_OUT = Condition(
-    "data.val_fraction or data.fold", lambda c: c.data.val_fraction is not None or c.data.fold is not None
-)
+HOLDS_OUT = Condition("data.val_fraction or data.fold", lambda c: any((c.data.val_fraction, c.data.fold)))
 PROGRESSIVE = Condition("augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None)
 CROPS_RANDOMLY = Condition("augment.crop random_resized", lambda c: c.augment.crop == "random_resized")
 PADS = Condition("augment.crop pad_crop", lambda c: c.augment.crop == "pad_crop")
-JITTERS = Condition(
-    "brightness, contrast, saturation or hue above 0",
-    lambda c: any(getattr(c.augment.color_jitter, name) for name in ("brightness", "contrast", "saturation", "hue")),
-)
+JITTERS = Condition("brightness, contrast, saturation or hue above 0", lambda c: c.augment.color_jitter.is_on)
 ERASES = Condition("augment.erasing.prob above 0", lambda c: c.augment.erasing.prob > 0)
 MIXES = Condition("mix.mixup_alpha or mix.cutmix_alpha above 0", lambda c: c.mix.is_on)
 MIXES_BOTH_WAYS = Condition("mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_is_on)
 NO_CUTMIX_SIDES = Condition("mix.cutmix_minmax null", lambda c: c.mix.cutmix_minmax is None)
 MIXING_ENDS = Condition(
-    "mixing, and at most train.epochs as its value",
-    lambda c: c.mix.is_on and (c.mix.off_epoch is None or c.mix.off_epoch <= c.train.epochs),
+    "mixing, and at most train.epochs as its value", lambda c: c.mix.is_on and (c.mix.off_epoch or 0) <= c.train.epochs
 )
 DISTILS = Condition("distill.kind soft or hard", lambda c: c.distill.kind != "none")
 DISTILS_SOFTLY = Condition("distill.kind soft", lambda c: c.distill.kind == "soft")
@@ -262,6 +255,10 @@ class ColorJitterConfig:
     saturation: float = key(0.0, JITTER)
     # Shift drawn from [-x, x], in turns of the color circle.
     hue: float = key(0.0, Range(0, 0.5))
+
+    @property
+    def is_on(self) -> bool:
+        return any((self.brightness, self.contrast, self.saturation, self.hue))
 
 
 @dataclass(frozen=True)
