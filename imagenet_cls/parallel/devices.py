@@ -67,9 +67,12 @@ def choose_devices(device: str, ids: Sequence[int] | None, output_id: int | None
 
     output_id: None for the first. With fewer than two visible GPUs the model runs on one device.
     """
-    if device == "cpu" or visible < 2:
-        only = torch.device("cpu" if device == "cpu" or visible == 0 else "cuda:0")
-        return Devices((only,), only, f"parallel.mode=dp: there is one device, so the model runs on {only}")
+    if device == "cpu" or visible == 0:
+        cpu = torch.device("cpu")
+        return Devices((cpu,), cpu, "parallel.mode=dp: no GPU is used, so the model runs on the CPU")
+    if visible == 1:
+        only = torch.device("cuda", 0)
+        return Devices((only,), only, "parallel.mode=dp: one GPU is visible, so the model runs on it")
     chosen = list(range(visible)) if ids is None else list(ids)
     output = chosen[0] if output_id is None else output_id
     if absent := sorted({index for index in (*chosen, output) if index >= visible}):
