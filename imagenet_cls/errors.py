@@ -1,7 +1,4 @@
-"""Errors that a user can cause, with the exit codes that a shell sees. Any other exception is a bug (exit code 1).
-
-A message has at most three lines: what is wrong, where, what to do.
-"""
+"""Errors that a user can cause, with exit codes. A message has at most three lines: what, where, what to do."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,4 @@
-"""Keys for random draws.
-
-Before each random draw the generators are seeded with a hash of a key, such as `(seed, epoch, index, view)` for a
-sample or `(seed, step, micro_batch, rank)` for a micro-batch.
-"""
+"""Before each random draw the generators are seeded with a hash of a key, such as `(seed, epoch, index, view)`."""
 
 import random
 from collections.abc import Iterator

@@ -53,10 +53,7 @@ def start_heartbeat(group: Group, timeout_sec: float) -> "Heartbeat | None":
 
 
 class Heartbeat:
-    """The heartbeat of one rank; `close` it before the process ends.
-
-    Times are in seconds of a clock (`_now`) that does not advance while this process is stopped.
-    """
+    """The heartbeat of one rank; `close` it before the process ends."""
 
     def __init__(self, rank: int, address: str, timeout_sec: float):
         self.timeout_sec = timeout_sec
@@ -132,7 +129,7 @@ class Heartbeat:
         return {rank: now - at for rank, at in dict(self._heard).items() if rank not in ended}
 
     def _now(self) -> float:
-        # A longer round is not counted: the process was stopped, or its threads could not run.
+        # In seconds, without a longer round: the process was stopped, or its threads could not run.
         return self._listened_sec + min(time.monotonic() - self._round_began, 2 * self._interval_sec)
 
     def _run_thread(self, abort: Callable[[ResourceError], None]) -> None:

@@ -1,8 +1,4 @@
-"""Detects diverged replicas: ranks whose parameters, BatchNorm buffers, EMA or optimizer state differ in any bit.
-
-Hashes of these tensors are compared every `parallel.check_every_steps` steps and before each checkpoint, and those of
-all parameters and buffers at the start.
-"""
+"""Detects diverged replicas: ranks whose parameters, BatchNorm buffers, EMA or optimizer state differ in any bit."""
 
 import hashlib
 import socket

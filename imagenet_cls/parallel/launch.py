@@ -48,12 +48,9 @@ def configure_agent(
 ) -> LaunchConfig:
     """The configuration of the elastic agent that starts this machine's ranks.
 
-    gpus: ranks on this machine. nodes: machines; `1:4` for an elastic job. timeout_sec: longest wait for other
-    machines. A fixed number of machines uses the static rendezvous. Agents that may restart ranks, and a single machine
-    without a given port, use c10d. Any machine may then get rank 0.
-
-    Raises UsageError for options that contradict each other or a wrong `PET_RDZV_CONF`, ResourceError for a rendezvous
-    file of an earlier run.
+    nodes: machines; `1:4` for an elastic job. Agents that may restart ranks, and a single machine without a given port,
+    use a c10d rendezvous, in which any machine may get rank 0; others the static one. Raises UsageError for options
+    that contradict each other or a wrong `PET_RDZV_CONF`, ResourceError for a rendezvous file of an earlier run.
     """
     first, _, last = nodes.partition(":")
     min_nodes, max_nodes = int(first), int(last or first)
@@ -82,8 +79,7 @@ def configure_agent(
         rdzv_endpoint=str(rendezvous),
         rdzv_configs={"rank": node_rank, "timeout": math.ceil(timeout_sec)} if static else elastic_options(os.environ),
         local_addr=None if static else address_towards(rendezvous.host),
-        # No signal is left to the agent, whose handler raises for each one, also during the clean-up.
-        signals_to_handle="",
+        signals_to_handle="",  # the agent's handler raises for each signal, also during the clean-up
         shutdown_timeout=_STOP_TIMEOUT_SEC,
     )
 
@@ -94,10 +90,8 @@ def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
     for item in filter(None, env.get("PET_RDZV_CONF", "").split(",")):
         name, _, value = item.partition("=")
         if not (value.isdecimal() and int(value) > 0):
-            example = "last_call_timeout=10,join_timeout=600"
-            raise UsageError(
-                f"PET_RDZV_CONF: {item!r} is not a number of seconds.\nSet it as in {example}, or unset it."
-            )
+            remedy = "Set it as in last_call_timeout=10,join_timeout=600, or unset it."
+            raise UsageError(f"PET_RDZV_CONF: {item!r} is not a number of seconds.\n{remedy}")
         options[name] = int(value)
     return options
 

@@ -1,8 +1,4 @@
-"""The ranks of a run as one group: backend, rendezvous, and process groups.
-
-The main process group (nccl or gloo) reduces gradients. The CPU group (gloo) carries what is not a gradient: stop
-requests, rank 0's results, checkpoint state.
-"""
+"""The ranks of a run: rendezvous, the main process group for gradients, and a gloo group on the CPU for all else."""
 
 import contextlib
 import os

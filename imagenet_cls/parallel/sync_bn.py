@@ -1,8 +1,4 @@
-"""BatchNorm over the images of all ranks (`parallel.sync_bn`).
-
-On GPUs layers become torch's SyncBatchNorm (timm's variant for its fused layers). That one does not support CPU
-tensors, so on CPUs they become the `SyncBatchNorm` defined here.
-"""
+"""BatchNorm over the images of all ranks: torch's SyncBatchNorm on GPUs; on CPUs, which it lacks, the one below."""
 
 from typing import Any
 

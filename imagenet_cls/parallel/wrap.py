@@ -59,8 +59,7 @@ def gradient_sync(wrapped: nn.Module, enabled: bool) -> AbstractContextManager:
 def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
     """Make DDP rebuild its gradient buckets now, before the first step and before any state is loaded.
 
-    Makes two passes, clears the gradients and restores the buffers. Else DDP rebuilds them after the first backward,
-    and a resumed run sums its first step in another order than an uninterrupted one (docs/architecture.md).
+    Makes two passes, clears the gradients and restores the buffers. See "DDP's buckets" in docs/architecture.md.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
@@ -90,10 +89,7 @@ class AutocastDataParallel(nn.DataParallel):
 
 
 def with_callers_autocast(replica: Callable[..., Tensor], device_type: str) -> Any:
-    """`replica`, for a call in another thread with this thread's autocast.
-
-    torch's DataParallel passes on whether it is enabled, but not the dtype: bfloat16 would become float16.
-    """
+    """`replica`, for a call in another thread with this thread's autocast, of which torch passes on no dtype."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
     def forward(*arguments: Any, **keywords: Any) -> Tensor:
