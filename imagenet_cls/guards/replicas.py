@@ -110,7 +110,8 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     }
     sums: dict[str, int] = {}
     for device in {tensor.device for tensor in integers.values()}:
-        factors = _factors(2 * _ROW, device)
+        mixed = torch.arange(1, 2 * _ROW + 1, device=device).mul_(_GOLDEN)
+        factors = mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN).bitwise_or_(1)  # an odd 64-bit number for each position
         here = {name: _hash(tensor, factors) for name, tensor in integers.items() if tensor.device == device}
         sums |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
     return {name: sums[name] for name in tensors}
@@ -128,12 +129,6 @@ def _hash(integers: Tensor, factors: Tensor) -> Tensor:
     rest = integers[in_rows:]
     sums = torch.cat([*rows, (in_row[: rest.numel()] * rest).sum().view(1)])
     return (sums * of_row[: sums.numel()]).sum()
-
-
-def _factors(count: int, device: torch.device) -> Tensor:
-    """An odd 64-bit number for each position, (count,)."""
-    mixed = torch.arange(1, count + 1, device=device).mul_(_GOLDEN)
-    return mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN).bitwise_or_(1)
 
 
 def model_digest(model: nn.Module) -> str:

@@ -78,17 +78,13 @@ def choose_devices(device: str, ids: Sequence[int] | None, output_id: int | None
     if absent := sorted({index for index in (*chosen, output) if index >= visible}):
         key = "device_ids" if set(absent) & set(chosen) else "output_device"
         raise UsageError(
-            f"parallel.{key} names GPU {_listing(absent)}, but {visible} are visible here: 0 to {visible - 1}.\n"
+            f"parallel.{key} names GPU {', '.join(map(str, absent))}, but {visible} are visible: 0 to {visible - 1}.\n"
             "Number GPUs from 0 in the order of CUDA_VISIBLE_DEVICES."
         )
     note = (
-        f"parallel.mode=dp: DataParallel on GPUs {_listing(chosen)} of one process. DistributedDataParallel is faster: "
+        f"parallel.mode=dp: DataParallel on GPUs {chosen} of one process. DistributedDataParallel is faster: "
         f"leave parallel.mode at auto and start with `{command_line('train')} CONFIG --gpus {len(chosen)}`"
         if len(chosen) > 1
         else f"parallel.mode=dp: only GPU {chosen[0]} is named, so the model runs on it"
     )
     return Devices(tuple(torch.device("cuda", index) for index in chosen), torch.device("cuda", output), note)
-
-
-def _listing(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids))

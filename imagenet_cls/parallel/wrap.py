@@ -118,7 +118,7 @@ class BatchNormStatistics:
 
     def store_current(self) -> None:
         """Store the current values, to which `sync` returns after a skipped step. Call it after loading state."""
-        self.last = self._flat() if self.buffers else None
+        self.last = torch.cat(self.buffers) if self.buffers else None
 
     @torch.no_grad()
     def sync(self, skipped: Tensor) -> None:
@@ -128,9 +128,8 @@ class BatchNormStatistics:
         if self.are_equal and skipped.is_cpu and not skipped.item():  # nothing to write back; on a CPU no wait
             torch.cat(self.buffers, out=self.last)
             return
-        flat = self._flat() if self.are_equal else all_reduce_mean(self._flat(), self.group)
+        flat = torch.cat(self.buffers)
+        if not self.are_equal:
+            all_reduce_mean(flat, self.group)
         torch.where(skipped, self.last, flat, out=self.last)
         torch.split_with_sizes_copy(self.last, self.sizes, out=self.buffers)
-
-    def _flat(self) -> Tensor:
-        return torch.cat(self.buffers)
