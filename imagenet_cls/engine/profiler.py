@@ -18,11 +18,15 @@ class StepProfiler:
         self._profile: Any = None
         self._first = 0
 
-    def update(self, step: int) -> str | None:
-        """Start or end the profile if it is due after `step` steps. Returns a message if it has ended."""
+    def update(self, step: int, ends: bool = False) -> str | None:
+        """Start or end the profile if it is due after `step` steps; with `ends`, end it in any case.
+
+        Returns a message after its trace and its table of operators were written, or could not be.
+        """
         if self._steps is None:
             return None
-        if self._profile is None and self._steps[0] - 1 <= step < self._steps[1]:
+        first, last = self._steps
+        if self._profile is None and first - 1 <= step < last and not ends:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its messages on stderr are not for users
             from torch.profiler import ProfilerActivity, profile
 
@@ -30,18 +34,13 @@ class StepProfiler:
             activities += [ProfilerActivity.CUDA] if self._device_type == "cuda" else []
             self._profile, self._first = profile(activities=activities), step + 1
             self._profile.start()
-        elif self._profile is not None and step >= self._steps[1]:
-            return self.end(step)
+        elif self._profile is not None and (ends or step >= last):
+            ended, self._profile = self._profile, None
+            ended.stop()
+            return self._write(ended, step) if step >= self._first else None
         return None
 
-    def end(self, step: int) -> str | None:
-        """End a profile that is in progress; write a trace and a table of operators. Returns a message about them."""
-        profile, self._profile = self._profile, None
-        if profile is None:
-            return None
-        profile.stop()
-        if step < self._first:
-            return None
+    def _write(self, profile: Any, step: int) -> str:
         name = f"steps-{self._first:07d}-{step:07d}"
         trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
         order = f"self_{'cuda' if self._device_type == 'cuda' else 'cpu'}_time_total"

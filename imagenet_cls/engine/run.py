@@ -86,7 +86,7 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
             report_start(loaded, parts, reporter, options.work_dir, progress)
             for message in messages:
                 reporter.event(progress.step, message)
-            # Before the collectives of the other ranks time out and the launcher ends this process.
+            # Earlier than the collectives of the other ranks time out.
             hang_log = HangLog(log_file(options.work_dir, group.rank), 0.9 * config.parallel.timeout_sec)
             profiled = config.train.profile if group.is_main else None
             profiler = StepProfiler(profiled, options.work_dir / "profile", group.device.type)
@@ -255,9 +255,8 @@ class Run:
 
     def profile(self, ends: bool = False) -> None:
         """Start or end the profile of `train.profile` if that is due. ends: end it in any case."""
-        profiler, step = self.profiler, self.progress.step
-        if profiler and (message := profiler.end(step) if ends else profiler.update(step)):
-            self.reporter.event(step, message)
+        if self.profiler and (message := self.profiler.update(self.progress.step, ends)):
+            self.reporter.event(self.progress.step, message)
 
     def log_steps(self) -> None:
         """Report the steps since the last call, and raise NonFiniteError after too many non-finite ones in a row."""
@@ -265,10 +264,9 @@ class Run:
         if records:
             self.stop_signals.set_interval(*self.meter.last_interval)
         self.reporter.report_steps(records)
-        if line := self.data_wait_check.warning(records):
-            self.reporter.event(self.progress.step, line)
-        if line := self.nonfinite_guard.count_and_describe(records):
-            self.reporter.event(self.progress.step, line)
+        for line in (self.data_wait_check.warning(records), self.nonfinite_guard.count_and_describe(records)):
+            if line is not None:
+                self.reporter.event(self.progress.step, line)
         self.nonfinite_guard.check(records, self.meter.own_losses)
 
     def save(self) -> None:
@@ -323,29 +321,24 @@ class Run:
             progress.latest[name] = {field: value for field, value in result.items() if field != "seconds"}
             best = progress.best.get(name, {})
             is_better = metric not in best or score(result, metric) > score(best, metric)
-            # NaN logits have a top-1 too (topk sorts NaN first), so the loss must be finite.
-            if isfinite(result["loss"]) and is_better:
+            if isfinite(result["loss"]) and is_better:  # NaN logits have a top-1, too: topk sorts NaN first
                 progress.best[name] = {metric: result[metric], "step": progress.step}
                 improved = True
         progress.evaluated_step = progress.step
-        # The plateau schedule does not count an extra evaluation after the last step (`max_steps`, or a number of
-        # epochs that is not a multiple of every_epochs).
+        # Not an extra evaluation after the last step (`max_steps`, or epochs that are no multiple of every_epochs).
         if self.at_scheduled_evaluation:
             progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
             results = progress.latest[list(models)[-1]]
             progress.history.append({metric: results[metric] for metric in METRICS.values()})
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
         if progress.stopped_early and progress.step < parts.plan.total_steps:
-            stop, compared = parts.config.train.early_stop, list(models)[-1]
-            text = f"no better {stop.metric} of the {compared} weights in {stop.patience_evals} evaluations"
+            stop = parts.config.train.early_stop
+            text = f"no better {stop.metric} of the {list(models)[-1]} weights in {stop.patience_evals} evaluations"
             self.reporter.event(progress.step, f"stopped early: {text} (train.early_stop)")
         return improved
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """This rank's validation batches, with a progress bar.
-
-        Before each batch that all ranks have, raises StopRequested after a stop signal.
-        """
+        """This rank's validation batches, with a progress bar. Raises StopRequested after a stop signal."""
         evaluation, world_size = self.parts.evaluation, self.parts.group.world_size
         # Shards differ by at most one image. `check` is a collective: not called before a batch that a rank lacks.
         batch_size = self.parts.config.eval.batch_size * self.parts.plan.devices

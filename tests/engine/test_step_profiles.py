@@ -54,7 +54,7 @@ def test_rank_0_of_two_writes_the_profile(rank_server: RankServer, digits: Path,
 def test_unprofiled_run_imports_nothing() -> None:
     code = (
         "import sys; from imagenet_cls.engine.profiler import StepProfiler; before = set(sys.modules)\n"
-        "profiler = StepProfiler(None, None, 'cpu'); assert profiler.update(3) is profiler.end(4) is None\n"
+        "profiler = StepProfiler(None, None, 'cpu'); assert profiler.update(3) is profiler.update(4, True) is None\n"
         "assert set(sys.modules) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=environment(), cwd=REPOSITORY)
@@ -64,4 +64,4 @@ def test_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     profiler = StepProfiler([1, 1], tmp_path / "missing" / "profile", "cpu")
     assert profiler.update(0) is None
     assert "warning: train.profile: could not write" in str(profiler.update(1))
-    assert profiler.update(2) is None is profiler.end(3)
+    assert profiler.update(2) is None is profiler.update(3, True)
