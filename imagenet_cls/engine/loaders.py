@@ -151,8 +151,6 @@ class DataWaitCheck:
         if self.num_workers < int(self.cpus) - 1:
             return f"increase data.num_workers: {self.num_workers} workers of a rank that may use {self.cpus:g} CPUs"
         decodes_regions = self.decode == "auto" and find_turbojpeg() is not None
-        return (
-            f"the rank may use {self.cpus:g} CPUs for {self.num_workers} workers, so give it more CPUs, "
-            + ("" if decodes_regions else "use data.decode=auto with libjpeg-turbo 3, ")
-            + "store smaller images, or store them on a faster disk"
-        )
+        decoder = "" if decodes_regions else "use data.decode=auto with libjpeg-turbo 3, "
+        cpus = f"the rank may use {self.cpus:g} CPUs for {self.num_workers} workers, so give it more CPUs"
+        return f"{cpus}, {decoder}store smaller images, or store them on a faster disk"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 from unicodedata import normalize
 
 import torch
@@ -166,14 +166,9 @@ def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str
 
 def run_on_main_first(group: Group, action: Callable[[], T]) -> T:
     """Run `action` on rank 0, then on the others: an error of rank 0 (a missing file, no network) is raised once."""
-    result: T | None = None
-
-    def on_main() -> None:
-        nonlocal result
-        result = action()
-
-    run_on_main(group, on_main)
-    return cast(T, result) if group.is_main else action()
+    results: list[T] = []
+    run_on_main(group, lambda: results.append(action()))
+    return results[0] if group.is_main else action()
 
 
 def choose_mean_std(config: Config, model: nn.Module) -> tuple[list[float], list[float]]:

@@ -31,9 +31,7 @@ from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError, format_value
 from imagenet_cls.guards.agreement import versions
 from imagenet_cls.models.weights import state_dict_mismatch
-from imagenet_cls.optim.build import build_optimizer, state_copies
-from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.optim.schedule import BUILT_IN, build_schedule, scaled_lr
+from imagenet_cls.optim.build import state_copies
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.report.reporter import Reporter
 
@@ -41,8 +39,6 @@ from imagenet_cls.report.reporter import Reporter
 _FIXED = {"optimizer.name", "training images", "classes"}
 _ROUNDING = {"ranks", "CPU threads", "versions"}
 _ENVIRONMENT = {"validation images", "validation files", "steps per epoch", *_ROUNDING}
-# Larger jumps of the learning rate at a resume are reported.
-_LARGEST_LR_RATIO = 2.0
 # Changes that an error lists.
 _SHOWN = 4
 
@@ -135,9 +131,7 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
             if snapshot.state["config"]["model"]["name"] != parts.config.model.name:
                 check_same_model(parts.model, snapshot.model, snapshot.path)
             messages += check_resumable(snapshot.state, parts, options.allow_change, snapshot.path)
-            messages += lr_warning(snapshot.state, parts, snapshot.path)
             check_same_model(parts.model, snapshot.model, snapshot.path)
-            check_optimizer_state(snapshot, parts.config.optimizer, group.device)
         return replace(snapshot, model={}, optimizer={}, ema=None if snapshot.ema is None else {}), messages
 
     received = run_on_main(group, read)
@@ -209,7 +203,14 @@ def check_resumable(
         for name in names
         if before.get(name) != now.get(name)
     }
-    if fixed := [line for name, line in changed.items() if name in _FIXED]:
+    # An argument that is switched on, such as amsgrad, may need state of the optimizer that the checkpoint lacks.
+    switched_on = {
+        name
+        for name in changed
+        if name.startswith("optimizer.kwargs.")
+        and (now.get(name) is True or (name.endswith(".momentum") and not before.get(name)))
+    }
+    if fixed := [line for name, line in changed.items() if name in _FIXED | switched_on]:
         raise CheckpointError(
             f"a run can't resume with another optimizer or other training images: {'; '.join(fixed)}\n"
             "Restore them, or start a new run from the checkpoint's weights: model.checkpoint=CHECKPOINT"
@@ -231,54 +232,10 @@ def check_resumable(
     return lines
 
 
-def lr_warning(state: dict[str, Any], parts: TrainingParts, path: Path | None) -> list[str]:
-    """A warning if the run resumes at another learning rate than planned, because its config or data have changed."""
-    progress, before = Progress(**state["progress"]), config_from_state(state, path)
-    if progress.step == 0 or before.schedule.name not in BUILT_IN:  # the code of a user may be gone
-        return []
-    lr, _ = scaled_lr(before.optimizer, before.train.global_batch_size)
-    schedule = build_schedule(before.schedule, lr, state["plan"]["steps_per_epoch"], before.train.epochs)
-    last, planned = (schedule(step, progress.evaluations) for step in (progress.step - 1, progress.step))
-    now = parts.schedule(progress.step, progress.evaluations)
-    if max(now, planned) <= _LARGEST_LR_RATIO * min(now, planned):
-        return []
-    low = f"model.checkpoint={path} optimizer.lr={max(last, lr / 100):.2g}"
-    advice = f"; for more steps at a low one, start a new run: {low}"
-    jump = f"from {last:.3g} in the last step to {now:.3g} in the next one"
-    return [f"warning: the learning rate changes {jump}{advice if now > planned else ''}"]
-
-
 def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:
     """The names in `optimizer.kwargs` whose values differ from those in a checkpoint's `state.json`."""
     before = state["config"]["optimizer"]["kwargs"]
     return sorted(name for name in {*before, *now.kwargs} if before.get(name) != now.kwargs.get(name))
-
-
-def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torch.device) -> None:
-    """Raise CheckpointError if a changed argument of the optimizer needs state that the checkpoint lacks.
-
-    Tried with one layer, since optimizers differ: SGD starts a momentum at any step, AdamW no `amsgrad`.
-    """
-    changed = changed_arguments(snapshot.state, now)
-    if not changed:
-        return
-    layer = nn.Linear(2, 3, device=device)
-    layer(torch.ones(1, 2, device=device)).sum().backward()
-    before = config_from_state(snapshot.state, snapshot.path).optimizer
-    old, new = (
-        build_optimizer(config, parameter_groups(layer, replace(config, layer_decay=None, lr_scales={})))
-        for config in (before, now)
-    )
-    old.step()
-    load_optimizer(layer, new, *optimizer_to_tensors(layer, old), changed)
-    try:
-        new.step()
-    except KeyError as error:
-        raise CheckpointError(
-            f"{snapshot.path}: its optimizer state has no {error}, which {now.name} needs after the change of "
-            f"optimizer.kwargs ({', '.join(changed)}).\n"
-            f"Restore them, or start a new run from the checkpoint's weights: model.checkpoint={snapshot.path}"
-        ) from error
 
 
 def run_conditions(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors, mean_std
 from imagenet_cls.checkpoint.select import load_best
@@ -126,24 +126,21 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
             warnings=[*damage, *removed_key_warnings(snapshot.state["config"])],
             best=best,
         )
-    for name, tensors in (("raw", snapshot.model), ("ema", snapshot.ema)):
-        if tensors is not None:
-            trained.models[name] = _checkpoint_model(trained, without_split_bn(tensors), snapshot.path)
-    return trained
-
-
-def _checkpoint_model(trained: TrainedModels, tensors: dict[str, Tensor], path: Path) -> nn.Module:
-    name = trained.config.model.name
     remedy = "Start from the folder that has its module, with the library versions named in its state.json."
-    with invalid_content_errors(path, f"its model {name} can't be built here", remedy):
-        model = build_bare_model(trained.config, trained.num_classes)
-    if mismatch := state_dict_mismatch(model.state_dict(), tensors):
-        raise CheckpointError(
-            f"{path}: does not fit {name} as the installed library builds it: {mismatch}\n"
-            "Install the versions named in its state.json."
-        )
-    model.load_state_dict(tensors)
-    return model
+    for name, stored in (("raw", snapshot.model), ("ema", snapshot.ema)):
+        if stored is None:
+            continue
+        with invalid_content_errors(snapshot.path, f"its model {config.model.name} can't be built here", remedy):
+            model = build_bare_model(config, trained.num_classes)
+        tensors = without_split_bn(stored)
+        if mismatch := state_dict_mismatch(model.state_dict(), tensors):
+            raise CheckpointError(
+                f"{snapshot.path}: does not fit {config.model.name} as the installed library builds it: {mismatch}\n"
+                "Install the versions named in its state.json."
+            )
+        model.load_state_dict(tensors)
+        trained.models[name] = model
+    return trained
 
 
 def build_bare_model(config: Config, num_classes: int) -> nn.Module:
