@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -187,16 +186,8 @@ def write_report(
     csv.writer(table, lineterminator="\n").writerows(
         [["true \\ predicted", *names], *([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))]
     )
+    finite = json.loads(json.dumps(statistics), parse_constant=lambda _: None)  # JSON has no NaN and infinity
     with explain_write_errors(folder, "Name another folder with --report."):
         write_file(folder / "confusion.csv", table.getvalue())
-        write_file(folder / "report.json", json.dumps(_nonfinite_to_none(statistics), indent=1) + "\n")
+        write_file(folder / "report.json", json.dumps(finite, indent=1) + "\n")
         write_file(folder / "report.html", page)
-
-
-def _nonfinite_to_none(value: Any) -> Any:
-    """JSON has no NaN and infinity."""
-    if isinstance(value, dict):
-        return {key: _nonfinite_to_none(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_nonfinite_to_none(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,7 +4,7 @@ import copy
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -26,7 +26,7 @@ from imagenet_cls.engine.plan import micro_batch_for
 from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.run_folder import RunOptions, open_run_folder
 from imagenet_cls.engine.state import disk_space_warning, open_saver, restore
-from imagenet_cls.engine.summary import class_counts, final_message, start_warnings, startup_table
+from imagenet_cls.engine.summary import final_message, start_warnings, startup_table
 from imagenet_cls.engine.train import forward_backward, train
 from imagenet_cls.errors import Stopped, UserError
 from imagenet_cls.guards.agreement import versions
@@ -77,13 +77,12 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
             run_on_main(group, folder.clear)
         launchers = gather_to_main(list(options.launchers), group)
         with (
-            open_reporter(parts, options.work_dir, progress) as reporter,
+            open_reporter(loaded, parts, options.work_dir, progress) as reporter,
             open_saver(parts, progress, folder, reporter) as saver,
         ):
             if group.is_main:
                 folder.write_metadata(launchers, dump_yaml(config), versions())
                 messages += filter(None, [disk_space_warning(parts, folder.checkpoints)])
-            report_start(loaded, parts, reporter, options.work_dir, progress)
             for message in messages:
                 reporter.event(progress.step, message)
             # Earlier than the collectives of the other ranks time out.
@@ -115,14 +114,13 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
 
 
 def dry_run(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
-    """All that a run does up to its first gradient, and the number of images of each class. Writes nothing."""
+    """All that a run does up to its first gradient. Writes nothing."""
     folder, options, resumes = open_run_folder(loaded.config, options, group)
     parts = build(loaded.config, group, load_initial_weights=not resumes)
     try:
         progress, messages = restore(parts, folder, options)
-        with open_reporter(parts, None, progress) as reporter:
-            report_start(loaded, parts, reporter, None, progress)
-            for message in [*class_counts(parts.data), *messages]:
+        with open_reporter(loaded, parts, None, progress) as reporter:
+            for message in messages:
                 reporter.message(message)
             set_training(parts.model, parts.config.model)
             micro_batches = islice(parts.train_loader.epoch(0), parts.plan.accumulation)
@@ -132,8 +130,12 @@ def dry_run(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
         parts.train_loader.close()
 
 
-def open_reporter(parts: TrainingParts, work_dir: Path | None, progress: Progress) -> Reporter:
-    return Reporter(
+@contextmanager
+def open_reporter(
+    loaded: LoadedConfig, parts: TrainingParts, work_dir: Path | None, progress: Progress
+) -> Iterator[Reporter]:
+    """The reporter of a run, after the start-up table, and warnings and messages about the config and the parts."""
+    with Reporter(
         work_dir,
         resume_step=progress.step,
         config=parts.config,
@@ -141,17 +143,12 @@ def open_reporter(parts: TrainingParts, work_dir: Path | None, progress: Progres
         total_steps=parts.plan.total_steps,
         total_epochs=parts.plan.epochs,
         evaluated_step=progress.evaluated_step,
-    )
-
-
-def report_start(
-    loaded: LoadedConfig, parts: TrainingParts, reporter: Reporter, work_dir: Path | None, progress: Progress
-) -> None:
-    """Print the start-up table, and warnings and messages about the config and the parts."""
-    reporter.table(startup_table(parts, work_dir, progress))
-    warnings = start_warnings(parts) if progress.step == 0 else []
-    for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages, *warnings]:
-        reporter.message(message)
+    ) as reporter:
+        reporter.table(startup_table(parts, work_dir, progress))
+        warnings = start_warnings(parts) if progress.step == 0 else []
+        for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages, *warnings]:
+            reporter.message(message)
+        yield reporter
 
 
 class Run:

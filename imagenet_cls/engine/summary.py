@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
-from imagenet_cls.data.datasets import DataSets
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.sources import FolderSource, ImageSource, SubsetSource, targets_of
 from imagenet_cls.data.turbojpeg import find_turbojpeg
@@ -24,7 +23,7 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
     plan, group, config = parts.plan, parts.group, parts.config
     mix, ema, loss, present = config.mix, config.ema, config.loss, parts.evaluation.labels.present
-    assert parts.data.train is not None
+    assert parts.data.train is not None and parts.data.val is not None
     parameters = sum(parameter.numel() for parameter in parts.model.parameters())
     device = f"{group.device} ({_count(torch.get_num_threads(), 'thread')})"
     if group.device.type == "cuda":
@@ -35,14 +34,11 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
     mixing = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha or mix.cutmix_minmax}
     average = f"half-life {ema.half_life_images:,.0f} images" if ema.half_life_images else f"decay {ema.decay}"
-    counts = _images_of_classes(parts.data.train)
-    is_even = counts is None or counts.max() < 2 * counts.min()
-    sizes = "" if counts is None or is_even else f"{_extremes(counts, parts.data.classes)} training images"
     rows = {
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
-        "data": f"{len(parts.data.train)} training and {parts.evaluation.num_images} validation images",
+        "training": describe_images(parts.data.train),
+        "validation": describe_images(parts.data.val),
         "validation classes": "" if present is None else f"{len(present)} of {parts.num_classes}",
-        "class sizes": sizes,
         "data workers": describe_workers(config, plan, group),
         "decoder": describe_decoder(parts.data.train),
         "device": f"{device}, {precision[parts.evaluation.autocast_dtype]}",
@@ -64,16 +60,15 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     return [(label, str(text)) for label, text in rows.items() if text]
 
 
-def _images_of_classes(source: ImageSource) -> np.ndarray | None:
-    """The number of images of each class, if it is known without reading them."""
-    targets = targets_of(source)
-    number = len(source.classes)
-    return None if targets is None else np.bincount(targets[targets >= 0], minlength=number)[:number]
-
-
-def _extremes(counts: np.ndarray, classes: tuple[str, ...]) -> str:
-    low, high = (f"{counts[i]} (class {classes[i]})" for i in (counts.argmin(), counts.argmax()))
-    return f"from {low} to {high}"
+def describe_images(source: ImageSource) -> str:
+    """The number of images, and of those in the smallest and the largest class if they are known."""
+    targets, number = targets_of(source), len(source.classes)
+    if targets is None:
+        return f"{len(source)} images"
+    counts = np.bincount(targets[targets >= 0], minlength=number)[:number]
+    low, high = (f"{counts[i]} (class {source.classes[i]})" for i in (counts.argmin(), counts.argmax()))
+    each = f"{counts[0]} in each" if counts.min() == counts.max() else f"from {low} to {high}"
+    return f"{len(source)} images in {_count(number, 'class')}, {each}"
 
 
 def describe_decoder(source: ImageSource) -> str:
@@ -85,18 +80,6 @@ def describe_decoder(source: ImageSource) -> str:
     if source.turbojpeg is not None:
         return f"regions, by {source.turbojpeg.path}"
     return "whole images" + ("; faster with libjpeg-turbo 3: pip install turbojpeg" if find_turbojpeg() is None else "")
-
-
-def class_counts(data: DataSets) -> list[str]:
-    """A line for each part: images, classes, and the smallest and the largest class."""
-    lines = []
-    for part, source in (("training", data.train), ("validation", data.val)):
-        assert source is not None
-        if (counts := _images_of_classes(source)) is not None:
-            is_even = counts.min() == counts.max()
-            each = f"{counts[0]} in each" if is_even else _extremes(counts, data.classes)
-            lines.append(f"{part}: {len(source)} images in {_count(len(counts), 'class')}, {each}")
-    return lines
 
 
 def start_warnings(parts: TrainingParts) -> list[str]:
