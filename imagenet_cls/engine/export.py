@@ -59,16 +59,13 @@ class ExportedModel(nn.Module):
         return self.model(images).float()
 
 
-TensorFunction = Callable[[Tensor], Tensor]
-
-
 @dataclass(frozen=True)
 class Export:
     """The content of a file, and functions from its input to logits (`run`) and to resized, cropped pixels."""
 
     content: bytes
-    run: TensorFunction
-    resize: TensorFunction
+    run: Callable[[Tensor], Tensor]
+    resize: Callable[[Tensor], Tensor]
     preprocess: str
 
 
@@ -84,7 +81,7 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
     shape = (_EXAMPLE_BATCH, len(predictor.mean), *predictor.transform.crop)
     images = torch.zeros(shape, dtype=torch.uint8 if exported.normalizes else torch.float32)
 
-    def export(module: nn.Module, values: dict[str, Any]) -> tuple[bytes, TensorFunction]:
+    def export(module: nn.Module, values: dict[str, Any]) -> tuple[bytes, Callable[[Tensor], Tensor]]:
         dynamic = ({0: torch.export.Dim("batch"), **dynamic_sides},)
         remedy = "Control flow in the model must not depend on pixel values or the batch size."
         with _export_errors(predictor, format, remedy):
@@ -105,8 +102,7 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
             run = OnnxModel(content)
         found = onnx.model.opset_imports[""]
         if opset not in (None, found):  # torch keeps its own version if it can't convert the model
-            text = f"--opset {opset}: torch exports this model with {found} instead; no file was written."
-            raise UsageError(f"{text}\nGive --opset {found}, or another version.")
+            raise UsageError(f"--opset {opset}: torch exports this model with {found} instead.\nGive --opset {found}.")
         return content, run
 
     content, run = export(exported, metadata(predictor, preprocess))
@@ -148,13 +144,12 @@ def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[N
             frames.extend(traceback.extract_tb(first.__traceback__))
         outside = (Path(__file__), Path(torch.__file__).parent)
         lines = [
-            f"{frame.filename}, line {frame.lineno}: {frame.line}\n"
+            f"{frame.filename}, line {frame.lineno}: {frame.line}"
             for frame in frames
             if Path(frame.filename).is_file() and not any(map(Path(frame.filename).is_relative_to, outside))
         ]
-        where = lines[-1] if lines else ""
         reason = f"{predictor.config.model.name} can't be exported ({format}): {first_line(first)}"
-        raise CheckpointError(f"{reason}\n{where}{remedy}") from error
+        raise CheckpointError("\n".join([reason, *lines[-1:], remedy])) from error
     finally:
         logging.disable(disabled)
 

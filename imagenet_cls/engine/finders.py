@@ -189,24 +189,21 @@ class LrRange:
     smoothed: list[float] = field(default_factory=list)
     end: str = "at the last step"
 
-    @property
-    def first(self) -> int:
-        """The first step that counts: before, the averages are of few losses."""
-        return len(self.lrs) // 10
-
     def lowest(self) -> int:
-        """The step with the lowest smoothed loss."""
-        return self.first + int(np.argmin(self.smoothed[self.first :]))
+        """The step with the lowest smoothed loss. The first tenth does not count: its averages are of few losses."""
+        first = len(self.lrs) // 10
+        return first + int(np.argmin(self.smoothed[first:]))
 
     def steepest(self) -> float | None:
         """The rate up to `lowest` where the smoothed loss falls fastest with the logarithm of the rate.
 
         A rule of fastai's lr_find, as is a tenth of the rate with the lowest loss. None if the loss does not fall.
         """
-        if not self.lrs or self.lowest() == self.first:
+        first = len(self.lrs) // 10
+        if not self.lrs or self.lowest() == first:
             return None
         slopes = np.gradient(self.smoothed, np.log(self.lrs))
-        return self.lrs[self.first + int(np.argmin(slopes[self.first : self.lowest() + 1]))]
+        return self.lrs[first + int(np.argmin(slopes[first : self.lowest() + 1]))]
 
 
 class _RangeEnd(Exception):
@@ -221,9 +218,7 @@ class _LrRangeRun(_ShortRun):
 
     def __init__(self, parts: TrainingParts, report: Callable[[LrRange], None]):
         super().__init__(parts)
-        self.found = LrRange()
-        self.report = report
-        self.average = 0.0
+        self.found, self.report, self.average = LrRange(), report, 0.0
 
     def after_step(self, epoch: int, lr: float, loss_and_top1: torch.Tensor, *_: object) -> None:
         loss, found = float(loss_and_top1[0]), self.found
@@ -243,10 +238,8 @@ class _LrRangeRun(_ShortRun):
 def lr_range(
     config: Config, group: Group, low: float, high: float, steps: int, report: Callable[[LrRange], None]
 ) -> LrRange:
-    """The learning rate range test (Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3).
-
-    A training from the config's initial weights in which the rate grows from `low` to `high`, here geometrically, in
-    `steps` steps. The schedule of the config has no effect. report: called after each step.
+    """The learning rate range test (Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3),
+    from the config's initial weights, with a rate that grows geometrically. report: called after each step.
     """
     train = replace(config.train, epochs=max(config.train.epochs, steps), max_steps=steps)
     config = replace(config, train=train, schedule=ScheduleConfig(name="constant"), ema=EmaConfig())

@@ -124,9 +124,16 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
     def read() -> tuple[Snapshot, list[str]] | None:
         """On rank 0: the checkpoint without its tensors, and messages about it."""
         nonlocal snapshot
-        snapshot, messages = read_for_resume(folder, options)
+        snapshot, damaged = newest_intact(folder.checkpoints) if options.resume else (None, [])
+        notes = []
+        if snapshot is None and options.resume_from is not None:
+            snapshot, damaged = load_newest(options.resume_from)
+        elif options.resume_from is not None:
+            notes = [f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"]
         if snapshot is None:
             return None
+        messages = [f"{line}; using an older checkpoint" for line in damaged]
+        messages += [f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}", *notes]
         with invalid_content_errors(snapshot.path):
             if snapshot.state["config"]["model"]["name"] != parts.config.model.name:
                 check_same_model(parts.model, snapshot.model, snapshot.path)
@@ -153,21 +160,6 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
             parts.scaler.load_state_dict(snapshot.state["scaler"])
     parts.batch_norm_statistics.store_current()
     return Progress(**snapshot.state["progress"]), received[1]
-
-
-def read_for_resume(folder: RunFolder, options: RunOptions) -> tuple[Snapshot | None, list[str]]:
-    """The checkpoint to resume from, None without one, and messages about it. Raises CheckpointError."""
-    snapshot, damaged = newest_intact(folder.checkpoints) if options.resume else (None, [])
-    notes = []
-    if options.resume_from is not None:
-        if snapshot is None:
-            snapshot, damaged = load_newest(options.resume_from)
-        else:
-            notes = [f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"]
-    if snapshot is None:
-        return None, []
-    skipped = [f"{line}; using an older checkpoint" for line in damaged]
-    return snapshot, [*skipped, f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}", *notes]
 
 
 def check_same_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | None) -> None:
@@ -203,13 +195,9 @@ def check_resumable(
         for name in names
         if before.get(name) != now.get(name)
     }
-    # An argument that is switched on, such as amsgrad, may need state of the optimizer that the checkpoint lacks.
-    switched_on = {
-        name
-        for name in changed
-        if name.startswith("optimizer.kwargs.")
-        and (now.get(name) is True or (name.endswith(".momentum") and not before.get(name)))
-    }
+    # Arguments that are switched on, such as amsgrad, may need state of the optimizer that the checkpoint lacks.
+    arguments = [name for name in changed if name.startswith("optimizer.kwargs.") and not before.get(name)]
+    switched_on = {name for name in arguments if now.get(name) is True or name.endswith(".momentum")}
     if fixed := [line for name, line in changed.items() if name in _FIXED | switched_on]:
         raise CheckpointError(
             f"a run can't resume with another optimizer or other training images: {'; '.join(fixed)}\n"
