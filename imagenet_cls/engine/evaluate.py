@@ -1,7 +1,4 @@
-"""Evaluation: every image counts exactly once, on any number of ranks.
-
-Shards are not padded, models run without their DDP wrapper, and all counts are summed over the ranks in one all-reduce.
-"""
+"""Evaluation: every image counts exactly once, on any number of ranks. Shards are not padded."""
 
 import math
 import time
@@ -73,12 +70,11 @@ def model_outputs(
     pad_to: int | None = None,
     labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
 ) -> Iterator[Outputs]:
-    """Run all models in evaluation mode over each batch, so that every image is read and decoded once.
+    """Run all models in evaluation mode over each batch. They stay in this mode.
 
-    dtype: of autocast. flip: `eval.flip_tta`. pad_to: smaller batches are padded with black images to this size, and
-    the logits of these are dropped, so that a compiled model gets a single shape. labels: the outputs of classes that
-    are not present are -inf. Logits and targets are on `device`, indices on the CPU. The models stay in evaluation
-    mode.
+    dtype: of autocast. flip: `eval.flip_tta`. pad_to: smaller batches are padded to this size, and the additional
+    logits dropped, so that a compiled model gets a single shape. labels: the outputs of classes that are not present
+    are -inf. Logits and targets are on `device`, indices on the CPU.
     """
     for model in models.values():
         model.eval()
@@ -94,10 +90,7 @@ def model_outputs(
 
 
 def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
-    """fp32 logits (B, classes) of normalized images (B, 3, H, W).
-
-    flip: the mean of the logits of each image and of its mirror image.
-    """
+    """fp32 logits (B, classes) of normalized images (B, 3, H, W). flip: the mean with those of the mirror images."""
     logits = model(pixels).float()
     # A model compiled with CUDA graphs returns the same memory at each call.
     return (logits.clone() + model(pixels.flip(3)).float()) / 2 if flip else logits
@@ -127,8 +120,7 @@ def evaluate(
     for metric in all_metrics:
         metric.reset()
     targets = None
-    # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24. One row for each model, so that
-    # one tensor is reduced.
+    # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
     dtype = torch.float32 if group.device.type == "mps" else torch.float64
     sums = torch.zeros(len(names), 6 + 2 * num_classes, dtype=dtype, device=group.device)
     for logits_by_name, targets, indices in outputs:
@@ -177,8 +169,7 @@ def evaluate(
 def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig) -> bool:
     """Whether the last `patience_evals` evaluations, or more, were not better by `min_delta` than the best before them.
 
-    history: the metrics of all evaluations, in order. A result that is NaN is no better than any other. Evaluations
-    from before the metric was recorded are left out.
+    history: the metrics of all evaluations, in order; those without the metric are left out. NaN is never better.
     """
     if config.patience_evals is None:
         return False

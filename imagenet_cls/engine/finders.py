@@ -92,7 +92,7 @@ class _TimedRun(_ShortRun):
 def trial_config(config: Config) -> Config:
     """The config for random images of the largest size, initial weights drawn at random, and a tiny learning rate.
 
-    Opens the data where `model.num_classes` is not set, to count the classes. Raises DataError.
+    Opens the data to count the classes where `model.num_classes` is not set. Raises DataError.
     """
     num_classes = config.model.num_classes or len(open_datasets(config.data, ("train",)).classes)
     data, loss = config.data, config.loss
@@ -113,11 +113,9 @@ def trial_config(config: Config) -> Config:
 def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int) -> Iterator[Trial]:
     """Try sizes of micro-batches, at most `most`: doubled until one does not fit, then between the last two.
 
-    The largest size without a problem is within an eighth, or 8 images, of the largest that fits. On a CPU a size is
-    not tried if it is expected to take more memory than there is.
-
-    num_devices: of the run. If a device's share of the global batch needs several micro-batches, or there are several
-    devices, each step has two: the gradients of the first, or the buckets of DDP, then take memory in the second.
+    On a CPU a size is not tried if it is expected to take more memory than there is. num_devices: of the run. Steps
+    with several micro-batches, or on several devices, are tried with two: the gradients of the first, or the buckets
+    of DDP, then take memory in the second.
     """
     share, trials = -(-config.train.global_batch_size // num_devices), list[Trial]()
     config = trial_config(config)
@@ -142,10 +140,7 @@ def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int
 
 
 def expected_bytes(trials: list[Trial], images: int) -> float:
-    """The memory that more images would take, by the line through the last two of `trials`; 0 with fewer.
-
-    trials: in the order of their images.
-    """
+    """The memory that more images would take, by the line through the last two of `trials`; 0 with fewer."""
     if len(trials) < 2:
         return 0.0
     first, last = trials[-2:]

@@ -1,4 +1,4 @@
-"""User-defined metrics of an evaluation, `eval.metrics`: those of torchmetrics, or modules with the same methods."""
+"""User-defined metrics of an evaluation, `eval.metrics`."""
 
 import inspect
 import sys

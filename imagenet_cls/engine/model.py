@@ -100,10 +100,9 @@ def build_initial_model(config: Config, num_classes: int, classes: Sequence[str]
 def build_distillation_teacher(
     config: Config, num_classes: int, classes: Sequence[str], group: Group, mean_std: MeanStd
 ) -> Teacher | None:
-    """The teacher that the config names, if any. A collective.
+    """The teacher that the config names, if any. Raises a UserError for one of other classes. A collective.
 
-    classes: of the data. mean_std: the normalization of the images that the teacher gets. Raises ConfigError or
-    DataError for a teacher of other classes, or of the same in another order.
+    classes: of the data. mean_std: the normalization of the images that the teacher gets.
     """
     if config.distill.kind == "none":
         return None

@@ -83,9 +83,7 @@ class Predictor:
 
     @torch.no_grad()
     def features(self, images: Sequence[AnyImage]) -> Tensor:
-        """fp32 features (B, D) on the CPU: the input of the classifier, see `FeatureModel`; with `eval.flip_tta` the
-        mean of those of the image and of its mirror image. Raises as `logits`, and UsageError without a classifier.
-        """
+        """fp32 features (B, D) on the CPU, see `FeatureModel`. Raises as `logits`."""
         pixels = self.prepare(images)
         with invalid_content_errors(self.path):
             return compute_logits(self._feature_model, pixels, self.flip).cpu()
@@ -203,10 +201,7 @@ def top_classes(logits: Tensor, classes: Sequence[str], count: int = 5) -> list[
 
 
 def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
-    """An image as uint8 (3, H, W) on the CPU. Raises DataError that names the file, TypeError for other arrays.
-
-    exif: `data.exif`, for files and Pillow images.
-    """
+    """An image as uint8 (3, H, W) on the CPU. Raises DataError for a file, TypeError for other arrays."""
     if isinstance(image, Image.Image):
         return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
     if isinstance(image, np.ndarray):

@@ -65,8 +65,7 @@ class RunFolder:
     """The paths of one run folder, and its lock."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.path, self.checkpoints = path, path / "checkpoints"
         self._lock: IO[str] | None = None
         self._created: list[Path] = []  # by `open`, the innermost first
 
@@ -111,8 +110,7 @@ class RunFolder:
     def open(self, config: Config, options: RunOptions) -> None:
         """Create the folder and lock it until `close` or the end of the process; a dry run checks whether it could.
 
-        Raises UsageError if `check_usable` does or another process has the lock, ResourceError where it can't be
-        written.
+        Raises UsageError if `check_usable` does or another process has the lock, or ResourceError.
         """
         self.check_usable(config, options)
         with explain_write_errors(self.path, _REMEDY):
@@ -203,8 +201,7 @@ def code_version() -> dict[str, Any] | None:
 def open_run_folder(config: Config, options: RunOptions, group: "Group") -> tuple[RunFolder, RunOptions, bool]:
     """Lock the folder, on rank 0. Returns it, each rank's options, and whether the run resumes from a checkpoint.
 
-    A command that torchrun or SLURM restarted resumes the run that it started before, as with --resume. After a restart
-    any machine may have rank 0, so it considers the restarts of all ranks.
+    A command that torchrun or SLURM restarted, on any machine, resumes the run that it started before.
     """
     from imagenet_cls.parallel.collectives import gather_to_main, run_on_main
 

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.folders import list_checkpoints
-from imagenet_cls.checkpoint.format import (
-    Progress,
-    Snapshot,
-    config_from_state,
-    invalid_content_errors,
-    size_bytes,
-)
+from imagenet_cls.checkpoint.format import Progress, Snapshot, config_from_state, invalid_content_errors, size_bytes
 from imagenet_cls.checkpoint.optimizer_state import copy_to_host, load_optimizer, optimizer_to_tensors
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.checkpoint.select import load_newest, newest_intact

@@ -64,7 +64,6 @@ class Updater:
         scaler: torch.amp.GradScaler,
         head_names: Sequence[str] = (),
     ):
-        """head_names: of modules or parameters, which adaptive clipping leaves out."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer
         self.clip = clipping(model, train, head_names)
@@ -123,8 +122,7 @@ class Updater:
 def any_nonfinite(tensors: list[Tensor]) -> Tensor:
     """1 if an element of a tensor is NaN or infinite, else 0: a float32 scalar on the device of the tensors.
 
-    By the kernel of torch's GradScaler with a scale of 1, which leaves the values unchanged and takes tensors of one
-    dtype: on CPUs and GPUs float32, float64 and float16. Others are checked one by one.
+    By the kernel of torch's GradScaler, with a scale of 1, for the tensors of one dtype that it accepts.
     """
     device = tensors[0].device
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
@@ -143,9 +141,8 @@ def clipping(
 ) -> Callable[[list[nn.Parameter], Tensor | None], None]:
     """A function of the parameters and of their gradients' global norm that clips the gradients in place.
 
-    `clip_agc` scales each unit's gradient down to that share of the norm of its weights (Brock et al. 2021,
-    "High-Performance Large-Scale Image Recognition Without Normalization", equation 3, from timm), but not the head's;
-    timm's script leaves out the last two parameters, which are the head's in most models.
+    `clip_agc`: Brock et al. 2021, "High-Performance Large-Scale Image Recognition Without Normalization", equation 3,
+    from timm, without the head; timm's script leaves out the last two parameters instead.
     """
     if (clip_norm := train.clip_norm) is not None:
         return lambda parameters, norm: nn.utils.clip_grads_with_norm_(parameters, clip_norm, cast(Tensor, norm))

@@ -1,4 +1,4 @@
-"""Loads trained models from a checkpoint, a run folder, a file of weights, or published weights; on all ranks."""
+"""Trained models from a checkpoint, a run folder, a file of weights, or published weights; on all ranks."""
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -37,9 +37,8 @@ EVALUATION_KEYS = (
 class TrainedModels:
     """Models by the name of their weights (`raw`, `ema`), on the CPU in evaluation mode, and how they were trained.
 
-    classes: None if unknown. origin: where the weights come from, for messages; path: of a checkpoint. warnings: a line
-    for each damaged checkpoint that was skipped, and for each removed key of its config. best: the weights that
-    evaluated best in their run, if known.
+    classes: None if unknown. path: of a checkpoint. warnings: skipped checkpoints, and removed keys of the config.
+    best: the weights that evaluated best in their run, if known.
     """
 
     models: dict[str, nn.Module]
@@ -65,8 +64,8 @@ def load_on_all_ranks(
 ) -> tuple[TrainedModels, list[str]]:
     """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network. A collective.
 
-    classes: of the data. weights: `raw` or `ema`, to load only these. ignore_head: see `load_foreign_weights`. Returns
-    messages too: damaged checkpoints, the origin, and what differs from the evaluations of the run.
+    classes: of the data. weights: `raw` or `ema`, to load only these. ignore_head: see `load_foreign_weights`. Also
+    returns messages.
     """
     loaded: TrainedModels | None = None
 
@@ -188,10 +187,7 @@ def load_foreign_weights(
 
 
 def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:
-    """A line for each key that makes this evaluation differ from that of the checkpoint's run, and the remedy.
-
-    config: the user's, which is evaluated, but with the model, mean and std of the checkpoint.
-    """
+    """A line for each key of `config` that makes this evaluation differ from that of the checkpoint's run."""
     if trained.path is None:
         return []
     used: dict[str, Any] = {"model.name": trained.config.model.name, "data.channels": len(trained.mean)}
