@@ -73,15 +73,13 @@ def prefetched_images(config: Config, data: DataSets, plan: Plan, group: Group) 
     if config.data.name == "synthetic":
         return []
     channels, num_batches = config.data.channels, plan.epochs * plan.steps_per_epoch * plan.accumulation
+    train_batch = plan.micro_batch * plan.devices * config.augment.splits
     val_batch, val_shard = config.eval.batch_size * plan.devices, -(-len(data.val) // group.world_size)
     train = train_worker_options(config, plan, group)
     val = worker_options(config, group, -(-val_shard // val_batch))
     train_batches, val_batches = (options.num_workers * options.prefetch_batches for options in (train, val))
     return [
-        (
-            min(train_batches, num_batches) * plan.loader_batch * config.augment.splits,
-            channels * prod(height_width(config.augment.size_px)),
-        ),
+        (min(train_batches, num_batches) * train_batch, channels * prod(height_width(config.augment.size_px))),
         (min(val_batches * val_batch, val_shard), channels * prod(height_width(config.eval.crop_px))),
     ]
 

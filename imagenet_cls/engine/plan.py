@@ -27,11 +27,6 @@ class Plan:
         """Of one step, on all devices."""
         return self.world_size * self.devices * self.accumulation
 
-    @property
-    def loader_batch(self) -> int:
-        """The most images in a batch of a rank's loader, for all of its devices."""
-        return self.micro_batch * self.devices
-
 
 def micro_batch_for(global_batch: int, num_devices: int, limit: int | None) -> int:
     """The largest number of images of one device in one forward pass, at most `limit`.

@@ -108,9 +108,7 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
         stop_signals.close()
         if parts is not None:
             parts.train_loader.close()
-        if not started:
-            folder.discard()
-        folder.close()
+        folder.close() if started else folder.discard()
 
 
 def dry_run(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
@@ -229,7 +227,7 @@ class Run:
             self.log_steps()  # waits for the device; raises after too many non-finite steps in a row
         self.replica_check.check_if_due(step)  # raises if replicas have diverged
         # Raises StopRequested, on all ranks at the same step.
-        self.stop_signals.check_after_step(force=self.save_scheduled() or self.at_epoch_end)
+        self.stop_signals.check_after_step(force=self.save_scheduled() or step % self.parts.plan.steps_per_epoch == 0)
         self.saver.check()  # raises if a save in the background has failed
         if self.save_scheduled() and not self.evaluation_due():  # else saved after the evaluation
             self.log_steps()  # before `save_due`, which reads whether this step was finite
@@ -275,10 +273,6 @@ class Run:
     @property
     def at_end(self) -> bool:
         return self.progress.step >= self.parts.plan.total_steps or self.progress.stopped_early
-
-    @property
-    def at_epoch_end(self) -> bool:
-        return self.progress.step % self.parts.plan.steps_per_epoch == 0
 
     @property
     def at_scheduled_evaluation(self) -> bool:
