@@ -1,7 +1,4 @@
-"""Stage 2 of the checks: names, signatures and the arithmetic of batches, before any data is read.
-
-Stage 1 (files, keys, types, ranges) is `config.load`, which needs no torch.
-"""
+"""Stage 2 of the checks: names, signatures and the arithmetic of batches, before any data is read."""
 
 from imagenet_cls.config.load import LoadedConfig, format_problems
 from imagenet_cls.config.schema import Config

@@ -156,10 +156,7 @@ def clipping(
 
 
 class Sam:
-    """Foret et al. 2020, "Sharpness-Aware Minimization for Efficiently Improving Generalization".
-
-    rho: radius of the neighborhood; None: disabled.
-    """
+    """Sharpness-aware minimization (Foret et al. 2020). rho: radius of the neighborhood; None: disabled."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, rho: float | None = None, every_steps: int = 1
@@ -173,7 +170,7 @@ class Sam:
 
     @contextmanager
     def perturbed_weights(self) -> Iterator[None]:
-        """Inside, the weights are w + rho * g / |g| (equation 2, p = 2), where g is the gradient in `.grad`.
+        """Inside, the weights are w + rho * g / |g| (arXiv:2010.01412, equation 2, p = 2), g the gradient in `.grad`.
 
         `.grad` is cleared on entry. On exit weights and buffers are restored exactly. Under DistributedDataParallel g
         is the mean over all ranks, where the paper lets each accelerator use its own. A gradient that is zero or not
