@@ -54,10 +54,7 @@ def link(path: Path, target: str) -> None:
 
 
 def take_lock(folder: Path, remedy: str) -> IO[str]:
-    """Lock a folder by its file `.lock`, which names the holder, until it is closed or this process ends (fcntl).
-
-    Raises UsageError if another process has the lock, OSError where the file can't be written.
-    """
+    """Lock a folder by its file `.lock`, which names the holder, until it is closed. Raises UsageError or OSError."""
     lock = (folder / ".lock").open("a+")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,8 +18,7 @@ def hash_key(purpose: str, *parts: int | str) -> int:
 def seed_generators(key: int, *devices: torch.device) -> None:
     """Seed the default CPU generators of torch, `random` and numpy, and that of each GPU in `devices`.
 
-    Several GPUs of one process draw differently. `torch.manual_seed` is much slower: it formats a stack trace for every
-    GPU back end that is not initialized.
+    Several GPUs of one process draw differently. (`torch.manual_seed` formats stack traces, which is slow.)
     """
     torch.default_generator.manual_seed(key)
     random.seed(key)

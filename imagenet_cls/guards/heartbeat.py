@@ -1,9 +1,8 @@
 """A heartbeat between ranks, which names the machine that was lost.
 
-A thread in each rank sends every other rank a UDP datagram once a second and records when it last received one from
-each. After a failed collective, which names no rank, `wait_for_lost_rank` names those that are silent. The thread
-aborts this process only if a rank was silent for longer than any collective may take. A rank from which no datagram
-ever came is ignored: a firewall may drop them.
+A thread in each rank sends every other rank a UDP datagram once a second. After a failed collective, which names no
+rank, `wait_for_lost_rank` names those that are silent. The thread aborts this process only if a rank was silent for
+longer than any collective may take. A rank from which no datagram ever came is ignored: a firewall may drop them.
 """
 
 import contextlib

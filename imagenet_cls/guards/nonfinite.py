@@ -23,9 +23,8 @@ _LOSS_SCALE_SEARCH_STEPS = 50
 class NonFiniteGuard:
     """Counts the steps without a finite loss and gradient in the records of `Meter.flush`.
 
-    max_steps: `train.max_nonfinite_steps`. total_steps: of the run. With `fp16`, a skipped step with a finite loss is
-    normal: the loss scale was too high. samples_of: returns the names of the images that this rank read in a step
-    (counted from 1).
+    total_steps: of the run. With `fp16`, a skipped step with a finite loss is normal: the loss scale was too high.
+    samples_of: returns the names of the images that this rank read in a step, counted from 1.
     """
 
     group: Group

@@ -31,8 +31,7 @@ _SHOWN = 3  # hosts and tensors that an error names
 class ReplicaCheck:
     """Compares the ranks during a run. Every rank makes the same calls.
 
-    every_steps: None for never. start_step: where all ranks got rank 0's state. get_tensors: returns all tensors that
-    must be equal, by name (`replicated_tensors`).
+    every_steps: None for never. start_step: where all ranks got rank 0's state. get_tensors: `replicated_tensors`.
     """
 
     def __init__(
@@ -72,10 +71,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def replicated_tensors(
     model: nn.Module, ema: nn.Module | None, optimizer_state: Mapping[Tensor, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """All tensors that a step changes and that are the same on every rank, by name; not copies.
-
-    model, ema: without wrappers. Buffers other than BatchNorm's are left out: nothing keeps them equal.
-    """
+    """All tensors that a step changes and that are the same on every rank: of buffers only BatchNorm's. Not copies."""
     own = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -118,10 +114,7 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _hash(integers: Tensor, factors: Tensor) -> Tensor:
-    """An int64 scalar, on the device of `integers` (elements,). factors: of the positions in a row, then of the rows.
-
-    The factor of an element is the product of both. They suffice for fewer than 2**32 elements.
-    """
+    """An int64 scalar of `integers` (elements,), at most 2**32. factors: of positions in a row, then of rows."""
     in_row, of_row = factors.split(_ROW)
     in_rows = integers.numel() // _ROW * _ROW
     at_once = _ROWS_ON_CPU if integers.device.type == "cpu" else _ROWS_ON_GPU
@@ -149,10 +142,7 @@ def check_same_weights(model: nn.Module, group: Group) -> None:
 
 
 def check_equal_on_ranks(tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str) -> None:
-    """Raise ResourceError, on all ranks, unless the tensors have the same bits on all ranks. A collective.
-
-    The error names the ranks that differ from the majority (from rank 0 without one), their hosts and tensors.
-    """
+    """Raise ResourceError, on all ranks, unless the tensors have the same bits on all ranks. A collective."""
     if group.cpu_group is None:
         return
     sums = tensor_hashes(tensors)
@@ -161,7 +151,7 @@ def check_equal_on_ranks(tensors: Mapping[str, Tensor], group: Group, when: str,
         return
     everything = gather_on_all((socket.gethostname(), sums), group)
     (common, count), *_ = Counter(digests).most_common()
-    reference = digests.index(common) if count > group.world_size / 2 else 0
+    reference = digests.index(common) if count > group.world_size / 2 else 0  # of the majority, else rank 0
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[reference]]
     hosts = list(dict.fromkeys(everything[rank][0] for rank in ranks))
     expected = everything[reference][1]

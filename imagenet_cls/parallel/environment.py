@@ -19,10 +19,9 @@ LAUNCHERS = ("auto", "none", "pytorch", "spawn", "slurm", "mpi")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the ranks of a run.
+    """This process among the ranks of a run. local_rank: on this machine; it selects the GPU.
 
-    rank: of all machines. local_rank: of this machine; it selects the GPU. launched: started by our launching process,
-    which has checked the config and prints errors.
+    launched: started by our launching process, which has checked the config and prints errors.
     """
 
     rank: int = 0
@@ -65,9 +64,7 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
     launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job may start helpers by
     srun; `none` reads none; any other is required. The script of `sbatch`, which has SLURM_PROCID, is not a rank, nor
     is a step of one task, such as a shell, unless with `--launcher slurm`. RANK without LOCAL_RANK is the number of a
-    pod (`machine_options`) if the launcher is `pytorch` or there is a single pod.
-
-    Raises UsageError for contradictory variables, or if those of a required launcher (slurm, mpi) are missing.
+    pod if the launcher is `pytorch` or there is a single pod. Raises UsageError.
     """
     if launcher == "none":
         return None
@@ -263,10 +260,8 @@ def cgroup_cpus(root: Path = Path("/")) -> float:
 
 
 def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """(version 1 or 2, folder) of each cgroup of this process for a controller, and of its parents.
-
-    Without a cgroup namespace, the path in /proc is that of the host, and /sys/fs/cgroup is the container's.
-    """
+    """(version 1 or 2, folder) of each cgroup of this process for a controller, and of its parents."""
+    # In a container without a cgroup namespace, /proc has paths of the host, and /sys/fs/cgroup is the container's.
     with suppress(OSError):  # no cgroups: macOS
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -73,10 +73,9 @@ def set_parent_death_signal(number: signal.Signals) -> bool:
 
 
 def signal_launching_process(number: int) -> None:
-    """Send our launching process, if there is one, the signal by which this rank was stopped.
+    """Send our launching process, if any, the signal by which this rank was stopped, or it restarts the ranks.
 
-    Otherwise it would count the exits of its ranks as failures and restart them. SIGINT is sent as SIGTERM, since a
-    second SIGINT would end it at once.
+    SIGINT is sent as SIGTERM, since a second SIGINT would end it at once.
     """
     if os.environ.get(LAUNCHED_VARIABLE) == str(os.getppid()):
         for forwarded in STOP_SIGNALS:

@@ -1,8 +1,4 @@
-"""Start the ranks of this machine with torch's elastic agent, which torchrun uses, and wait for them.
-
-The first stop signal is forwarded to the ranks, and they save. A second Ctrl-C ends this process, and the kernel kills
-the ranks with it.
-"""
+"""Start the ranks of this machine with torch's elastic agent, which torchrun uses, and wait for them."""
 
 import atexit
 import json

@@ -178,10 +178,7 @@ def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInf
 
 
 def check_rendezvous_file(path: Path, max_age_sec: float) -> None:
-    """Raise UsageError for a file that can't be made, ResourceError for one that an earlier run left.
-
-    max_age_sec: a younger file may be of this run's other ranks.
-    """
+    """Raise UsageError for a file that can't be made, ResourceError for one that is older than max_age_sec."""
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"parallel.init_method: can't make {path}.\nName a new file in an existing folder.")
     if path.exists() and path.stat().st_size and time.time() - path.stat().st_mtime >= max_age_sec:

@@ -1,7 +1,7 @@
 """Stop requests: a signal on any rank stops all ranks at the same step.
 
-The handler only sets a flag. A single rank reads it after each step. Several ranks reduce their flags over the CPU
-group every few steps, about half a second, asynchronously: a check waits for the result of the previous check.
+The handler sets a flag. A single rank reads it after each step. Several ranks all-reduce their flags every few steps,
+asynchronously: a check waits for the result of the previous check.
 """
 
 import contextlib
@@ -30,9 +30,8 @@ class StopRequested(Exception):
 class StopSignalHandler:
     """Handles `exit.STOP_SIGNALS` from `install` to `close`, both called in the main thread.
 
-    If ranks got different signals, the highest number has priority. A signal that was ignored before (SIGINT in a
-    script's background job, SIGHUP under nohup) stays ignored. A second Ctrl-C ends the process; any other signal after
-    the first changes nothing.
+    Of several ranks' signals, the highest number has priority. After the first signal of a rank only a second Ctrl-C,
+    which ends the process, has an effect.
     """
 
     def __init__(self, group: Group):
@@ -52,10 +51,7 @@ class StopSignalHandler:
         self.signal = self.signal or number
 
     def set_interval(self, steps: int, seconds: float) -> None:
-        """Set `every_steps` to the number of steps that take half a second, from 1 to `steps`. A collective.
-
-        seconds: the time of this rank's last `steps` steps. That of the slowest rank counts.
-        """
+        """Set `every_steps` to the steps that take half a second. seconds: of this rank's last `steps` steps."""
         self.every_steps = 1
         if self.group.cpu_group is not None and steps > 1:
             slowest = torch.tensor([seconds / steps], dtype=torch.float64)
