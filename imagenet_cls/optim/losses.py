@@ -175,8 +175,12 @@ def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
     return torch.from_numpy(weights).float()
 
 
-def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
-    """The loss as a function of outputs, targets and the teacher's logits (N, classes); a scalar in float32.
+def build_criterion(
+    base_loss: Loss, distill: DistillConfig, teacher: Callable[[Tensor], Tensor] | None = None
+) -> Criterion:
+    """The mean loss as a function of outputs, targets and the images that the model saw, normalized and mixed.
+
+    With a teacher (images -> logits; called without gradients) it is
 
         (1 - alpha) * base_loss(logits, targets) + alpha * teacher's part
 
@@ -188,43 +192,23 @@ def distillation_loss(distill: DistillConfig, base_loss: Loss) -> Criterion:
     """
     alpha, temperature = distill.alpha, distill.temperature
 
-    def soft(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        log_p = (logits.float() / temperature).log_softmax(1)
-        log_q = (teacher_logits.float() / temperature).log_softmax(1)
-        return functional.kl_div(log_p, log_q, reduction="batchmean", log_target=True) * temperature**2
-
-    def hard(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.float(), teacher_logits.argmax(1))
-
-    teacher_loss = {"soft": soft, "hard": hard}[distill.kind]
-
-    def loss(outputs: Outputs, targets: Tensor, teacher_logits: Tensor) -> Tensor:
-        logits, token_logits = (outputs, outputs) if isinstance(outputs, Tensor) else outputs
-        return (1 - alpha) * base_loss(logits, targets) + alpha * teacher_loss(token_logits, teacher_logits)
-
-    return loss
-
-
-def build_criterion(
-    base_loss: Loss, distill: DistillConfig, teacher: Callable[[Tensor], Tensor] | None = None
-) -> Criterion:
-    """The mean loss as a function of outputs, targets and the images that the model saw, normalized and mixed.
-
-    teacher: images -> logits; called without gradients, and only if `distill.kind` is not none. Targets and the
-    teacher's logits are moved to the device of the model's logits.
-    """
-    distilled = None if distill.kind == "none" else distillation_loss(distill, base_loss)
-
     def criterion(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
-        device = outputs.device if isinstance(outputs, Tensor) else outputs[0].device
-        targets = targets.to(device, non_blocking=True)
-        if distilled is None:
-            assert isinstance(outputs, Tensor), "two outputs need a teacher"
-            return base_loss(outputs, targets)
+        logits, token_logits = (outputs, outputs) if isinstance(outputs, Tensor) else outputs
+        targets = targets.to(logits.device, non_blocking=True)
+        if distill.kind == "none":
+            assert logits is outputs, "two outputs need a teacher"
+            return base_loss(logits, targets)
         assert teacher is not None
         with torch.no_grad():
-            teacher_logits = teacher(images).to(device, non_blocking=True)
-        return distilled(outputs, targets, teacher_logits)
+            teacher_logits = teacher(images).to(logits.device, non_blocking=True)
+        base = base_loss(logits, targets)
+        if distill.kind == "hard":
+            part = functional.cross_entropy(token_logits.float(), teacher_logits.argmax(1))
+        else:
+            log_p = (token_logits.float() / temperature).log_softmax(1)
+            log_q = (teacher_logits.float() / temperature).log_softmax(1)
+            part = functional.kl_div(log_p, log_q, reduction="batchmean", log_target=True) * temperature**2
+        return (1 - alpha) * base + alpha * part
 
     return criterion
 

@@ -21,7 +21,7 @@ from torchvision.ops import sigmoid_focal_loss
 
 from imagenet_cls.config.schema import DistillConfig, LossConfig
 from imagenet_cls.models.teacher import Teacher, enable_distillation_token
-from imagenet_cls.optim.losses import build_criterion, build_loss, distillation_loss
+from imagenet_cls.optim.losses import build_criterion, build_loss
 
 N, CLASSES = 12, 7
 DRAWS = torch.Generator().manual_seed(0)
@@ -162,7 +162,7 @@ def test_mean_of_views_and_teachers_is_that_over_the_batch() -> None:
     one, three = [loss(views[:, part].flatten(0, 1), HARD[:4][part].repeat(3)) for part in (slice(1), slice(1, 4))]
     close(one / 4 + three * 3 / 4, loss(LOGITS, HARD[:4].repeat(3)))
     for kind in ("soft", "hard"):
-        loss = distillation_loss(DistillConfig(kind, 0.7, 3.0), loss_of("cross_entropy"))
+        loss = build_criterion(loss_of("cross_entropy"), DistillConfig(kind, 0.7, 3.0), lambda logits: logits)
         parts = zip(*(rows.tensor_split(5) for rows in (LOGITS, SOFT, TEACHER_LOGITS)), strict=True)
         close(sum(loss(*part) * len(part[0]) / N for part in parts), loss(LOGITS, SOFT, TEACHER_LOGITS))
 
@@ -185,7 +185,7 @@ def test_jensen_shannon_and_distillation_of_extreme_outputs_are_finite() -> None
         extreme = (LOGITS * 5e3).to(dtype)
         assert gradient(loss_of("jsd", splits=3), extreme, HARD).isfinite().all()
         for kind in ("soft", "hard"):
-            loss = distillation_loss(DistillConfig(kind, 0.5, 0.5), loss_of("cross_entropy"))
+            loss = build_criterion(loss_of("cross_entropy"), DistillConfig(kind, 0.5, 0.5), lambda logits: logits)
             logits = extreme.clone().requires_grad_()
             (found,) = torch.autograd.grad(loss(logits, HARD, -extreme), logits)
             assert found.dtype == dtype and found.isfinite().all()
