@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
 from pathlib import Path
@@ -56,9 +56,6 @@ class Progress:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
     stopped_early: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass

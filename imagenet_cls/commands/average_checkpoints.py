@@ -7,7 +7,7 @@ Wortsman et al. 2022, arXiv:2203.05482, "Model soups". BatchNorm's running stati
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ def average_command(argv: Sequence[str]) -> None:
             write_file(out, save(average))
         else:
             state = sources[-1].state | {
-                "progress": Progress(step=sources[-1].state["step"]).to_dict(),
+                "progress": asdict(Progress(step=sources[-1].state["step"])),
                 "scaler": {},
                 "averaged": [{"checkpoint": str(s.path), "step": s.state["step"], "weights": kind} for s in sources],
             }

@@ -3,7 +3,7 @@
 Needs no data: without --images, the training images are counted if they exist, else ImageNet's number is assumed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,10 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
         f"{plan.total_steps:,} steps: {plan.total_steps / plan.steps_per_epoch:g} epochs of {plan.steps_per_epoch:,}, "
         f"{plan.global_batch:,} of {images:,} images in each"
     )
-    print("\n".join(filter(None, [note, value_table(curves), source])))
+    rows = [["", "start", "lowest", "highest", "end"]]
+    for label, values in curves.items():
+        rows.append([label, *(f"{number:.4g}" for number in (values[0], min(values), max(values), values[-1]))])
+    print("\n".join(filter(None, [note, cli.aligned(rows), source])))
     if loaded.config.schedule.name == "plateau":
         print("schedule plateau: drawn as if each evaluation were better than the ones before")
     print(f"wrote {path}")
@@ -93,11 +96,3 @@ def schedule_curves(config: Config, num_images: int) -> tuple["Plan", str | None
         height_width(size_px_at(config.augment, step // plan.steps_per_epoch))[0] for step in steps
     ]
     return plan, note, curves
-
-
-def value_table(curves: Mapping[str, Sequence[float]]) -> str:
-    """Where each curve starts and ends, its lowest and its highest value."""
-    rows = [["", "start", "lowest", "highest", "end"]]
-    for label, values in curves.items():
-        rows.append([label, *(f"{number:.4g}" for number in (values[0], min(values), max(values), values[-1]))])
-    return cli.aligned(rows)

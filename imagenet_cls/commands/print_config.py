@@ -4,16 +4,9 @@ import sys
 from collections.abc import Sequence
 
 from imagenet_cls.commands import cli
-from imagenet_cls.config.load import LoadedConfig, dump_yaml, load_config, values_by_key
+from imagenet_cls.config.load import dump_yaml, load_config, values_by_key
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config
-
-
-def origin_lines(loaded: LoadedConfig) -> list[str]:
-    """`key: value  # where`, one line for each value. An interpolated value has the line of its `${...}`."""
-    pairs = {key: f"{key}: {dump_inline(value)}" for key, value in values_by_key(loaded.config).items()}
-    width = min(max(map(len, pairs.values())), 60)
-    return [f"{text:<{width}}  # {loaded.origins.get(key) or 'default'}" for key, text in pairs.items()]
 
 
 def differing_values(configs: Sequence[Config]) -> dict[str, list[str]]:
@@ -39,7 +32,9 @@ def print_config_command(argv: Sequence[str]) -> None:
         found = differing_values([loaded.config, load_config(arguments.diff).config])
         lines = [f"{key}: {mine} | {other}" for key, (mine, other) in found.items()]
     elif arguments.origin:
-        lines = origin_lines(loaded)
+        pairs = {key: f"{key}: {dump_inline(value)}" for key, value in values_by_key(loaded.config).items()}
+        width = min(max(map(len, pairs.values())), 60)
+        lines = [f"{text:<{width}}  # {loaded.origins.get(key) or 'default'}" for key, text in pairs.items()]
     else:
         lines = dump_yaml(loaded.config).splitlines()
     for line in loaded.warnings:

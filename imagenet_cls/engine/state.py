@@ -48,7 +48,7 @@ def take_snapshot(parts: TrainingParts, progress: Progress, description: dict[st
         state={
             **description,
             "step": progress.step,
-            "progress": progress.to_dict(),
+            "progress": asdict(progress),
             "scaler": deepcopy(parts.scaler.state_dict()),
         },
     )

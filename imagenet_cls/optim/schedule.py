@@ -21,8 +21,6 @@ RESERVED_OF_FACTORY = ("base_lr", "total_steps", "steps_per_epoch")
 # Annotations of arguments, by which they are checked. A list of epochs must be in ascending order, with none twice.
 Numbers = Annotated[list[float], NOT_NEGATIVE]
 Share = Annotated[float, SHARE]
-ShareBelow1 = Annotated[float, SHARE_BELOW_1]
-AtLeast1 = Annotated[float, COUNT]
 Momentum = Annotated[float | None, SHARE_BELOW_1]
 Anneal = Literal["cos", "linear"]
 
@@ -88,7 +86,7 @@ def one_cycle(
     span: Span,
     pct_start: Share = 0.3,
     anneal: Anneal = "cos",
-    div_factor: AtLeast1 = 25.0,
+    div_factor: Annotated[float, COUNT] = 25.0,
     final_div_factor: Positive = 1e4,
     min_momentum: Momentum = None,
     max_momentum: Momentum = None,
@@ -130,7 +128,7 @@ def plateau(
     span: Span,
     evaluations: Sequence[float],
     patience: Annotated[int, NOT_NEGATIVE] = 10,
-    gamma: ShareBelow1 = 0.1,
+    gamma: Annotated[float, SHARE_BELOW_1] = 0.1,
     min_lr: NotNegative = 0.0,
     threshold: NotNegative = 1e-4,
 ) -> float:
@@ -281,12 +279,16 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
 def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
     """Arguments of a built-in curve that do not fit each other, the run, or its highest learning rate."""
     kwargs = schedule.kwargs
-    epoch_lists = {f"kwargs.{name}": kwargs[name] for name in ("milestones_epochs", "epochs") if name in kwargs}
-    found = {
-        key: f"{format_value(values)} is not in ascending order, none twice"
-        for key, values in epoch_lists.items()
-        if sorted(set(values)) != values
-    }
+    length = epochs - schedule.cooldown_epochs - (schedule.warmup_epochs if schedule.warmup_prefix else 0)
+    found = {}
+    for name in ("milestones_epochs", "epochs"):
+        values = kwargs.get(name, [])
+        if sorted(set(values)) != values:
+            found[f"kwargs.{name}"] = f"{format_value(values)} is not in ascending order, none twice"
+        elif values and values[-1] > length:
+            without = " without warm-up and cooldown" if length < epochs else ""
+            text = f"{values[-1]:g} is after the end of the run: {length:g} epochs{without} (train.epochs {epochs})"
+            found[f"kwargs.{name}"] = f"{text}; to end early use train.max_steps"
     if "factors" in kwargs and len(kwargs["factors"]) != len(kwargs["epochs"]):
         counts = f"{len(kwargs['factors'])} factors for {len(kwargs['epochs'])} epochs"
         found["kwargs.factors"] = f"{counts}; give one for each"
@@ -294,12 +296,6 @@ def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> l
     if (low is None) != (high is None):
         absent = "min_momentum" if low is None else "max_momentum"
         found[f"kwargs.{absent}"] = "is missing: give both momenta, or none"
-    length = epochs - schedule.cooldown_epochs - (schedule.warmup_epochs if schedule.warmup_prefix else 0)
-    for key, values in epoch_lists.items():
-        if max(values) > length:
-            without = " without warm-up and cooldown" if length < epochs else ""
-            text = f"{max(values):g} is after the end of the run: {length:g} epochs{without} (train.epochs {epochs})"
-            found[key] = f"{text}; to end early use train.max_steps"
     # With these the rate would rise where it should fall, or fall where it should rise.
     start_lr = schedule.warmup_start_lr if schedule.warmup_epochs > 0 else None
     for key, rate in (("kwargs.min_lr", kwargs.get("min_lr")), ("warmup_start_lr", start_lr)):

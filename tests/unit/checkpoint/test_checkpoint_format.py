@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
         optimizer_values={"groups": [{"lr": 0.1, "betas": [0.9, 0.999]}], "parameters": {}, "on_host": []},
         state={
             "step": step,
-            "progress": Progress(step=step, best=best).to_dict(),
+            "progress": asdict(Progress(step=step, best=best)),
             "classes": ["ärger", "b"],
             "config": {"z": 1, "a": 2},
             "note": value,

@@ -1,6 +1,7 @@
 """Which changes of config, data and environment a resumed run accepts, and which it reports."""
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_order_of_lr_scales_is_part_of_the_recipe(digits: Path, tmp_path: Path) 
     first, second = '"2.*": 0.5', '"*.weight": 2'
     parts = parts_for(digits, optimizer__lr_scales=f"{{{first}, {second}}}")
     swapped = parts_for(digits, optimizer__lr_scales=f"{{{second}, {first}}}")
-    state = describe_run(parts) | {"step": 1, "progress": Progress(step=1).to_dict(), "scaler": {}}
+    state = describe_run(parts) | {"step": 1, "progress": asdict(Progress(step=1)), "scaler": {}}
     before = read_checkpoint(write_checkpoint(tmp_path / "checkpoints", Snapshot({}, {}, {}, state))).state
     assert check_resumable(before, parts, ()) == []
     with pytest.raises(CheckpointError, match=r"optimizer\.lr_scales"):
