@@ -48,7 +48,8 @@ def draw_curve(axes: "Axes", key: str, runs: Sequence[tuple[str, Sequence[Record
         color = f"C{number}"
         steps = [record for record in metrics if record["kind"] == "train" and key in record]
         if steps and key != "top1_pct":
-            parts = [np.array_split(column, min(_MAX_POINTS, len(steps))) for column in _columns(steps, key)]
+            size = math.ceil(len(steps) / _MAX_POINTS)
+            parts = [np.split(column, range(size, len(steps), size)) for column in _columns(steps, key)]
             means = [part.mean() for part in parts[1]]
             axes.plot([part[-1] for part in parts[0]], means, color=color, label=f"{label}training")
         for weights, style in (("raw", "o-"), ("ema", "s--")):
