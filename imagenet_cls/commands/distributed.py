@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import math
 import multiprocessing
 import os
 import re
@@ -223,7 +222,7 @@ def prepare_process(loaded: LoadedConfig, rank_info: RankInfo) -> None:
     """Set environment variables that torch and its libraries read at import, and the number of CPU threads."""
     if loaded.config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if rank_info.world_size > 1 or math.isfinite(cgroup_cpus()):
+    if rank_info.world_size > 1 or cgroup_cpus() < (os.cpu_count() or 1):
         # Only some launchers set the number of threads, which changes the last bits, and torch knows no quotas.
         threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(rank_info)))
         import torch

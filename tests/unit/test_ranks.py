@@ -152,6 +152,7 @@ def test_single_process_uses_no_more_threads_than_its_quota(tmp_path: Path, monk
     for module in (distributed, environment):
         monkeypatch.setattr(module, "cgroup_cpus", partial(cgroup_cpus, tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setenv("OMP_NUM_THREADS", "")  # restored after the test
     monkeypatch.delenv("OMP_NUM_THREADS")
     before = torch.get_num_threads()
