@@ -124,6 +124,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     wrapped = wrap_data_parallel(wrap_model(model, group, config.parallel.mode), devices)
     check_same_weights(model, group)
     ema = build_ema(model, config.ema, train.global_batch_size)
+    names = ["raw"] if ema.module is None else ["raw", "ema"]
     compile_model(model, config)
     class_samples = samples_of_classes(config, data.train, num_classes)
     loss = build_loss(config.loss, num_classes, config.augment.splits, class_samples)
@@ -173,7 +174,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         batch_norm_statistics=BatchNormStatistics(model, group),
         train_loader=train_loader,
         evaluation=evaluation,
-        metrics=build_metrics(config.eval.metrics, num_classes, ["raw", "ema"][: 1 + (ema.module is not None)], group),
+        metrics=build_metrics(config.eval.metrics, num_classes, names, group),
     )
 
 

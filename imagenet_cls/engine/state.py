@@ -31,6 +31,8 @@ from imagenet_cls.report.reporter import Reporter
 
 # Changes with which no run resumes, and changes besides those of the config that are reported only.
 _FIXED = {"optimizer.name", "training images", "classes"}
+# Arguments that need state which the checkpoint lacks, where they are switched on.
+_NEEDS_STATE = {"optimizer.kwargs.amsgrad", "optimizer.kwargs.centered", "optimizer.kwargs.momentum"}
 _ROUNDING = {"ranks", "CPU threads", "versions"}
 _ENVIRONMENT = {"validation images", "validation files", "steps per epoch", *_ROUNDING}
 # Changes that an error lists.
@@ -189,9 +191,7 @@ def check_resumable(
         for name in names
         if before.get(name) != now.get(name)
     }
-    # Arguments that are switched on, such as amsgrad, may need state of the optimizer that the checkpoint lacks.
-    arguments = [name for name in changed if name.startswith("optimizer.kwargs.") and not before.get(name)]
-    switched_on = {name for name in arguments if now.get(name) is True or name.endswith(".momentum")}
+    switched_on = {name for name in _NEEDS_STATE if now.get(name) and not before.get(name)}
     if fixed := [line for name, line in changed.items() if name in _FIXED | switched_on]:
         raise CheckpointError(
             f"a run can't resume with another optimizer or other training images: {'; '.join(fixed)}\n"
