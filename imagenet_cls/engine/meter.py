@@ -38,14 +38,11 @@ class Meter:
 
     def time_waiting(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches and add up the time that the loop waits for them."""
-        while True:
-            before = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        before = time.perf_counter()
+        for batch in batches:
             self.waited += time.perf_counter() - before
             yield batch
+            before = time.perf_counter()
 
     def add(
         self, step: int, epoch: int, lr: float, loss_and_top1: Tensor, norm: Tensor | None, skipped: Tensor
