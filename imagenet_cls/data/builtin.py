@@ -36,10 +36,8 @@ def write_digits(root: Path, part: str) -> None:
     if folder.exists():
         found = sum(1 for _ in folder.glob("[0-9]/*.jpg"))
         if found != NUM_DIGITS:
-            raise DataError(
-                f"{folder}: holds {found} images of digits, not {NUM_DIGITS}\n"
-                "delete the folder, and the next start writes it again; or set data.root to another place"
-            )
+            what = f"{folder}: holds {found} images of digits, not {NUM_DIGITS}"
+            raise DataError(f"{what}\ndelete the folder, or set data.root elsewhere; the next start writes it again")
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -48,9 +46,8 @@ def write_digits(root: Path, part: str) -> None:
             Path(temporary, part).rename(folder)
     except OSError as error:
         if not folder.is_dir():  # otherwise another process was faster
-            raise ResourceError(
-                f"{folder}: the digits can't be written: {error.strerror}\nmake room, or set data.root elsewhere"
-            ) from None
+            what = f"{folder}: the digits can't be written: {error.strerror}"
+            raise ResourceError(f"{what}\nmake room, or set data.root elsewhere") from None
 
 
 def _write(folder: Path) -> None:

@@ -253,10 +253,8 @@ def _map_source(data: DataConfig, part: str) -> MapSource:
     else:
         dataset = import_factory(data.name)(root=str(root), part=part, **data.kwargs)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{data.name} returned {type(dataset).__name__}, without length or index\n"
-            "return a map-style dataset: len(dataset), and dataset[i] -> (image, target)"
-        )
+        remedy = "return a map-style dataset: len(dataset), and dataset[i] -> (image, target)"
+        raise DataError(f"{data.name} returned {type(dataset).__name__}, without length or index\n{remedy}")
     return MapSource(dataset, name, known_classes(dataset, name))
 
 
@@ -300,9 +298,7 @@ def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any
             return _with_files(factory, arguments | choice, root)
         except ValueError as error:  # such as an unknown split
             reason = first_line(error)
-    raise DataError(
-        f"torchvision:{name}, part {part!r}: {reason}\nset data.train, data.val or data.kwargs to what it has"
-    )
+    raise DataError(f"torchvision:{name}, part {part!r}: {reason}\ncorrect data.train, data.val or data.kwargs")
 
 
 def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:
@@ -317,6 +313,5 @@ def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:
                 return factory(**arguments, download=True)
     except (RuntimeError, OSError) as error:
         reason = f"its files are missing, and the download failed: {first_line(error).rstrip(':')}"
-    raise DataError(
-        f"torchvision:{factory.__name__}: {reason}\nput its files under {root}, as torchvision documents them"
-    )
+    remedy = f"put its files under {root}, as torchvision documents them"
+    raise DataError(f"torchvision:{factory.__name__}: {reason}\n{remedy}")

@@ -81,10 +81,8 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
     targets, names = _targets(file, rows, classes)
     number, path, _ = rows[0]  # to look for all images takes minutes on a network disk
     if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)
-        raise DataError(
-            f"{file}:{number}: no image {folder / path}\n"
-            f"paths in a list are relative to data.root, {folder}: correct the paths or data.root"
-        )
+        remedy = f"paths in a list are relative to data.root, {folder}: correct the paths or data.root"
+        raise DataError(f"{file}:{number}: no image {folder / path}\n{remedy}")
     return ImageIndex(folder, np.array([os.fsencode(path) for _, path, _ in rows]), targets, tuple(names))
 
 
@@ -203,10 +201,8 @@ def exclude_images(index: ImageIndex, root: Path, path: Path) -> tuple[ImageInde
 def check_none_excluded(index: ImageIndex, root: Path, path: Path) -> None:
     """Raise DataError for a validation image in the list at `path`."""
     for row, reason in _bad_rows(index, root, path):
-        raise DataError(
-            f"{index.describe(row)}: {reason} ({path}); validation leaves no image out\n"
-            "replace the file, and remove it from the list"
-        )
+        what = f"{index.describe(row)}: {reason} ({path}); validation leaves no image out"
+        raise DataError(f"{what}\nreplace the file, and remove it from the list")
 
 
 def _bad_rows(index: ImageIndex, root: Path, path: Path) -> list[tuple[int, str]]:

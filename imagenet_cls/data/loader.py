@@ -141,11 +141,11 @@ def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, samp
         seed_generators(split_keys[0])
         image, crop, target = source.load_region(index, transform.draw_crop)
         targets.append(target)
-        for split, drawn in enumerate(transform(image, epoch, split_keys, crop)):
-            images[split * size + row] = drawn.image
-            keys[split * size + row] = drawn.key
-            if drawn.boxes is not None:
-                boxes[split * size + row] = drawn.boxes
+        for split, (view, view_boxes) in enumerate(transform(image, epoch, split_keys, crop)):
+            place = split * size + row
+            images[place], keys[place] = view, split_keys[split]
+            if view_boxes is not None:
+                boxes[place] = view_boxes
     if augment.erasing.prob == 0:
         return TrainBatch(images, torch.tensor(targets))
     return TrainBatch(images, torch.tensor(targets), boxes, torch.tensor(keys))
@@ -259,10 +259,9 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
         hung = _awaited_worker(loader) if expired.is_set() else None
         _stop_workers(loader)
         if hung is not None:
-            raise ResourceError(
-                f"{hung} returned no batch for {timeout_sec:g} s (data.timeout_sec)\n"
-                "most often a disk or network hangs: check it, and continue with --resume"
-            ) from None
+            what = f"{hung} returned no batch for {timeout_sec:g} s (data.timeout_sec)"
+            remedy = "most often a disk or network hangs: check it, and continue with --resume"
+            raise ResourceError(f"{what}\n{remedy}") from None
         raise _killed_worker_error(error) or error from None
     finally:
         timer.cancel()

@@ -130,13 +130,12 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
 
 
 def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> int:
-    """Samples of an epoch: the number of images, rounded down to a multiple of `repeats_multiple`, else DataError."""
+    """The number of images, rounded down to a multiple of `repeats_multiple`. Raises DataError if that is 0."""
     if repeats_multiple is None:
         return num_images
     if num_images < repeats_multiple:
-        raise DataError(
-            f"{num_images} training images are fewer than data.repeats_multiple, {repeats_multiple}\nset it to null"
-        )
+        what = f"{num_images} training images are fewer than data.repeats_multiple, {repeats_multiple}"
+        raise DataError(f"{what}\nset it to null")
     return num_images // repeats_multiple * repeats_multiple
 
 

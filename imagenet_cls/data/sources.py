@@ -168,19 +168,15 @@ class MapSource(ImageSource):
             image = rgb_tensor(image)
         is_image = isinstance(image, torch.Tensor) and image.dtype == torch.uint8 and image.ndim == 3
         if not is_image or image.shape[0] not in (1, 3):
-            raise DataError(
-                f"{self.name(i)}: its image is {_describe(image)}; return a Pillow image or a uint8 tensor (3, H, W), "
-                "without a transform to floats"
-            )
+            remedy = "return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats"
+            raise DataError(f"{self.name(i)}: its image is {_describe(image)}; {remedy}")
         try:
             number = int(target)
         except (TypeError, ValueError):
             number = -1
         if not 0 <= number < len(self.classes):
-            raise DataError(
-                f"{self.name(i)}: its target is {target!r}; return an integer from 0 to {len(self.classes) - 1}, "
-                f"the dataset has {len(self.classes)} classes"
-            )
+            remedy = f"return an integer from 0 to {len(self.classes) - 1}, the dataset has {len(self.classes)} classes"
+            raise DataError(f"{self.name(i)}: its target is {target!r}; {remedy}")
         return image.expand(3, -1, -1), number
 
     def name(self, i: int) -> str:
@@ -305,10 +301,8 @@ def known_classes(dataset: Any, name: str) -> list[str]:
     if count is None:
         targets = known_targets(dataset)
         if targets is None or not len(targets):
-            raise DataError(
-                f"{name}: the number of classes is unknown\n"
-                "give the dataset an attribute `classes` (a list of names), `num_classes` or `targets`"
-            )
+            remedy = "give the dataset an attribute `classes` (a list of names), `num_classes` or `targets`"
+            raise DataError(f"{name}: the number of classes is unknown\n{remedy}")
         count = int(targets.max()) + 1
     return [str(number) for number in range(int(count))]
 

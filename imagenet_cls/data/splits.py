@@ -104,9 +104,7 @@ def group_names(names: Names, pattern: str) -> list[bytes]:
         match = compiled.search(name)
         group = match and match[min(compiled.groups, 1)]
         if group is None:
-            raise DataError(
-                f"data.group: {format_value(pattern)} does not match the path {format_value(name)}\n"
-                "give a regular expression that matches the path of every training image, below the folder of the part"
-            )
+            what = f"data.group: {format_value(pattern)} does not match the path {format_value(name)}"
+            raise DataError(f"{what}\ngive a regular expression that matches the path of every training image")
         groups.append(os.fsencode(group))
     return groups

@@ -6,7 +6,6 @@ Cast and normalization happen on the device (`device`), and so does erasing: onl
 import math
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,17 +58,6 @@ def _sides_at(points: ProgressiveConfig, epochs: NDArray[np.integer]) -> NDArray
     return np.rint(sizes / points.multiple_px).astype(np.int64) * points.multiple_px
 
 
-class View(NamedTuple):
-    """One view of an image, drawn from `key`.
-
-    image: uint8 (C, H, W), in any memory format. boxes: int32 (n, 4) to erase; None without erasing.
-    """
-
-    image: torch.Tensor
-    key: int
-    boxes: torch.Tensor | None
-
-
 class TrainTransform:
     """From a decoded image, uint8 (3, H, W), to its views, each uint8 (C, *size). size: `size_px_at` the epoch. C: 3,
     or 1 if `mean` has one number: gray.
@@ -95,27 +83,22 @@ class TrainTransform:
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
 
-    def __call__(self, image: torch.Tensor, epoch: int, keys: Sequence[int], crop: Box | None = None) -> list[View]:
-        """`splits` views, with the boxes to erase in each but the first of several. crop: None to draw it.
+    def __call__(
+        self, image: torch.Tensor, epoch: int, keys: Sequence[int], crop: Box | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """`splits` views, each with the boxes to erase: int32 (n, 4), or None. crop: None to draw it.
 
         keys: one for each view. The caller has seeded the default generators with the first one.
         """
         assert len(keys) == self.splits, (keys, self.splits)
         erasing = self.augment.erasing
         base = self.crop_and_flip(image, epoch, crop)
-        views = []
-        for split, key in enumerate(keys):
-            if split > 0:
+        views: list[tuple[torch.Tensor, torch.Tensor | None]] = [(base, None)] if self.splits > 1 else []
+        for key in keys[len(views) :]:
+            if views:
                 seed_generators(key)
-            is_unchanged = split == 0 and self.splits > 1
-            view = base if is_unchanged else self.color_transforms(base)
-            if erasing.prob == 0:
-                boxes = None
-            elif is_unchanged:
-                boxes = torch.zeros(erasing.max_count, 4, dtype=torch.int32)
-            else:
-                boxes = draw_boxes(erasing, list(view.shape[1:]))
-            views.append(View(view, key, boxes))
+            view = self.color_transforms(base)
+            views.append((view, draw_boxes(erasing, list(view.shape[1:])) if erasing.prob > 0 else None))
         return views
 
     def crop_and_flip(self, image: torch.Tensor, epoch: int, crop: Box | None = None) -> torch.Tensor:

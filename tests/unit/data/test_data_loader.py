@@ -54,7 +54,7 @@ def reference(image_folder: Path) -> list[tuple[torch.Tensor, ...]]:
         image, target = source.load(index)
         key = hash_key("sample", 5, epoch, index, view)
         seed_generators(key)
-        samples.append((transform(image, epoch, [key])[0].image, target))
+        samples.append((transform(image, epoch, [key])[0][0], target))
     chunks = [samples[i : i + 4] for i in range(0, len(samples), 4)]
     return [TrainBatch(torch.stack([image for image, _ in c]), torch.tensor([t for _, t in c])) for c in chunks]
 

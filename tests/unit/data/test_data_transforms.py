@@ -31,8 +31,8 @@ def assert_alike(ours: torch.Tensor, reference: Image.Image, interpolation: str)
 
 
 def only_view(transform: TrainTransform, image: torch.Tensor, epoch: int = 0) -> torch.Tensor:
-    (view,) = transform(image, epoch, [0])
-    return view.image
+    ((view, _),) = transform(image, epoch, [0])
+    return view
 
 
 def assert_form(image: torch.Tensor, size_px: int) -> None:
