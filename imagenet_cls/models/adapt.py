@@ -1,7 +1,5 @@
 """Changes to a built model that keep its parameters' names: frozen parts, another image size, split BatchNorm, and
 gradient checkpointing. And the names of its head.
-
-Frozen parameters lose `requires_grad`, frozen BatchNorm is put into evaluation mode.
 """
 
 from fnmatch import fnmatchcase
@@ -21,10 +19,10 @@ _SIZE_ERRORS = (AssertionError, RuntimeError, ValueError)
 
 
 def head_names(model: nn.Module, num_classes: int) -> list[str]:
-    """Names of the head's parameters, such as `["fc.weight", "fc.bias"]`; empty where the model has no linear head.
+    """Names of the head's parameters, such as `["fc.weight", "fc.bias"]`; empty if there is none.
 
-    timm's models name their classifier (some have two); of others it is the last linear layer or convolution with
-    `num_classes` outputs.
+    timm names the classifiers of its models; of others it is the last linear layer or convolution with `num_classes`
+    outputs.
     """
     parameters = [name for name, _ in model.named_parameters()]
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
@@ -40,11 +38,9 @@ def head_names(model: nn.Module, num_classes: int) -> list[str]:
 
 
 def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
-    """Freeze parameters as the config says, in place. Returns a sentence about what is trained; None if nothing is
-    frozen.
+    """Freeze parameters, in place. Returns a sentence about what is trained; None if nothing is frozen.
 
-    num_classes: outputs of the head, to find it. Raises ConfigError for patterns that match nothing, a missing head or
-    BatchNorm, and where nothing is left to train.
+    Raises ConfigError for patterns that match nothing, a missing head or BatchNorm, and if nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     head = head_names(model, num_classes)
@@ -84,21 +80,16 @@ def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
 
 
 def set_training(model: nn.Module, cfg: ModelConfig) -> None:
-    """`model.train()`, but frozen BatchNorm layers in evaluation mode. Dropout and drop-path stay on in frozen parts,
-    as in timm."""
+    """`model.train()`, but frozen BatchNorm layers in evaluation mode. Dropout stays on in frozen parts, as in timm."""
     model.train()
-    if not (cfg.freeze or cfg.head_only or cfg.freeze_bn):
-        return
-    for layer, is_frozen in frozen_batch_norm(model, cfg).items():
-        layer.train(not is_frozen)
+    if cfg.freeze or cfg.head_only or cfg.freeze_bn:
+        for layer, is_frozen in frozen_batch_norm(model, cfg).items():
+            layer.train(not is_frozen)
 
 
 def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[_BatchNorm, bool]:
-    """For each BatchNorm layer whether its running statistics are frozen: with `model.freeze_bn` all are, else those
-    whose parameters are.
-
-    A layer without weight and bias follows the smallest module around it that has parameters: it is not frozen in front
-    of a trained head.
+    """For each BatchNorm layer whether its running statistics are frozen: all with `model.freeze_bn`, else those whose
+    parameters are. A layer without parameters follows the smallest module around it that has some.
     """
     modules = dict(model.named_modules())
     frozen = {}
@@ -114,11 +105,10 @@ def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[_BatchNorm, bo
 
 
 def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | None:
-    """Make a model that was built for one size take images of `size_px`, in place, on the CPU.
+    """Make a model that was built for one size take images of `size_px`, in place, by timm's `set_input_size`.
 
     Returns None where it takes them already, else a sentence about what was done. Raises ValueError, with the model's
-    error, where it can't. timm's `set_input_size` resamples position embeddings as its loading does (and scales Swin's
-    windows with the image).
+    error, where it can't.
     """
     try:
         _try_size(model, size_px, channels)
@@ -150,8 +140,7 @@ def size_remedy(model: nn.Module, size_px: Size) -> str:
     remedies = {
         "dynamic_img_size": "true, which takes every size in whole patches",
         "strict_img_size": "false, which takes every size",
-        "img_size": resizes,
-        "image_size": resizes,
+        **dict.fromkeys(("img_size", "image_size"), resizes),
     }
     allowed = [name for owner in type(model).__mro__ if owner is not object for name in keyword_names(owner)[0]]
     return next((f"; set model.kwargs.{name} to {text}" for name, text in remedies.items() if name in allowed), "")
@@ -161,9 +150,8 @@ def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Modu
     """Give every BatchNorm one layer for each of `splits` parts of a batch, if `model.split_bn` is on.
 
     By timm's conversion, in place: the first part goes through the existing layer, which evaluation uses too; the
-    others through its `aux_bn` layers, which start with its weights and statistics. The batch must be a multiple of
-    `splits`. Call it before freezing: it creates parameters. Raises ConfigError for a model without BatchNorm, or whose
-    BatchNorm is not of images (LeViT's is of tokens).
+    others through its `aux_bn` layers, which start with its weights and statistics. Call it before freezing: it creates
+    parameters. Raises ConfigError for a model without BatchNorm2d.
     """
     if not cfg.split_bn:
         return model
@@ -179,16 +167,15 @@ def checkpoint_activations(model: nn.Module) -> None:
     """Recompute activations in the backward pass (Chen et al. 2016, arXiv:1604.06174), by the model's own
     `set_grad_checkpointing`, in place.
 
-    Unlike in timm's and torchvision's scripts, the recomputation does not update BatchNorm's running statistics a
-    second time, so that they are the same as without. Call it after SyncBN conversion, which creates layers. Raises
-    ConfigError for a model that has no gradient checkpointing.
+    The recomputation does not update BatchNorm's running statistics a second time, as it would in timm's scripts. Call
+    it after SyncBN conversion, which creates layers. Raises ConfigError for a model without gradient checkpointing.
     """
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     except (AttributeError, AssertionError, NotImplementedError, TypeError) as error:
-        text = f"{type(model).__name__} has no gradient checkpointing; set it to false"
-        key = "train.grad_checkpointing"
-        raise ConfigError([f"{key}: {text}, and train.micro_batch_size lower if memory is short"]) from error
+        remedy = "set it to false, and train.micro_batch_size lower if memory is short"
+        text = f"train.grad_checkpointing: {type(model).__name__} has no gradient checkpointing; {remedy}"
+        raise ConfigError([text]) from error
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             # In place: names, buffers and checkpoints stay. (mypy takes the hash of a class for that of its objects.)

@@ -1,7 +1,5 @@
 """Builds the model of a config's `model` section on the CPU: timm's, torchvision's, or that of the user's factory.
 Checks the section before ranks start: names, tags, published weights and arguments.
-
-Random numbers are drawn only to initialize weights: the same seed gives the same weights.
 """
 
 import inspect
@@ -18,7 +16,7 @@ import huggingface_hub
 import timm
 import torch
 import torchvision
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
@@ -49,23 +47,17 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
     """Build the model on the CPU, in float32 and training mode, with `num_classes` outputs.
 
     channels: of the images; timm's models are built for them. Published weights (`model.pretrained`) are downloaded
-    once; a head of another size is initialized, and timm sums the first layer's weights over colors for one channel.
-    `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError if published weights can't be
-    downloaded, CheckpointError where they don't fit the kwargs, UserError where the user's factory does not return a
-    module.
+    once; a head of another size is initialized. `model.checkpoint` is not read: see `weights.load_weights`. Raises
+    ResourceError if published weights can't be downloaded, CheckpointError where they don't fit the kwargs, ConfigError
+    for a malformed name on the Hub, UserError where the user's factory does not return a module.
     """
-    build: Callable[[ModelConfig, int], nn.Module]
-    if model.name.startswith(TORCHVISION):
-        build = _build_torchvision
-    elif is_factory_name(model.name):
-        build = _build_from_factory
-    else:
-        build = partial(_build_timm, channels=channels)
     if model.pretrained:
         print(f"loading the published weights of {model.name!r}, downloading them if they are not cached", flush=True)
     try:
-        return build(model, num_classes)
+        return _build(model, num_classes, channels)
     except Exception as error:
+        if isinstance(error, HFValidationError):
+            raise ConfigError([f"model.name: {model.name!r}: {first_line(error)}"]) from error
         if model.name.startswith(FOLDER) and isinstance(error, OSError):
             raise CheckpointError(f"model.name: {model.name!r}: {first_line(error)}\ncorrect the path") from error
         is_unreachable = model.name.startswith(HUB) and not isinstance(error, HfHubHTTPError)  # which is an answer
@@ -79,7 +71,14 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
         raise
 
 
-def _build_timm(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
+def _build(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
+    if model.name.startswith(TORCHVISION):
+        return _build_torchvision(model, num_classes)
+    if is_factory_name(model.name):
+        built = import_factory(model.name)(num_classes=num_classes, **model.kwargs)
+        if not isinstance(built, nn.Module):
+            raise UserError(f"model.name: {model.name!r} returned {type(built).__name__}; return a torch.nn.Module")
+        return built
     if model.name.startswith(HUB):
         _check_hub(*model.name.removeprefix(HUB).split("@"))
     kwargs = model.kwargs if channels == 3 else {"in_chans": channels, **model.kwargs}
@@ -105,13 +104,6 @@ def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
     # torchvision rejects another num_classes together with weights: build with the weights' head, then replace it.
     built = torchvision.models.get_model(name, **{"weights": "DEFAULT", **model.kwargs})
     replace_head(built, num_classes)
-    return built
-
-
-def _build_from_factory(model: ModelConfig, num_classes: int) -> nn.Module:
-    built = import_factory(model.name)(num_classes=num_classes, **model.kwargs)
-    if not isinstance(built, nn.Module):
-        raise UserError(f"model.name: {model.name!r} returned {type(built).__name__}; return a torch.nn.Module")
     return built
 
 
@@ -191,8 +183,7 @@ def _download_advice(model: ModelConfig, error: Exception) -> str:
 def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], list[float]]:
     """Mean and standard deviation per channel (red, green, blue), of pixels in 0..1, that the weights expect.
 
-    timm's models have them in their config; for others ImageNet's are used, as for all torchvision classifiers. For one
-    channel, the averages of the three.
+    Those of timm's config, for other models ImageNet's. For one channel, the averages of the three.
     """
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     mean, std = list(cfg.get("mean", IMAGENET_DEFAULT_MEAN)), list(cfg.get("std", IMAGENET_DEFAULT_STD))
@@ -203,8 +194,7 @@ def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collectio
     """Raise CheckpointError where building a checkpoint's model would run code that the user has not named.
 
     Nothing is imported. model, imports: of the checkpoint's own config. trusted: the names that the user has given,
-    `my_module` for an import and `my_module:my_factory` for a model; compared whole, since `my_module:os.system` is not
-    code of a trusted module. where: the checkpoint, for the message.
+    compared whole, since `my_module:os.system` is not code of a trusted module. where: the checkpoint.
     """
     # timm takes a name with a colon for a place to download a model from; without one it is a key of its registry.
     names = [*imports, model.name] if ":" in model.name.removeprefix(TORCHVISION) else imports
@@ -223,12 +213,10 @@ def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collectio
 
 
 def model_problems(model: ModelConfig, grad_checkpointing: bool = False, channels: int = 3) -> list[Problem]:
-    """All problems of the section that can be found without data. grad_checkpointing: `train`'s. channels: `data`'s.
-    Downloads nothing.
+    """All problems of the section that can be found without data. Downloads nothing.
 
-    Builds on the meta device, which takes no memory and about 0.1 s; the few models that can't be built there are built
-    on the CPU. timm's and torchvision's factories take `**kwargs`, so only this trial shows which argument the
-    constructor rejects.
+    grad_checkpointing: `train`'s. channels: `data`'s. Builds on the meta device, or where that fails on the CPU: timm's
+    and torchvision's factories take `**kwargs`, so only this trial shows which argument the constructor rejects.
     """
     is_torchvision = model.name.startswith(TORCHVISION)
     if is_factory_name(model.name) and not is_torchvision:
@@ -243,7 +231,7 @@ def model_problems(model: ModelConfig, grad_checkpointing: bool = False, channel
 
 
 def _change_problems(model: ModelConfig, built: nn.Module, grad_checkpointing: bool) -> list[Problem]:
-    """Of what the section changes about the built model. Makes these changes."""
+    """Problems of what the section changes about the built model. Makes these changes."""
     changes: list[Callable[[], object]] = [partial(freeze, built, model, model.num_classes or 1000)]
     changes += [partial(checkpoint_activations, built)] if grad_checkpointing else []
     changes += [partial(split_batch_norm, built, model, splits=2)]
@@ -264,17 +252,13 @@ def _name_problem(name: str) -> Problem | None:
         return None  # building it shows
     classifiers = torchvision.models.list_models(module=torchvision.models)
     architecture, _, tag = name.partition(".")
-    if name.startswith(TORCHVISION):
-        is_known = name.removeprefix(TORCHVISION) in classifiers
-    else:
+    is_known = name.removeprefix(TORCHVISION) in classifiers
+    if not name.startswith(TORCHVISION):
         is_known = ":" not in name and "/" not in name and timm.is_model(architecture)
     if not is_known:
-        candidates = [*timm.list_models(), *(TORCHVISION + other for other in classifiers)]
-        remedy = (
-            did_you_mean(name, candidates)
-            or "; use a timm name, torchvision:NAME, hf-hub:USER/NAME or my_module:my_factory"
-        )
-        return Problem("model.name", f"unknown model {name!r}{remedy}")
+        hint = did_you_mean(name, [*timm.list_models(), *(TORCHVISION + other for other in classifiers)])
+        forms = "; use a timm name, torchvision:NAME, hf-hub:USER/NAME or my_module:my_factory"
+        return Problem("model.name", f"unknown model {name!r}{hint or forms}")
     tags = [tagged.partition(".")[2] for tagged in timm.list_models(architecture, include_tags=True)]
     if tag and tags and tag not in tags:  # names that timm has renamed list no tags
         listing = ", ".join(filter(None, tags)) or "none"
@@ -334,7 +318,7 @@ def _factory_problems(model: ModelConfig) -> list[Problem]:
 
 
 def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, list[Problem]]:
-    """The model without the arguments that it rejects (None if it can't be built), and the problems of arguments."""
+    """The model without the arguments that it rejects (None if it can't be built), and their problems."""
     reserved = [name for name in model.kwargs if name in RESERVED]
     problems = [Problem(f"model.kwargs.{name}", "is set by the program; remove it") for name in reserved]
     kwargs = {name: value for name, value in model.kwargs.items() if name not in (*RESERVED, "weights")}
@@ -346,7 +330,7 @@ def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, lis
             return built, problems + [_unknown_argument(name, built) for name in rejected]
         except ResourceError:
             raise
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             return None, [*problems, Problem("model.name", first_line(error).removeprefix("model.name: "))]
         except Exception as error:
             _, _, quoted = str(error).partition("unexpected keyword argument")

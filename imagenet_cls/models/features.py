@@ -15,10 +15,7 @@ class FeatureModel(nn.Module):
     These are timm's `forward_head(..., pre_logits=True)`, except where timm's head has more layers than the classifier
     (BatchNorm in LeViT, an MLP in CAFormer). A layer that is applied at each position gives the mean over the
     positions, unless another one is applied to a single vector (VOLO). The inputs of several layers are averaged
-    (distilled DeiT), or joined where their widths differ (CrossViT).
-
-    num_classes: outputs of the classifier; `head_names` finds it by them. `forward` raises UsageError where there is
-    none. The hooks stay on the model.
+    (distilled DeiT), or joined where their widths differ (CrossViT). `forward` raises UsageError without a classifier.
     """
 
     def __init__(self, model: nn.Module, num_classes: int):

@@ -1,7 +1,6 @@
 """The outputs of weights that were published for ImageNet-1k, in the order of a dataset's classes.
 
-The outputs are in the order of the WordNet ids. Class folders are in the order of their names, which differs from it if
-they are called `0`, `1`, `10`, ... or `tench`, `goldfish`, ...
+The outputs are in the order of the WordNet ids, class folders in that of their names (`0`, `1`, `10`, ... or `tench`).
 """
 
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ IMAGENET_CLASSES = 1000
 def imagenet_order(classes: Sequence[str]) -> list[int]:
     """For each class its output in weights that were published for ImageNet-1k; then all other outputs.
 
-    The classes are named by WordNet ids, by torchvision's categories or by timm's descriptions, of which the first
-    synonym counts; 1,000 classes also by the numbers 0 to 999. Raises DataError for other names.
+    The classes are named by WordNet ids, torchvision's categories or the first synonym of timm's descriptions; 1,000
+    classes also by the numbers 0 to 999. Raises DataError for other names.
     """
     names = [name.replace("_", " ").partition(",")[0] for name in classes]
     names = [str(int(name)) if name.isdecimal() else name for name in names]
@@ -51,10 +50,9 @@ def imagenet_classes(count: int) -> tuple[str, ...]:
 
 
 def match_outputs(model: nn.Module, classes: Sequence[str]) -> str:
-    """Put the outputs of weights that were published for ImageNet-1k in the order of `classes`, in place.
+    """Permute the rows of the head, in place, so that its outputs are in the order of `classes`.
 
-    The rows of the head are permuted. Returns the end of a message about it, "" where the order is the same. Raises
-    DataError, see `imagenet_order`.
+    Returns the end of a message about it, "" where the order is the same. Raises DataError, see `imagenet_order`.
     """
     order = imagenet_order(classes)
     if order == list(range(IMAGENET_CLASSES)):

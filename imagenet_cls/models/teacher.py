@@ -1,7 +1,4 @@
-"""The teacher of a distillation (`distill.teacher`): its checks, weights and input normalization.
-
-Any model that `model` can name can teach. Its loss is in `optim.losses`.
-"""
+"""The teacher of a distillation (`distill.teacher`): its checks, weights and input normalization."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,8 +25,8 @@ WeightsReader = Callable[[str], tuple[Mapping[str, Tensor], MeanStd | None]]
 class Teacher(nn.Module):
     """Images as the student takes them, float (B, 3, H, W) -> logits (B, classes), without gradients.
 
-    Frozen, in evaluation mode. Images normalized with the student's mean and std are converted to the teacher's:
-    (x * std + mean - own mean) / own std, which holds for mixed and erased images too.
+    Frozen, in evaluation mode. Images are converted to the teacher's normalization: (x * std + mean - own mean) / own
+    std, which holds for mixed and erased images too.
     """
 
     scale: Tensor
@@ -66,12 +63,10 @@ def build_teacher(
 ) -> Teacher:
     """The teacher on `group.device`. A collective: rank 0 reads the weights and broadcasts them.
 
-    num_classes: outputs of the student. read: called for `teacher.checkpoint`. mean_std: the student's normalization.
-    sizes_px: sizes of the training images; each is tried with one black image. seed: keys the initial weights of a
-    factory's model without a checkpoint. classes: of the data, in the order in which the outputs must be.
-
-    Raises ConfigError for other classes or unsupported sizes, and what `build_model`, `load_weights` and `read` raise,
-    with the keys of `distill.teacher`: the same error on every rank.
+    num_classes, mean_std: of the student. read: called for `teacher.checkpoint`. sizes_px: of the training images; each
+    is tried with one black image. seed: keys the initial weights of a factory's model without a checkpoint. classes: of
+    the data, in the order of the outputs. Raises ConfigError for other classes or unsupported sizes, and what
+    `build_model`, `load_weights` and `read` raise, on every rank.
     """
     built: list[Teacher] = []
 
@@ -91,10 +86,7 @@ def build_teacher(
 
 
 def enable_distillation_token(model: nn.Module) -> bool:
-    """Make a model with a distillation token return two logits in training; False for a model without one.
-
-    timm's models that have one have the method `set_distilled_training`; in evaluation they return the mean of both.
-    """
+    """Make a model of timm with a distillation token return two logits in training; False for a model without one."""
     enable = getattr(model, "set_distilled_training", None)
     if enable is not None:
         enable(True)

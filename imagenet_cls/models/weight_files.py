@@ -11,6 +11,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,8 @@ def read_weights(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], 
     """The weights in a file, by parameter name, on the CPU, without prefixes of wrappers; and a description: the file,
     and if it has a moving average, which state dict was used.
 
-    path: a safetensors file, or one that `torch.save` wrote. averaged: prefer the EMA weights if the file has both, as
-    timm's `create_model(checkpoint_path=)` does; a file with only one kind returns that one. Raises CheckpointError (at
-    most three lines) for a file that is missing, truncated, no checkpoint, or needs code to load.
+    averaged: prefer the EMA weights if the file has both, as timm's `create_model(checkpoint_path=)` does. Raises
+    CheckpointError for a file that is missing, truncated, no checkpoint, or needs code to load.
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such file; check the path")
@@ -47,10 +47,10 @@ def read_weights(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], 
 
 
 def download_weights(url: str) -> Path:
-    """The file at a URL, downloaded once into torch.hub's cache. Digits in its name, as in `resnet18-f37072fd.pth`,
-    are compared with the SHA-256 digest. Raises ResourceError or CheckpointError.
+    """The file at a URL, downloaded once into torch.hub's cache. Raises ResourceError or CheckpointError.
 
-    Files without such digits have a folder for each URL, since many are called `checkpoint.pth`.
+    Digits in its name, as in `resnet18-f37072fd.pth`, are compared with the SHA-256 digest. Other files have a folder
+    for each URL, since many are called `checkpoint.pth`.
     """
     name = Path(urlsplit(url).path).name or "weights"
     digest = re.search(r"-([a-f0-9]{8,})\.", name)
@@ -62,18 +62,17 @@ def download_weights(url: str) -> Path:
             print(f"downloading {url} to {path}", flush=True)
             torch.hub.download_url_to_file(url, str(path), digest and digest[1], progress=sys.stderr.isatty())
     except (OSError, HTTPException, ValueError) as error:  # ValueError: no valid URL
+        with suppress(OSError):  # the folder holds other files, or can't be made
+            folder.rmdir()
         text = f"{url} can't be downloaded to {path}: {first_line(error)}"
-        raise ResourceError(
-            f"{text}\ncorrect the URL, or copy the file here by other means and name its path"
-        ) from error
+        raise ResourceError(f"{text}\ncorrect the URL, or copy the file here and name its path") from error
     except RuntimeError as error:
         raise CheckpointError(f"{url} is not the file that its name states: {first_line(error)}") from error
     return path
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Whether a file begins like safetensors: the length of the header in eight bytes, then the header, a JSON
-    object."""
+    """Whether a file begins like safetensors: eight bytes of length, then a JSON object."""
     try:
         with path.open("rb") as file:
             return file.read(9)[8:] == b"{"
@@ -92,11 +91,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(path: Path) -> Any:
-    """What `torch.save` wrote: tensors, plain containers and values only.
-
-    argparse.Namespace is allowed too, since timm's and torchvision's scripts store their options in one: it only holds
-    attributes, to which the same restriction applies.
-    """
+    """What `torch.save` wrote: tensors, plain containers and values, and argparse.Namespace, in which timm's and
+    torchvision's scripts store their options."""
     try:
         # Pass a file object: for a path, torch.load uses the suffix.
         with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
@@ -122,8 +118,8 @@ def _one_line(error: Exception) -> str:
 
 
 def _find_state_dict(content: Any, path: Path, averaged: bool) -> tuple[dict[str, Tensor], str]:
-    """The state dict of a checkpoint, the content itself or under one of the libraries' keys, without prefixes; and a
-    note on the choice if there is an average."""
+    """The state dict of a checkpoint, bare or under one of the libraries' keys, without prefixes; and a note on the
+    choice if there is an average."""
     if isinstance(content, Mapping):
         nested = {key: _tensors_in(content.get(key)) for key in (*NESTED_KEYS, *AVERAGE_KEYS)}
         trained = next((key for key in NESTED_KEYS if nested[key]), None)

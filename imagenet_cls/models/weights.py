@@ -1,7 +1,5 @@
-"""Loads the weights of any checkpoint into a model.
-
-Of a classifier all of them but a head of another size; of self-supervised or image-text pre-training (MAE, DINO v1 to
-v3, MoCo v2 and v3, CLIP and others) the encoder.
+"""Loads the weights of any checkpoint into a model: of a classifier, or of the encoder of a self-supervised or
+image-text pre-training (MAE, DINO v1 to v3, MoCo v2 and v3, CLIP and others).
 """
 
 import re
@@ -46,12 +44,11 @@ def prefix_errors(key: str) -> Iterator[None]:
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int, head_may_differ: bool = True) -> str:
     """Load `state` into `model`, in place. Returns one sentence about what was done.
 
-    All names and shapes must match, with these exceptions: a head of another size (its first dimension) stays as
-    initialized, unless head_may_differ is False; position embeddings of another grid are resized, and an original
-    author's names translated, by the model's library; further BatchNorm layers of `model.split_bn` are ignored;
-    counters `num_batches_tracked` may be missing (torch < 0.4.1). Where head_may_differ, also the encoder of a
-    pre-training file: the head stays as initialized. num_classes: the model's, to find its head. Raises CheckpointError
-    with counts and the first three names of each kind.
+    All names and shapes must match, with these exceptions: position embeddings of another grid are resized, and an
+    original author's names translated, by the model's library; further BatchNorm layers of `model.split_bn` are
+    ignored; counters `num_batches_tracked` may be missing (torch < 0.4.1). Where head_may_differ, a head of another
+    size stays as initialized, and the state may be the encoder of a pre-training file. num_classes: the model's, to
+    find its head. Raises CheckpointError with counts and the first three names of each kind.
     """
     expected = model.state_dict()
     head = [name for name in head_names(model, num_classes) if name in expected]
@@ -85,8 +82,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
 def _find_encoder(
     model: nn.Module, state: Mapping[str, Tensor], head: list[str]
 ) -> tuple[dict[str, Tensor], str] | None:
-    """The tensors for all of the model but its head, from a file of pre-training, and a sentence about what was found;
-    None if there are none."""
+    """The tensors of all but the head, from a file of pre-training, and a sentence about them; None without them."""
     expected = model.state_dict()
     for prefix in ENCODER_PREFIXES:
         part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -120,8 +116,7 @@ def _join_chunks(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> di
 
 
 def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """How the names and shapes of two state dicts differ, in one line: counts, and the first three names of each kind;
-    "" if they don't."""
+    """How the names and shapes of two state dicts differ: counts and three names of each kind; "" if they don't."""
     other_shape = _names_with_other_shape(expected, actual)
     kinds = {
         "missing": [name for name in expected if name not in actual],
@@ -160,8 +155,7 @@ def _convert_if_needed(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The state as converted by the model's library, if names or shapes differ beyond the head; and notes about it.
 
-    Only position embeddings may be resized: timm would also resample the patches of a ViT for another patch size, which
-    is another model.
+    Only position embeddings may be resized: timm would also resample a ViT's patches for another patch size.
     """
     expected = model.state_dict()
     same_names = all(_is_counter(name) for name in expected.keys() ^ state.keys())
@@ -178,11 +172,9 @@ def _convert_if_needed(
 
 
 def _convert_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` as the model's library would load it: position embeddings on the model's grid, and its current names
-    where a published file has the authors'. Shares the tensors that stay as they are.
+    """`state` as the model's library would load it: by timm's `checkpoint_filter_fn`, or torchvision's for its ViT.
 
-    timm has a function for each such model (`checkpoint_filter_fn`), torchvision one for its ViT. A state dict of
-    another model may come back changed or unchanged: compare it with the model's.
+    A state dict of another model may come back changed or unchanged: compare it with the model's.
     """
     state = dict(state)
     try:

@@ -244,6 +244,7 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
     ("model", "keys"),
     [
         (ModelConfig("timm/resnet18"), ["name"]),
+        (ModelConfig("hf-hub:user/name/more"), ["name"]),
         (ModelConfig("torchvision:fasterrcnn_resnet50_fpn"), ["name"]),
         (ModelConfig("hrnet_w18_small", kwargs={"zebra": 1}), ["kwargs.zebra"]),
         (

@@ -16,8 +16,8 @@ import torchvision
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.weight_files import read_weights
+from imagenet_cls.errors import CheckpointError, ResourceError
+from imagenet_cls.models.weight_files import download_weights, read_weights
 from imagenet_cls.models.weights import load_weights
 
 
@@ -118,6 +118,15 @@ class Hostile:
 
     def __reduce__(self):
         return os.system, (f"touch {self.canary}",)
+
+
+def test_failed_download_is_a_resource_error_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    with pytest.raises(ResourceError, match="downloaded"):
+        download_weights("http://127.0.0.1:9/checkpoint.pth")  # nothing listens there
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("new_format", [True, False])
