@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.data.archive_files import Spans, opened, shown, tar_members, zip_members
-from imagenet_cls.data.classes import join_names, match_classes, read_classes
+from imagenet_cls.data.classes import join_names, read_classes
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
-from imagenet_cls.data.index import IMAGE_SUFFIXES, SPLIT_NAMES, ImageIndex
+from imagenet_cls.data.index import IMAGE_SUFFIXES, SPLIT_NAMES, ImageIndex, index_scan
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.data.lists import NUMBER, label_positions
 from imagenet_cls.errors import DataError, format_value
@@ -98,20 +98,17 @@ def index_archives(
         scan = _scan(root, part, archives, listed, devkit)
         write_scan(place, scan)
     arrays = dict(scan.arrays)
-    targets, found = arrays.pop("targets").astype(np.int64), scan.classes
+    labels = arrays.pop("labels", None)
     statuses = [scan.folders[os.fsencode(path)] for path in listed[: len(archives)]]
     spans = Spans(
         tuple(map(str, archives)),
         tuple((status.st_size, status.st_mtime_ns) for status in statuses if status is not None),
         **arrays,
     )
-    known = classes if must_match else None
-    index = ImageIndex(place, scan.names, targets, tuple(found if known is None else known), spans)
-    if not scan.counts:
-        return _with_labels_resolved(index, found, archives[0].with_name("classes.txt"), classes)
-    if known is None:
-        return index
-    return replace(index, targets=np.array(match_classes(found, known, place), np.int64)[targets])
+    if labels is None:
+        return index_scan(scan, place, classes if must_match else None, spans)
+    index = ImageIndex(place, scan.names, labels.astype(np.int64), (), spans)
+    return _with_labels_resolved(index, scan.classes, archives[0].with_name("classes.txt"), classes)
 
 
 def _with_labels_resolved(
@@ -162,7 +159,7 @@ class _Rows:
 
 
 def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None) -> Scan:
-    """Classes of a Scan of shards: the labels, in the order in which they appear. Its counts are empty."""
+    """Of shards, the classes are the labels, in the order in which they appear; `labels` are indices into them."""
     from rich.console import Console
     from rich.progress import track
 
@@ -195,17 +192,18 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     names = _joined([rows.names for rows in scanned])
     del scanned
     if shards[0]:
-        return Scan([os.fsdecode(label) for label in table], [], names, statuses, started, arrays | {"targets": group})
+        return Scan([os.fsdecode(label) for label in table], [], names, statuses, started, arrays | {"labels": group})
     inside = os.fsencode(part) if root.is_file() and os.path.normpath(part) != "." else b""
     classes, counts, order, skipped = _order_of_folders(place, list(table), group, names, inside)
     del group
     names = names[order]
+    equal = np.flatnonzero(names[1:] == names[:-1])
+    if len(equal):
+        raise DataError(f"{place}: {shown(names[equal[0]])} is in it twice\nmake the archive again")
     if skipped:
         characters = names.view(np.uint8).reshape(len(names), -1)[:, skipped:]
         names = np.ascontiguousarray(characters).view(f"S{characters.shape[1]}")[:, 0]
-    for key, values in arrays.items():
-        arrays[key] = values[order]
-    arrays["targets"] = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
+    arrays = {key: values[order] for key, values in arrays.items()}
     return Scan(classes, counts, names, statuses, started, arrays)
 
 
@@ -363,23 +361,13 @@ def _order_of_folders(
         found = join_names(sorted({shown(folder.partition(b"/")[0]) for folder in folders}))
         raise DataError(f"{place}: images without labels or class folders, in {found or 'no folder'}\n{_LAYOUTS}")
     kept.sort(key=lambda i: (class_of[i], folders[i]))
-    rank = np.full(len(folders), len(kept), np.int32)
-    rank[kept] = np.arange(len(kept))
+    classes = sorted(set(class_of.values()))
+    position = {name: number for number, name in enumerate(classes)}
+    rank, target = np.full(len(folders), -1, np.int32), np.zeros(len(folders), np.int64)
+    rank[kept], target[kept] = np.arange(len(kept)), [position[class_of[i]] for i in kept]
     ranks = rank[group]
-    order = np.argsort(ranks, kind="stable")
-    counts = np.bincount(ranks, minlength=len(kept))[: len(kept)]
-    order = order[: counts.sum()]
-    for end, count in zip(np.cumsum(counts), counts, strict=True):
-        rows = order[end - count : end]
-        rows[:] = rows[np.argsort(names[rows])]
-        equal = np.flatnonzero(names[rows[1:]] == names[rows[:-1]])
-        if len(equal):
-            raise DataError(f"{place}: {shown(names[rows[equal[0]]])} is in it twice\nmake the archive again")
-    classes = dict.fromkeys(class_of[i] for i in kept)
-    per_class = dict.fromkeys(classes, 0)
-    for i, count in zip(kept, counts.tolist(), strict=True):
-        per_class[class_of[i]] += count
-    return list(classes), list(per_class.values()), order, len(prefix)
+    order = np.lexsort((names, ranks))[np.count_nonzero(ranks < 0) :]
+    return classes, np.bincount(target[group[order]], minlength=len(classes)).tolist(), order, len(prefix)
 
 
 def check_level(index: ImageIndex) -> None:

@@ -99,9 +99,15 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
             "remove these folders, or restore their images (an interrupted extraction leaves such folders)"
         )
     check_not_parts(root, found)
-    labels = range(len(found)) if classes is None else match_classes(found, classes, root)
-    targets = np.repeat(np.array(labels, np.int64), scan.counts)
-    return ImageIndex(root, scan.names, targets, tuple(found if classes is None else classes))
+    return index_scan(scan, root, classes)
+
+
+def index_scan(scan: Scan, root: Path, classes: Sequence[str] | None, spans: "Spans | None" = None) -> ImageIndex:
+    """The index of what was listed in class folders. classes: to match them to; None: those that are there."""
+    found = scan.classes
+    positions = range(len(found)) if classes is None else match_classes(found, classes, root)
+    targets = np.repeat(np.array(positions, np.int64), scan.counts)
+    return ImageIndex(root, scan.names, targets, tuple(found if classes is None else classes), spans)
 
 
 def scan_classes(root: Path) -> Scan:

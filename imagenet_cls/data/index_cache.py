@@ -38,7 +38,7 @@ class Scan:
     classes: names of the folders, sorted. counts: images in each, at any depth. names: (N,) paths relative to the
     dataset, of dtype S. folders: the listed folders, relative to the dataset, with their status before the listing;
     None for one that can't be cached (`index.list_folder`). started: Unix time. For archives, `folders` are their
-    absolute paths, and `arrays` has further arrays (N,), by name.
+    absolute paths, and `arrays` has further arrays (N,), by name; of shards, `counts` is empty.
     """
 
     classes: list[str]
