@@ -115,19 +115,14 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
         if at + 1024 > len(buffer):
             buffer, base, at = os.pread(file, _READ, position), position, 0
         header = buffer[at : at + 512]
-        try:  # the usual form
-            size, is_valid = int(header[124:135], 8), _sum(header) == int(header[148:154], 8)
-        except ValueError:
-            is_valid = False
         offset = position + 512
-        if not is_valid:
+        size = _size_in_header(header)
+        if size < 0:
             if header == _ZEROS and offset <= end:
                 return
-            size = _size_in_header(header)
-            if size < 0:
-                what = f"a damaged header at byte {position}" if position > start else "not a tar archive"
-                what = f"cut short: no end at byte {position}" if len(header) < 512 or offset > end else what
-                raise DataError(f"{path}: {what}\n{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar")
+            what = f"a damaged header at byte {position}" if position > start else "not a tar archive"
+            what = f"cut short: no end at byte {position}" if len(header) < 512 or offset > end else what
+            raise DataError(f"{path}: {what}\n{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar")
         kind = header[156]
         if kind in _EXTENSIONS:
             content = os.pread(file, size, offset) if size > 512 else buffer[at + 512 : at + 512 + size]
@@ -157,23 +152,19 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
             )
 
 
-def _sum(header: bytes) -> int:
-    """The checksum of a header: the sum of its bytes, of which those of the checksum count as spaces.
-
-    The low half of Adler-32 is 1 + the sum, modulo 65521. Headers of text have smaller sums.
-    """
-    return (zlib.adler32(header) & 0xFFFF) + 255 - sum(header[148:156])
-
-
 def _size_in_header(header: bytes) -> int:
-    """The size in a header of any form: octal, or for large ones binary. Negative if the header is damaged."""
+    """The size of a member: octal, or for large ones binary. Negative if the checksum is wrong.
+
+    The checksum is the sum of all bytes, of which those of the checksum count as spaces. The low half of Adler-32 is
+    1 + the sum, modulo 65521.
+    """
     try:
-        checksum = int(header[148:156].strip(b"\0 "), 8)
+        checksum = int(header[148:156].strip(b"\0 "), 8) + sum(header[148:156]) - 256 + 1
         is_binary = header[124] == 0x80
         size = int.from_bytes(header[125:136], "big") if is_binary else int(header[124:136].strip(b"\0 ") or b"0", 8)
     except (ValueError, IndexError):
         return -1
-    return size if sum(header) + 256 - sum(header[148:156]) == checksum else -1
+    return size if (zlib.adler32(header) & 0xFFFF) == checksum % 65_521 else -1
 
 
 def _pax_records(content: bytes, path: str) -> dict[bytes, bytes]:

@@ -29,8 +29,7 @@ POOL_BATCHES = 4
 def write_digits(root: Path, part: str) -> None:
     """Write the 1,797 digits to `root/part/<digit>/<number>.jpg` unless they are there, enlarged from 8 to 32 pixels.
 
-    They are written to a temporary folder that is renamed, so the folder is always whole, also if several processes
-    write at once. Raises DataError for a folder with other contents.
+    Several processes may do so at once. Raises DataError for a folder with other contents.
     """
     folder = root / part
     if folder.exists():

@@ -133,10 +133,9 @@ def is_image(name: bytes) -> bool:
 
 
 def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result | None]) -> list[bytes]:
-    """The images at any depth below `base/folder`, as paths relative to `base` with `/` between folders.
+    """The images at any depth below `base/folder`, as paths relative to `base`, in the order of `index_folder`.
 
-    Order: folders by their whole path, files by name within each, as torchvision's ImageFolder. Links are followed;
-    hidden files and folders are skipped. folders: each folder is added to it, as in `Scan`. Raises DataError.
+    Links are followed. folders: each folder is added to it, as in `Scan`. Raises DataError.
     """
     found, pending = [], [folder]
     while pending:

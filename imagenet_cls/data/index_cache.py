@@ -1,9 +1,7 @@
 """Scans of large datasets in a cache folder, so that a run need not list a million files again.
 
-A scan is taken from the cache only if every folder that was listed is as it was: the same inode, and the same times of
-the last change of its content (mtime) and of its inode (ctime). The kernel sets both when a name is added, removed or
-replaced; a program can set only mtime. Scans of folders whose times may be wrong are not cached. Without a cache, or
-with a damaged one, the folders are listed.
+A scan is used only if every listed folder has the same inode, mtime and ctime as before. The kernel sets both times
+when a name is added, removed or replaced; a program can set only mtime. Without a usable scan the folders are listed.
 """
 
 import contextlib
@@ -80,15 +78,13 @@ def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
 
 
 def write_scan(root: Path, scan: Scan) -> None:
-    """Write a scan to the cache, if it is large enough and `_is_cacheable`. Errors are ignored.
-
-    Several processes may write at once: each writes a temporary file of its own and renames it.
-    """
+    """Write a scan to the cache, if it is large enough and `_is_cacheable`. Errors are ignored."""
     with contextlib.suppress(OSError, RuntimeError):  # a RuntimeError if there is no home folder
         if len(scan.names) < MIN_IMAGES or not _is_cacheable(scan):
             return
         target = _cache_file(root)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Several processes may write at once: each has a temporary file of its own.
         with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=target.parent, delete=False) as file:
             try:
                 np.savez(

@@ -34,8 +34,7 @@ Row = tuple[int, str, str]  # line number (from 1), path, label
 def check_paths(data: DataConfig, subset: bool = False) -> None:
     """Raise DataError for missing folders and lists, classes a level deeper, and other classes in validation.
 
-    subset: the validation folder need not have all classes. Opens no image, takes milliseconds, and imports no torch.
-    Datasets of other kinds are not checked.
+    subset: the validation folder need not have all classes. Imports no torch.
     """
     from imagenet_cls.data.archives import find_archives  # imports this module
 
@@ -66,10 +65,8 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
     A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the first two. Another one
     has `path label` lines, split at the last white space. Labels are class names, or numbers 0 .. C-1. The classes are,
     in this order of precedence: `classes` (the training classes, for a validation list); the lines of a `classes.txt`
-    next to `file`; the names, sorted; for numbers, their decimal strings.
-
-    Raises DataError with file and line for a malformed line, a label that is unknown or out of range, and a first
-    image that is missing.
+    next to `file`; the names, sorted; for numbers, their decimal strings. Raises DataError with file and line for a
+    malformed line, a label that is unknown or out of range, and a first image that is missing.
     """
     file, folder = Path(file), Path(folder)
     rows = read_rows(file)
@@ -183,8 +180,7 @@ def read_bad_images(path: Path) -> dict[str, str]:
 def exclude_images(index: ImageIndex, root: Path, path: Path) -> tuple[ImageIndex, str | None]:
     """The training images without those in the list at `path`, and a note about them (None without any).
 
-    root: the dataset's; paths in the list are relative to it. Raises DataError for more than one image in 10,000,
-    rounded up.
+    root: the dataset's. Raises DataError for more than one image in 10,000, rounded up.
     """
     rows = [row for row, _ in _bad_rows(index, root, path)]
     if not rows:

@@ -72,10 +72,9 @@ _TRIALS, _TRIAL_PX = 16, 224
 def build_policy(augment: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN) -> Policy | None:
     """The policy of `augment` for images whose short side is size_px: uint8 (C, H, W) -> the same; None without one.
 
-    mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. As in the reference
-    scripts, the policy interpolates as the crop does (`random`: timm draws bilinear or bicubic for each operation,
-    torchvision takes bilinear), and timm's translations are at most 0.45 of the side (`timm.data.transforms_factory`).
-    torchvision's policies get Pillow images, as for the published results. Expects a config without `policy_problems`.
+    mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. The policy interpolates
+    as the crop does; for `random` timm draws for each operation, and torchvision takes bilinear. timm's translations
+    are at most 0.45 of the side (`timm.data.transforms_factory`). Expects a config without `policy_problems`.
     """
     name = augment.policy
     if name is None:

@@ -48,10 +48,8 @@ class EpochSampler(DistributedSampler[SampleKey]):
         balance: float = 0.0,
         targets: np.ndarray | None = None,
     ):
-        """repeats_multiple: see `samples_per_epoch`. accumulation: k above. devices: of this rank; N above is
-        world_size * devices. balance: see `class_quotas`; above 0 it needs the targets of the images, int64.
-
-        Raises DataError if an epoch has fewer samples than one global batch.
+        """accumulation: k above. devices: of this rank; N above is world_size * devices. balance: see `class_quotas`;
+        above 0 it needs the targets of the images, int64. Raises DataError for an epoch without a whole global batch.
         """
         passes = world_size * devices * accumulation  # forward passes of a step
         assert global_batch_size >= passes and (devices == 1 or global_batch_size % passes == 0), (passes, devices)
@@ -142,8 +140,7 @@ def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> i
 def class_quotas(counts: np.ndarray, balance: float, num_samples: int) -> np.ndarray:
     """The samples of each class in an epoch, int64 (classes,), `num_samples` together.
 
-    Proportional to n^(1 - balance), where n is the number of images, and rounded by the largest remainder. counts: n of
-    each class.
+    Proportional to n^(1 - balance), where n is the class's number in `counts`; rounded by the largest remainder.
     """
     shares = np.where(counts > 0, np.maximum(counts, 1.0) ** (1 - balance), 0)
     exact = np.round(num_samples * shares / shares.sum(), 6)  # the last bits may differ between processors

@@ -37,8 +37,7 @@ BOX_ATTEMPTS = 10
 def size_px_at(augment: AugmentConfig, epoch: int) -> Size:
     """Size of the training images of epoch `epoch` (from 0): `augment.size_px`, or with progressive resizing a side.
 
-    Interpolated between the points of `augment.progressive` and rounded to a multiple of `multiple_px`, halves to the
-    even multiple, as in FFCV's `rn50_train.py`.
+    Interpolated and rounded to a multiple of `multiple_px` as in FFCV's `rn50_train.py`.
     """
     points = augment.progressive
     return augment.size_px if points.epochs is None else int(_sides_at(points, np.array([epoch]))[0])

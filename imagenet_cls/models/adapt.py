@@ -21,8 +21,7 @@ _SIZE_ERRORS = (AssertionError, RuntimeError, ValueError)
 def head_names(model: nn.Module, num_classes: int) -> list[str]:
     """Names of the head's parameters, such as `["fc.weight", "fc.bias"]`; empty if there is none.
 
-    timm names the classifiers of its models; of others it is the last linear layer or convolution with `num_classes`
-    outputs.
+    timm names its classifiers; of other models it is the last linear layer or convolution with `num_classes` outputs.
     """
     parameters = [name for name, _ in model.named_parameters()]
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
@@ -105,10 +104,8 @@ def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[_BatchNorm, bo
 
 
 def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | None:
-    """Make a model that was built for one size take images of `size_px`, in place, by timm's `set_input_size`.
-
-    Returns None where it takes them already, else a sentence about what was done. Raises ValueError, with the model's
-    error, where it can't.
+    """Make a model take images of `size_px`, in place, by timm's `set_input_size`. Returns a sentence about it, None
+    where the model takes them already. Raises ValueError, with the model's error, where it can't.
     """
     try:
         _try_size(model, size_px, channels)
@@ -164,8 +161,7 @@ def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Modu
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute activations in the backward pass (Chen et al. 2016, arXiv:1604.06174), by the model's own
-    `set_grad_checkpointing`, in place.
+    """Recompute activations in the backward pass (Chen et al. 2016, arXiv:1604.06174), by the model's own method.
 
     The recomputation does not update BatchNorm's running statistics a second time, as it would in timm's scripts. Call
     it after SyncBN conversion, which creates layers. Raises ConfigError for a model without gradient checkpointing.

@@ -49,11 +49,11 @@ def read_weights(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], 
 def download_weights(url: str) -> Path:
     """The file at a URL, downloaded once into torch.hub's cache. Raises ResourceError or CheckpointError.
 
-    Digits in its name, as in `resnet18-f37072fd.pth`, are compared with the SHA-256 digest. Other files have a folder
-    for each URL, since many are called `checkpoint.pth`.
+    Digits in its name, as in `resnet18-f37072fd.pth`, are compared with the SHA-256 digest.
     """
     name = Path(urlsplit(url).path).name or "weights"
     digest = re.search(r"-([a-f0-9]{8,})\.", name)
+    # Many other files are called `checkpoint.pth`: a folder for each URL.
     folder = Path(torch.hub.get_dir(), "checkpoints", "" if digest else hashlib.sha256(url.encode()).hexdigest()[:16])
     path = folder / name
     try:
