@@ -61,14 +61,17 @@ def _write(folder: Path) -> None:
         image.save(folder / str(digit) / f"{number:04d}.jpg", quality=95)
 
 
+@dataclass(eq=False)
 class SyntheticSource(ImageSource):
     """`num_images` random images of size_px by size_px with random targets. part: part of the key, as `train`."""
 
-    def __init__(self, part: str, num_images: int, num_classes: int, size_px: int = 224):
-        self.part = part
-        self.num_images = num_images
-        self.size_px = size_px
-        self.classes = tuple(str(number) for number in range(num_classes))
+    part: str
+    num_images: int
+    num_classes: int
+    size_px: int = 224
+
+    def __post_init__(self) -> None:
+        self.classes = tuple(map(str, range(self.num_classes)))
 
     def __len__(self) -> int:
         return self.num_images

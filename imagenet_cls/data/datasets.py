@@ -211,28 +211,22 @@ def _index_files(
 
 def _open_map_style(data: DataConfig, parts: Collection[str], must_match: bool) -> dict[str, ImageSource]:
     """The parts of torchvision's sets and of factories."""
+    opened: dict[str, ImageSource]
     if data.val is None:
         whole = _map_source(data, data.train)
         rows, held_out = split_by_config(data, *_numbers_and_targets(whole))
-        return {"train": _share(data, SubsetSource(whole, rows)), "val": SubsetSource(whole, held_out)}
-    names = {"train": data.train, "val": data.val}
-    opened: dict[str, ImageSource] = {part: _map_source(data, names[part]) for part in parts}
-    if "train" in opened:
-        opened["train"] = _share(data, opened["train"])
+        opened = {"train": SubsetSource(whole, rows), "val": SubsetSource(whole, held_out)}
+    else:
+        names = {"train": data.train, "val": data.val}
+        opened = {part: _map_source(data, names[part]) for part in parts}
     if must_match and len({source.classes for source in opened.values()}) > 1:
-        train, val = opened["train"].classes, opened["val"].classes
-        raise DataError(
-            f"{data.name}: parts {data.train!r} and {data.val!r} have different classes ({len(train)} and {len(val)})\n"
-            "use parts of one dataset with the same `classes`"
-        )
+        counts = " and ".join(f"{len(opened[part].classes)}" for part in ("train", "val"))
+        what = f"{data.name}: parts {data.train!r} and {data.val!r} have different classes ({counts})"
+        raise DataError(f"{what}\nuse parts of one dataset with the same `classes`")
+    if "train" in opened and data.fraction < 1:
+        train = opened["train"]
+        opened["train"] = SubsetSource(train, fraction_rows(*_numbers_and_targets(train), data.fraction))
     return opened
-
-
-def _share(data: DataConfig, source: ImageSource) -> ImageSource:
-    """The part of a map-style source that `data.fraction` leaves."""
-    if data.fraction == 1:
-        return source
-    return SubsetSource(source, fraction_rows(*_numbers_and_targets(source), data.fraction))
 
 
 def _numbers_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:

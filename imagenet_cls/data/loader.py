@@ -141,9 +141,10 @@ def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, samp
         seed_generators(split_keys[0])
         image, crop, target = source.load_region(index, transform.draw_crop)
         targets.append(target)
-        for split, (view, view_boxes) in enumerate(transform(image, epoch, split_keys, crop)):
+        for split, (pixels, view_boxes) in enumerate(transform(image, epoch, split_keys, crop)):
             place = split * size + row
-            images[place], keys[place] = view, split_keys[split]
+            images[place] = pixels
+            keys[place] = split_keys[split]
             if view_boxes is not None:
                 boxes[place] = view_boxes
     if augment.erasing.prob == 0:

@@ -4,8 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -52,25 +51,23 @@ class ImageSource(Protocol):
         """A hex digest of names and targets; not of pixels."""
 
 
+@dataclass(eq=False)
 class FolderSource(ImageSource):
-    """Image files of an `ImageIndex`, in folders or in archives."""
+    """Image files of an `ImageIndex`, in folders or in archives.
 
-    def __init__(
-        self,
-        index: ImageIndex,
-        remedy: str = "replace the file",
-        decode: str = "auto",
-        min_decoded_px: int | None = None,
-        exif: str = "ignore",
-    ):
-        """remedy: what to do about a file that can't be read, for the error. The others: keys of `data`."""
-        self.index = index
-        self.remedy = remedy
-        self.classes = index.classes
-        self.turbojpeg = find_turbojpeg() if decode == "auto" else None
-        self.min_decoded_px = min_decoded_px
-        self.exif = exif
-        self._root = os.fsencode(index.root)
+    remedy: what to do about a file that can't be read, for the error. The others: keys of `data`.
+    """
+
+    index: ImageIndex
+    remedy: str = "replace the file"
+    decode: str = "auto"
+    min_decoded_px: int | None = None
+    exif: str = "ignore"
+
+    def __post_init__(self) -> None:
+        self.classes = self.index.classes
+        self.turbojpeg = find_turbojpeg() if self.decode == "auto" else None
+        self._root = os.fsencode(self.index.root)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -145,16 +142,16 @@ def exif_warning(source: ImageSource) -> str | None:
     )
 
 
+@dataclass(eq=False)
 class MapSource(ImageSource):
     """A map-style dataset of (image, target): torchvision's, or a user's own.
 
     Images are Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Raises DataError for anything else.
     """
 
-    def __init__(self, dataset: Any, name: str, classes: Sequence[str]):
-        self.dataset = dataset
-        self.dataset_name = name
-        self.classes = tuple(classes)
+    dataset: Any
+    dataset_name: str
+    classes: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -197,17 +194,11 @@ class SubsetSource(ImageSource):
     numbers: the new target of each target, int64 (classes of the source,), and `classes` their names.
     """
 
-    def __init__(
-        self,
-        source: ImageSource,
-        rows: np.ndarray,
-        classes: Sequence[str] | None = None,
-        numbers: np.ndarray | None = None,
-    ):
+    def __init__(self, source: ImageSource, rows: np.ndarray, classes: tuple[str, ...] = (), numbers: Any = None):
         self.source = source
         self.rows = rows
-        self.classes = source.classes if classes is None else tuple(classes)
-        self.numbers = np.arange(len(source.classes)) if numbers is None else numbers
+        self.classes = classes or source.classes
+        self.numbers: np.ndarray = np.arange(len(source.classes)) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -241,12 +232,9 @@ def with_classes(
     if (numbers < 0).any():
         rows = rows[numbers[required_targets(source, "data.classes")] >= 0]
     if not isinstance(source, FolderSource):
-        return SubsetSource(source, rows, classes, numbers)
+        return SubsetSource(source, rows, tuple(classes), numbers)
     index = source.index.select(rows)
-    selected = copy(source)
-    selected.classes = tuple(classes)
-    selected.index = replace(index, targets=numbers[index.targets], classes=selected.classes)
-    return selected
+    return replace(source, index=replace(index, targets=numbers[index.targets], classes=tuple(classes)))
 
 
 def targets_of(source: ImageSource) -> np.ndarray | None:
@@ -288,15 +276,15 @@ def known_targets(dataset: Any) -> np.ndarray | None:
     return None
 
 
-def known_classes(dataset: Any, name: str) -> list[str]:
+def known_classes(dataset: Any, name: str) -> tuple[str, ...]:
     """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or targets, else DataError."""
     classes = getattr(dataset, "classes", None)
     if classes is not None and len(classes):
         # torchvision's ImageNet and Imagenette give a tuple of synonyms for each class
-        return [", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry) for entry in classes]
+        return tuple(", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry) for entry in classes)
     by_name = getattr(dataset, "class_to_idx", None)
     if by_name:
-        return sorted(by_name, key=by_name.__getitem__)
+        return tuple(sorted(by_name, key=by_name.__getitem__))
     count = getattr(dataset, "num_classes", None)
     if count is None:
         targets = known_targets(dataset)
@@ -304,7 +292,7 @@ def known_classes(dataset: Any, name: str) -> list[str]:
             remedy = "give the dataset an attribute `classes` (a list of names), `num_classes` or `targets`"
             raise DataError(f"{name}: the number of classes is unknown\n{remedy}")
         count = int(targets.max()) + 1
-    return [str(number) for number in range(int(count))]
+    return tuple(map(str, range(int(count))))
 
 
 def _describe(value: Any) -> str:
