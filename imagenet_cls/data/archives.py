@@ -375,8 +375,6 @@ def check_level(index: ImageIndex) -> None:
     if len(index.classes) > 1 and not SPLIT_NAMES.issuperset(map(str.lower, index.classes)):
         return
     if (np.char.count(index.names, b"/") > 1).all():
-        raise DataError(
-            f"{index.root}: its folders ({join_names(index.classes)}) hold folders and no images: the classes are a "
-            "level deeper\nset data.root to the archive, and data.train and data.val to the folders in it that hold "
-            "the classes"
-        )
+        what = f"its folders ({join_names(index.classes)}) hold folders and no images: the classes are a level deeper"
+        remedy = "set data.root to the archive, and data.train and data.val to the folders in it that hold the classes"
+        raise DataError(f"{index.root}: {what}\n{remedy}")

@@ -62,28 +62,22 @@ def match_classes(
         return list(map(int, found))
     unknown = [name for name in found if name not in position]
     if unknown and not ignore_others:
+        what = f"{len(unknown)} of {len(found)} class folders are not among the {len(classes)} training classes"
+        remedy = "use the same folder names for training and validation, or correct data.val"
         for known in classes:
             if unicodedata.normalize("NFC", known) == unicodedata.normalize("NFC", unknown[0]):
-                raise DataError(
-                    f"{place}: the class folder {unknown[0]!a} is {known!a} in training, the same name in another "
-                    "Unicode normalization\nrename one of them (convmv --nfc renames whole trees)"
+                remedy = (
+                    f"rename {unknown[0]!a}: in training it is {known!a}, another Unicode normalization of this name"
                 )
-        raise DataError(
-            f"{place}: {len(unknown)} of {len(found)} class folders are not among the {len(classes)} training classes: "
-            f"{join_names(unknown)}\nuse the same folder names for training and validation, or correct data.val"
-        )
+        raise DataError(f"{place}: {what}: {join_names(unknown)}\n{remedy}")
     missing = sorted(set(classes).difference(found))
     if missing and ignore_others and (not subset or len(missing) == len(classes)):
-        raise DataError(
-            f"{place}: {len(missing)} of {len(classes)} classes of data.classes are not here: {join_names(missing)}\n"
-            f"it has {join_names(found)}: correct data.classes"
-        )
+        what = f"{len(missing)} of {len(classes)} classes of data.classes are not here: {join_names(missing)}"
+        raise DataError(f"{place}: {what}\nit has {join_names(found)}: correct data.classes")
     if missing and not subset:
-        raise DataError(
-            f"{place}: {len(missing)} of {len(classes)} training classes have no folder here: {join_names(missing)}\n"
-            f"add them; or evaluate those that are here: eval.classes=present; or take the validation images from the "
-            f"training images: {NO_VALIDATION}"
-        )
+        what = f"{len(missing)} of {len(classes)} training classes have no folder here: {join_names(missing)}"
+        remedy = "add them; or evaluate those that are here: eval.classes=present; or hold out training images"
+        raise DataError(f"{place}: {what}\n{remedy}: {NO_VALIDATION}")
     return [position.get(name, -1) for name in found]
 
 

@@ -195,13 +195,13 @@ def class_folders(root: Path) -> list[str]:
         raise DataError(f"{root}: {error.strerror}\n{_layout_remedy(root)}") from None
     if not found:
         images = [path.name for path in root.iterdir() if is_image(os.fsencode(path.name))]
-        remedy = "sort them into folders named as the training classes, or list them with their classes: data.name=list"
+        remedy = "set data.root, data.train and data.val"
         if any(name.startswith("ILSVRC2012_val_") for name in images):  # as in ImageNet's archive
             remedy = f"sort ImageNet's validation images into classes: {PREPARE_COMMAND}"
-        raise DataError(
-            f"{root}: holds {len(images)} images and no class folders; each class needs a folder, {root}/CLASS/*\n"
-            f"{remedy if images else 'set data.root, data.train and data.val'}"
-        )
+        elif images:
+            remedy = "sort them into folders named as the classes, or list them with their classes: data.name=list"
+        what = f"holds {len(images)} images and no class folders; each class needs a folder, {root}/CLASS/*"
+        raise DataError(f"{root}: {what}\n{remedy}")
     return found
 
 
@@ -230,8 +230,6 @@ def check_not_parts(root: Path, found: Sequence[str]) -> None:
         train = next((by_name[name] for name in ("train", "training") if name in by_name), None)
         val = next((by_name[name] for name in ("val", "valid", "validation", "test") if name in by_name), None)
         val_keys = f"data.val={val} data.val_fraction=null" if val else NO_VALIDATION
-        raise DataError(
-            f"{root}: its folders ({join_names(found)}) hold folders and no images: the classes are a level deeper\n"
-            f"set data.root={root} "
-            + (f"data.train={train} {val_keys}" if train else "data.train=FOLDER, and data.val")
-        )
+        keys = f"data.train={train} {val_keys}" if train else "data.train=FOLDER, and data.val"
+        what = f"its folders ({join_names(found)}) hold folders and no images: the classes are a level deeper"
+        raise DataError(f"{root}: {what}\nset data.root={root} {keys}")

@@ -153,10 +153,8 @@ def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
     """
     name = augment.policy
     if name is None or (":" not in name and augment.policy_kwargs):
-        return [
-            Problem(f"augment.policy_kwargs.{kwarg}", "is an argument of torchvision's policies and your own only")
-            for kwarg in augment.policy_kwargs
-        ]
+        text = "is an argument of torchvision's policies and your own only"
+        return [Problem(f"augment.policy_kwargs.{kwarg}", text) for kwarg in augment.policy_kwargs]
     if name.startswith(TORCHVISION):
         problems = _torchvision_problems(name, augment.policy_kwargs)
     elif is_factory_name(name):
@@ -174,8 +172,7 @@ def _torchvision_problems(name: str, kwargs: Mapping[str, Any]) -> list[Problem]
     factory = FROM_TORCHVISION.get(name.removeprefix(TORCHVISION))
     if factory is None:
         return [_unknown(name)]
-    problems = kwargs_problems("augment.policy_kwargs", factory, kwargs)
-    if problems:
+    if problems := kwargs_problems("augment.policy_kwargs", factory, kwargs):
         return problems
     for kwarg, value in kwargs.items():
         allowed = _TORCHVISION_RANGES.get(kwarg)

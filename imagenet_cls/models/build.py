@@ -159,24 +159,19 @@ def _download_advice(model: ModelConfig, error: Exception) -> str:
     """Three lines: what failed, which file to download elsewhere, how to use it."""
     while isinstance(error.__cause__, Exception):  # the hub's own error only says that there was one
         error = error.__cause__
-    name = model.name
+    name, start = model.name, "model.pretrained=false model.checkpoint=FILE"
     if name.startswith(HUB):
-        return (
-            f"can't download {name!r}: {first_line(error)}\n"
-            "without a network: copy its config.json and model.safetensors into a folder of this machine,\n"
-            f"then start with model.name={FOLDER}FOLDER"
-        )
-    if name.startswith(TORCHVISION):
+        files, start = "its config.json and model.safetensors", f"model.name={FOLDER}FOLDER"
+    elif name.startswith(TORCHVISION):
         weights = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
-        where = str(weights[model.kwargs.get("weights", "DEFAULT")].url)
+        files = str(weights[model.kwargs.get("weights", "DEFAULT")].url)
     else:
         cfg = timm.models.get_pretrained_cfg(name)
         hub_id = getattr(cfg, "hf_hub_id", None)
-        where = f"'model.safetensors' of {hub_id} on the Hugging Face Hub" if hub_id else str(getattr(cfg, "url", None))
+        files = f"'model.safetensors' of {hub_id} on the Hugging Face Hub" if hub_id else str(getattr(cfg, "url", None))
     return (
-        f"can't download the published weights of {name!r}: {first_line(error)}\n"
-        f"without a network: download {where} elsewhere and copy it here,\n"
-        "then start with model.pretrained=false model.checkpoint=FILE"
+        f"can't download the model or weights of {name!r}: {first_line(error)}\n"
+        f"without a network: download {files} elsewhere and copy them here,\nthen start with {start}"
     )
 
 
@@ -198,18 +193,14 @@ def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collectio
     """
     # timm takes a name with a colon for a place to download a model from; without one it is a key of its registry.
     names = [*imports, model.name] if ":" in model.name.removeprefix(TORCHVISION) else imports
-    for name in names:
-        if name not in trusted:
-            raise CheckpointError(
-                f"{where}: its config names code to run or a model to download, {name!r}; nothing was run\n"
-                f"if you know and trust it: --allow-import {name}"
-            )
-    for name in RESERVED:
-        if name in model.kwargs:
-            raise CheckpointError(
-                f"{where}: its config sets model.kwargs.{name}, which is not allowed in a checkpoint; nothing was run\n"
-                "use another checkpoint"
-            )
+    if name := next((name for name in names if name not in trusted), None):
+        what = f"names code to run or a model to download, {name!r}"
+        remedy = f"if you know and trust it: --allow-import {name}"
+    elif name := next((name for name in RESERVED if name in model.kwargs), None):
+        what, remedy = f"sets model.kwargs.{name}, which is not allowed in a checkpoint", "use another checkpoint"
+    else:
+        return
+    raise CheckpointError(f"{where}: its config {what}; nothing was run\n{remedy}")
 
 
 def model_problems(model: ModelConfig, grad_checkpointing: bool = False, channels: int = 3) -> list[Problem]:

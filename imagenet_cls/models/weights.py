@@ -53,11 +53,11 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
     expected = model.state_dict()
     head = [name for name in head_names(model, num_classes) if name in expected]
     given = without_split_bn(state)
-    state, notes = _convert_if_needed(model, _without_projection(given), head)
+    state, notes = _convert_if_needed(model, given, head)
     resized = [name for name in head if name in state and _differs_in_size(expected[name], state[name])]
     left_out = [name for name in head if name in state] if head_may_differ and resized else []
     loaded = {name: value for name, value in state.items() if name not in left_out}
-    may_lack = {name for name in expected if name not in loaded and (name in left_out or _is_counter(name))}
+    may_lack = {name for name in expected if name in left_out or _is_counter(name)} - loaded.keys()
     required = {name: value for name, value in expected.items() if name not in may_lack}
     sentence = ", ".join([f"loaded {len(loaded)} tensors", *notes])
     if left_out:
@@ -86,7 +86,7 @@ def _find_encoder(
     expected = model.state_dict()
     for prefix in ENCODER_PREFIXES:
         part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        part, notes = _convert_if_needed(model, _join_chunks(_without_projection(part), expected), head)
+        part, notes = _convert_if_needed(model, _join_chunks(part, expected), head)
         if not prefix and any(name in head for name in part):
             continue  # a classifier
         loaded = {name: value for name, value in part.items() if name not in head}
@@ -101,11 +101,6 @@ def _find_encoder(
             counts += [f"newly initialized {len(new)} ({', '.join(new)})"]
             return loaded, f"found an encoder ({prefix}*): {', '.join(counts)}"
     return None
-
-
-def _without_projection(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the outputs of CLIP's image towers, which timm would take for a classifier."""
-    return {name: value for name, value in state.items() if not IMAGE_TEXT_PROJECTION.fullmatch(name)}
 
 
 def _join_chunks(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,6 +153,8 @@ def _convert_if_needed(
     Only position embeddings may be resized: timm would also resample a ViT's patches for another patch size.
     """
     expected = model.state_dict()
+    # timm would take the output of CLIP's image towers for a classifier.
+    state = {name: value for name, value in state.items() if not IMAGE_TEXT_PROJECTION.fullmatch(name)}
     same_names = all(_is_counter(name) for name in expected.keys() ^ state.keys())
     if same_names and set(_names_with_other_shape(expected, state)) <= set(head):
         return state, []
