@@ -294,9 +294,10 @@ def _labels(
     labels: list[bytes | None] = []
     used: set[bytes] = set()
     repeated, unlabeled = b"", b""
-    for key, suffix in map(_key, names):
-        label: bytes | None = None
-        if suffix.lower() not in IMAGE_SUFFIXES:
+    for name in names:
+        dot = name.find(b".", name.rfind(b"/") + 1)
+        key, label = name[:dot], None
+        if name[dot:].lower() not in IMAGE_SUFFIXES:
             labels.append(None)
             continue
         repeated = key if key in used else repeated
@@ -314,12 +315,6 @@ def _labels(
     if unlabeled:
         raise DataError(f"{path}: {shown(unlabeled)}: no label\nadd {shown(unlabeled)}.cls, or `label` to its .json")
     return labels
-
-
-def _key(name: bytes) -> tuple[bytes, bytes]:
-    """The key of a sample and the suffix with its dot."""
-    dot = name.find(b".", name.rfind(b"/") + 1)
-    return name[:dot], name[dot:]
 
 
 def _content(file: int, member: tuple[int, int, bytes]) -> bytes:

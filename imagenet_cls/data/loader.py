@@ -173,11 +173,11 @@ def _empty_images(num_images: int, size_px: Size, channels: int) -> torch.Tensor
     return images.view(num_images, height, width, channels).permute(0, 3, 1, 2)
 
 
+@dataclass
 class _BatchDataset(Dataset[Any]):
     """The dataset of a DataLoader, whose items are whole batches."""
 
-    def __init__(self, make_batch: Callable[[list[Any]], tuple[Any, ...]]):
-        self.make_batch = make_batch
+    make_batch: Callable[[list[Any]], tuple[Any, ...]]
 
     def __getitem__(self, keys: list[Any]) -> Any:
         """The batch for these keys. An error is returned, since torch would wrap one that is raised."""
@@ -196,35 +196,36 @@ class _BatchDataset(Dataset[Any]):
 def _data_loader(
     make_batch: Callable[[list[Any]], tuple[Any, ...]], batches: Sampler[list[Any]], options: WorkerOptions
 ) -> DataLoader[Any]:
-    worker_kwargs: dict[str, Any] = {}
-    if options.num_workers > 0:
-        worker_kwargs = {
-            "multiprocessing_context": START_METHOD,
-            "persistent_workers": True,
-            "prefetch_factor": options.prefetch_batches,
-            "worker_init_fn": init_worker,
-        }
+    has_workers = options.num_workers > 0
     return DataLoader(
         _BatchDataset(make_batch),
         batch_size=None,  # an item of the dataset is a batch
         sampler=batches,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
+        worker_init_fn=init_worker,
+        multiprocessing_context=START_METHOD if has_workers else None,
         generator=torch.Generator(),  # otherwise each epoch draws a number from torch's default generator
-        **worker_kwargs,
+        prefetch_factor=options.prefetch_batches if has_workers else None,
+        persistent_workers=has_workers,
     )
 
 
 def _batches(loader: DataLoader[Any], timeout_sec: float) -> Iterator[Any]:
     """The loader's batches. Raises the errors that `_BatchDataset` returns, and ResourceError for workers that fail."""
-    iterator: Iterator[Any] | None = None
+    iterator: Any = None
     if loader.num_workers > 0 and not _workers(loader):
         # Workers put their sockets into the temporary folder of this process, which removes it: they are killed.
         if len(os.fsencode(get_temp_dir())) > _MAX_TEMP_DIR_BYTES:
             raise ResourceError(f"{get_temp_dir()}: too long for sockets of data workers\nset TMPDIR to a shorter path")
         iterator = iter(loader)  # starts them; the time limit is for batches
-        _ignore_worker_deaths(iterator)
-        _kill_workers_at_exit()
+        # Keep torch's SIGCHLD handler from raising for these workers wherever this process is. Without it torch notices
+        # a dead worker within five seconds of waiting for it.
+        iterator._worker_pids_set = False
+        signal_handling._remove_worker_pids(id(iterator))
+        # Exit handlers run in reverse order: this one before those of torch and multiprocessing, which wait.
+        atexit.unregister(_kill_workers)
+        atexit.register(_kill_workers)
     while True:
         with _worker_errors(loader, timeout_sec) if loader.num_workers > 0 else nullcontext():
             if iterator is None:
@@ -263,7 +264,11 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
             what = f"{hung} returned no batch for {timeout_sec:g} s (data.timeout_sec)"
             remedy = "most often a disk or network hangs: check it, and continue with --resume"
             raise ResourceError(f"{what}\n{remedy}") from None
-        raise _killed_worker_error(error) or error from None
+        # For a worker that was killed, torch raises a RuntimeError, or finds its connection closed.
+        if not isinstance(error, ConnectionError | EOFError) and "DataLoader worker" not in str(error):
+            raise
+        what = f"a data worker of process {os.getpid()} was killed: {first_line(error)}"
+        raise ResourceError(f"{what}\nmost often memory or /dev/shm ran out: {_USE_FEWER}") from None
     finally:
         timer.cancel()
 
@@ -294,15 +299,6 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
         worker.join(_JOIN_SEC)
 
 
-def _ignore_worker_deaths(iterator: Any) -> None:
-    """Keep torch's SIGCHLD handler from raising for the workers of this iterator, wherever this process is.
-
-    Without the handler torch notices a dead worker within five seconds of waiting for it.
-    """
-    iterator._worker_pids_set = False
-    signal_handling._remove_worker_pids(id(iterator))
-
-
 def init_worker(worker_id: int) -> None:
     """A DataLoader's `worker_init_fn`: end with the parent process, and leave `STOP_SIGNALS` to it.
 
@@ -315,31 +311,12 @@ def init_worker(worker_id: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _kill_workers_at_exit() -> None:
-    """Kill all workers when this process exits, before torch and multiprocessing would wait for them.
-
-    Call it after a loader's workers have started: exit handlers run in reverse order.
-    """
-    atexit.unregister(_kill_all)
-    atexit.register(_kill_all)
-
-
-def _kill_all() -> None:
+def _kill_workers() -> None:
+    """Kill the workers of all loaders."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for workers that are killed
     for child in multiprocessing.active_children():
         if child.daemon:  # as workers are
             child.kill()
-
-
-def _killed_worker_error(error: Exception) -> ResourceError | None:
-    """The error for a worker that was killed, where `error` is a sign of that; None for any other error."""
-    # torch raises a RuntimeError. The connection to a worker that dies while it sends a batch is closed.
-    if not isinstance(error, ConnectionError | EOFError) and "DataLoader worker" not in str(error):
-        return None
-    return ResourceError(
-        f"a data worker of process {os.getpid()} was killed: {first_line(error)}\n"
-        f"most often memory or /dev/shm ran out: {_USE_FEWER}"
-    )
 
 
 def worker_exception_error(error: Exception, worker_id: int) -> ResourceError:
