@@ -65,12 +65,9 @@ class ImageIndex:
         spans = self.spans and self.spans.select(rows)
         return replace(self, names=self.names[rows], targets=self.targets[rows], spans=spans)
 
+    @cached_property
     def digest(self) -> str:
         """SHA-256 over names, targets and classes, in hex. Not over `root`, so that a dataset can be moved."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
         characters = np.ascontiguousarray(self.names).view(np.uint8)
         digest = sha256(characters[characters != 0])  # numpy pads shorter names with zeros
         ends = np.cumsum(np.char.str_len(self.names))

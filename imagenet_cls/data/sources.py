@@ -100,7 +100,7 @@ class FolderSource(ImageSource):
         return self.index.name(i)
 
     def digest(self) -> str:
-        return self.index.digest()
+        return self.index.digest
 
 
 def describe_sizes(source: ImageSource) -> str | None:

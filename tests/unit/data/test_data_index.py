@@ -50,11 +50,11 @@ def test_index_folder_skips_hidden_files_and_takes_gif(tmp_path: Path) -> None:
 
 def test_digest_depends_on_names_targets_and_classes_only(tmp_path: Path) -> None:
     names = ["a/1.jpg", "a/2.jpg", "b/3.jpg"]
-    first = index_folder(touch(tmp_path / "one", *names)).digest()
-    assert first == index_folder(touch(tmp_path / "two", *reversed(names))).digest()
-    assert first != index_folder(touch(tmp_path / "three", "a/1.jpg", "b/2.jpg", "b/3.jpg")).digest()
-    assert first != index_folder(touch(tmp_path / "four", "a/1.jpg", "a/2.jpg", "c/3.jpg")).digest()
-    assert first != index_folder(tmp_path / "one", classes=["b", "a"]).digest()
+    first = index_folder(touch(tmp_path / "one", *names)).digest
+    assert first == index_folder(touch(tmp_path / "two", *reversed(names))).digest
+    assert first != index_folder(touch(tmp_path / "three", "a/1.jpg", "b/2.jpg", "b/3.jpg")).digest
+    assert first != index_folder(touch(tmp_path / "four", "a/1.jpg", "a/2.jpg", "c/3.jpg")).digest
+    assert first != index_folder(tmp_path / "one", classes=["b", "a"]).digest
 
 
 def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_index_folder_takes_names_that_are_not_utf8(tmp_path: Path) -> None:
     touch(tmp_path, "a/1.jpg")
     (Path(os.fsdecode(os.fsencode(tmp_path) + b"/a/\xff.jpg"))).write_bytes(b"x")
     index = index_folder(tmp_path)
-    assert index.path(1).is_file() and index.digest()
+    assert index.path(1).is_file() and index.digest
 
 
 def test_index_does_not_depend_on_the_order_of_the_file_system(
@@ -158,4 +158,4 @@ def test_index_does_not_depend_on_the_order_of_the_file_system(
     monkeypatch.setattr(os, "scandir", shuffled)
     for _ in range(3):
         index = index_folder(image_folder / "train")
-        assert (index.digest(), index.classes) == (expected.digest(), expected.classes)
+        assert (index.digest, index.classes) == (expected.digest, expected.classes)

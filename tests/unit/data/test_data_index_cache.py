@@ -53,7 +53,7 @@ def wait_for_clock(folder: Path) -> None:
 
 
 def content(index: ImageIndex) -> tuple[list[bytes], list[int], tuple[str, ...], str]:
-    return index.names.tolist(), index.targets.tolist(), index.classes, index.digest()
+    return index.names.tolist(), index.targets.tolist(), index.classes, index.digest
 
 
 def test_cached_index_equals_the_scanned_one(cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
