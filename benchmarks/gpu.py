@@ -192,9 +192,11 @@ CASES: dict[str, Callable[[Sizes, int], list[Row]]] = {
 
 
 def run(rounds: int = 5, tiny: bool = False, cases: Sequence[str] = tuple(CASES)) -> list[Row]:
-    """The rows of all cases."""
+    """The rows of all cases. tiny: each batch has four images, so one of the two sizes is enough."""
     rows, end = [], time.perf_counter() + ALL_SEC
     for case in cases:
+        if tiny and case.endswith(str(BATCHES[1])):
+            continue
         begin = time.perf_counter()
         limit = CASE_SEC if tiny else min(CASE_SEC, max(end - begin, 1))
         with tempfile.NamedTemporaryFile() as file:

@@ -148,12 +148,11 @@ def kubeflow(port: str, pod: int, operator: str) -> dict[str, str]:
         "1.6": {"PYTHONUNBUFFERED": "0", **master, "WORLD_SIZE": "2", "RANK": str(pod)},
         "1.9": {"PYTHONUNBUFFERED": "1", **master, "WORLD_SIZE": "2", "RANK": str(pod), **numbered},
         "elastic": pet | {"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_RDZV_BACKEND": "c10d"},
-        "Trainer 2": numbered,
     }[operator]
 
 
 @pytest.mark.parametrize(
-    "operator", ["1.6", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("1.9", "elastic", "Trainer 2"))]
+    "operator", ["1.6", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("1.9", "elastic"))]
 )
 def test_two_pods_of_kubeflow_agree_with_one_rank(one_rank: Path, digits: Path, tmp_path: Path, operator: str) -> None:
     """As in two_nodes, but the number of the machine and the others are those of the pod."""
@@ -276,16 +275,6 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
             agent.kill()
     train_here(arguments(digits, tmp_path / "one", "noisy", **common, model__kwargs="{dropout: 0.0}"))
     assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4) and len(losses(folder)) == 90
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("launcher", ["spawn", "pytorch"])
-def test_repeated_runs_end_without_an_abort(digits: Path, tmp_path: Path, launcher: str) -> None:
-    """gloo's threads may abort in the interpreter's finalization (exit code 134)."""
-    for number in range(2):
-        words = [*words_for(digits, tmp_path / str(number), train__max_steps=1), "--launcher", launcher, "--gpus", "2"]
-        done = run([sys.executable, TRAIN, *words])
-        assert (done.returncode, done.stderr) == (0, "")
 
 
 # --------------------------------------------------------------------------------------- ports and files
