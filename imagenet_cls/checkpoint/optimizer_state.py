@@ -59,10 +59,9 @@ def load_optimizer(
 ) -> None:
     """Load what `optimizer_to_tensors` returned into an optimizer of the same kind over the same parameters.
 
-    changed: the optimizer's arguments that differ from the checkpoint's config; they keep their new values.
-
-    Each tensor gets its parameter's strides: fused kernels walk weight and state in memory order, so a contiguous
-    momentum with a channels-last weight silently corrupts the run. Raises CheckpointError if the groups differ.
+    changed: the optimizer's arguments that differ from the checkpoint's config; they keep their new values. Each tensor
+    gets its parameter's strides: fused kernels walk weight and state in memory order, so a contiguous momentum with a
+    channels-last weight silently corrupts the run. Raises CheckpointError if the groups differ.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}

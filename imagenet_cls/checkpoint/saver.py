@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
@@ -75,9 +74,7 @@ class CheckpointSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         try:
             self.wait()
         except Exception:  # the exception that ends the run is the one to show

@@ -56,10 +56,7 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
 
 
 def count_training_images(data: DataConfig) -> tuple[int, str]:
-    """The number of training images, and where it comes from. Writes and downloads nothing.
-
-    Raises DataError if `data.root` exists and does not hold what the config expects.
-    """
+    """The number of training images, and where it comes from. Downloads nothing. Raises DataError for wrong data."""
     has_files = data.name in ("folder", "list", "digits")
     if data.name == "synthetic" or (has_files and (Path(data.root).expanduser() / data.train).exists()):
         from imagenet_cls.data.datasets import open_datasets
@@ -73,10 +70,9 @@ def count_training_images(data: DataConfig) -> tuple[int, str]:
 
 
 def schedule_curves(config: Config, num_images: int) -> tuple["Plan", str | None, dict[str, list[float]]]:
-    """The plan of a run on `num_images` training images, a note if its learning rate is scaled, and curves by label.
+    """The plan of a run on `num_images`, a note if its learning rate is scaled, and the values at each step by label.
 
-    Each curve has a value for every step. An optimizer without momentum has no such curve. Raises DataError if the
-    images do not fill one batch.
+    An optimizer without momentum has no such curve. Raises DataError if the images do not fill one batch.
     """
     from imagenet_cls.data.samplers import samples_per_epoch
     from imagenet_cls.data.transforms import size_px_at

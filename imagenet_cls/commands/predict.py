@@ -4,7 +4,7 @@ import argparse
 import io
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,22 +55,17 @@ def predict_command(argv: Sequence[str]) -> None:
     bad: list[DataError] = []
     if arguments.features is not None:
         write_features(arguments.features, list(predictor.in_batches(paths, predictor.features, bad)))
+    elif arguments.csv or arguments.json:
+        write_predictions(sys.stdout, predictor.predict(paths, arguments.top, arguments.logits, bad), arguments.csv)
     else:
-        print_predictions(arguments, predictor.predict(paths, arguments.top, arguments.logits, bad))
+        for row in predictor.predict(paths, arguments.top, arguments.logits, bad):
+            shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
+            print(printable(f"{row['image']}: {shares}"))
     if len(bad) > 1:
         listed = "\n".join(map(first_line, bad[:2]))
         raise DataError(f"{listed}\n{len(bad)} of {len(paths)} images can't be read.")
     if bad:
         raise bad[0]
-
-
-def print_predictions(arguments: argparse.Namespace, rows: Iterable[dict]) -> None:
-    if arguments.csv or arguments.json:
-        write_predictions(sys.stdout, rows, arguments.csv)
-        return
-    for row in rows:
-        shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
-        print(printable(f"{row['image']}: {shares}"))
 
 
 def write_features(path: Path, batches: Sequence[tuple[list, "Tensor"]]) -> None:

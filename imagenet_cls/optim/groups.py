@@ -58,11 +58,10 @@ def parameter_kind(name: str, parameter: Tensor, owner: nn.Module, no_decay: Col
 def parameter_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> list[dict[str, Any]]:
     """Groups for an optimizer: `params` (tensors), `names` (theirs, in parallel), `weight_decay` and `lr_scale`.
 
-    head: names of the head's parameters. With timm's Muon, the groups of the head and of tokens and embeddings (kind
-    `token`) have `use_fallback`: AdamW updates them, since Muon is for hidden layers (Jordan et al. 2024).
+    head: names of the head's parameters. With timm's Muon, the groups of the head and of the kind `token` have
+    `use_fallback`: AdamW updates them, since Muon is for hidden layers (Jordan et al. 2024).
 
-    Parameters with the same decay and the same factor share a group, in the order of `model.named_parameters()`. Frozen
-    parameters are left out. Without norm, bias, token and scale decay, the groups are those of timm's
+    Frozen parameters are left out. Without norm, bias, token and scale decay, the groups are those of timm's
     `param_groups_weight_decay`, except that tokens and layer scales never have decay. If only `norm_weight_decay` is
     set, they are those of torchvision's `set_weight_decay`, but its bias decay includes the biases of norms.
 

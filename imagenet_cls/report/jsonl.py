@@ -4,11 +4,9 @@
 
     {"kind": "train", "step", "epoch", "loss", "top1_pct", "lr", "grad_norm"}  for every step; the last of each logging
                                                        interval also has "images_per_sec", "data_wait_pct", "memory_mib"
-    {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss",
-                                          "balanced_accuracy_pct", "images", "seconds"}
-                                          with eval.real_labels also "real_pct", "real_images"; with
-                                          eval.classes=present also "classes", such as "200 of 1000"; with
-                                          eval.metrics also their values
+    {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "balanced_accuracy_pct",
+     "images", "seconds"}              with eval.real_labels also "real_pct", "real_images"; with eval.classes=present
+                                       "classes", such as "200 of 1000"; with eval.metrics their values
     {"kind": "event", "step", "message"}
 
 A step whose update was skipped has "skipped": true. With `log.grad_norm=report`, and without `train.clip_norm`, only

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from imagenet_cls.config.schema import Config
@@ -130,9 +129,7 @@ class Reporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         with contextlib.suppress(ResourceError) if error is not None else contextlib.nullcontext():
             self.close(finished=error is None)  # of two errors, the first one is raised
 
