@@ -88,7 +88,7 @@ class SyntheticSource(ImageSource):
         return sha256(repr((self.part, self.num_images, self.size_px, len(self.classes))).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass
 class SyntheticLoader:
     """As `TrainLoader`, but the batches are made on `device`, a few for each epoch, and used again and again.
 
