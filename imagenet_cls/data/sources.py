@@ -1,6 +1,7 @@
 """One image and its target: image files, map-style datasets, and subsets of another source."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -121,18 +122,26 @@ def describe_sizes(source: ImageSource) -> str | None:
 def exif_warning(source: ImageSource) -> str | None:
     """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that `data.exif` ignores.
 
-    Reads the files for at most a few seconds, in an order in which the first ones are spread, too. A file that can't be
-    read is an error only when it is used.
+    Reads the files for at most a few seconds, in an order in which the first ones are spread, too, and in a thread, so
+    that a disk that hangs does not stop the run here. A file that can't be read is an error only when it is used.
     """
     if not isinstance(source, FolderSource) or source.exif == "apply":
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_ORIENTATIONS)).astype(int)
-    end, orientations = time.monotonic() + _ORIENTATIONS_SEC, list[int]()
-    for row in np.random.default_rng(0).permutation(rows).tolist():
-        if time.monotonic() > end:
-            break
-        with suppress(OSError, DataError):
-            orientations.append(exif_orientation(source.read(row)))
+    end, found = time.monotonic() + _ORIENTATIONS_SEC, list[int]()
+
+    def examine() -> None:
+        for row in np.random.default_rng(0).permutation(rows).tolist():
+            with suppress(OSError, DataError):
+                data = source.read(row)
+                if time.monotonic() > end:
+                    return
+                found.append(exif_orientation(data))
+
+    examination = threading.Thread(target=examine, daemon=True)
+    examination.start()
+    examination.join(_ORIENTATIONS_SEC)
+    orientations = list(found)
     rotated = sum(orientation != 1 for orientation in orientations)
     if rotated == 0 or rotated < 0.05 * len(orientations):
         return None
