@@ -189,7 +189,8 @@ class DataConfig:
     # The dataset's folder, or an archive with the folders `train` and `val`. May be relative to the working directory.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
     # Training part, below root: a folder of class folders or of archives, an archive, archives by a pattern
-    # (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file. Factories get it as an argument.
+    # (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file. torchvision's
+    # datasets and factories get it as an argument.
     train: str = "train"
     # Validation part, likewise. null: split from the training part by val_fraction or fold.
     val: str | None = "val"
@@ -200,7 +201,8 @@ class DataConfig:
     # Images of a group are held out together. A regular expression that is searched in the path of each image below the
     # training part: its group 1, or the whole match, names the image's group. null: each image is a group.
     group: str | None = key(None, needs=HOLDS_OUT)
-    # The classes to use, in this order: a list of names, or a text file with one class a line. null: all.
+    # The classes to use, in this order: a list of names, or a text file with one class a line. Images of other classes
+    # are left out. null: all.
     classes: list[str] | str | None = None
     # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in 0.2 of them.
     fraction: float = key(1.0, POSITIVE_SHARE)
@@ -419,7 +421,8 @@ class OptimizerConfig:
     name: str = "sgd"
     # Peak learning rate. It has no default, and changing `name` resets it.
     lr: float = key(REQUIRED, NOT_NEGATIVE)
-    # The global batch size that lr is meant for: another train.global_batch_size scales lr. null: never.
+    # The global batch size that lr is meant for: another train.global_batch_size scales lr. null: lr is
+    # used as written.
     lr_base_batch: int | None = key(None, BATCH)
     # How lr scales: linearly with the batch size, or with its square root.
     lr_scaling: Literal["linear", "sqrt"] = key("linear", needs=LR_SCALES)
@@ -518,7 +521,8 @@ class TrainConfig:
     grad_checkpointing: bool = key(False, recipe=False)
     # Use deterministic kernels on GPUs: slower, bitwise identical each time, as they always are on CPUs.
     deterministic: bool = key(False, recipe=False)
-    # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or gradient.
+    # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or gradient. Such steps
+    # don't change the weights.
     max_nonfinite_steps: int = key(10, COUNT, recipe=False)
     # Profile these steps, `[first, last]`, counted from 1, by torch.profiler, on rank 0: `profile/` in the run folder
     # then has a trace, of some megabytes per step, and a table of operators. null: none.
