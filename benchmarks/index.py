@@ -121,13 +121,13 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
             os.environ[index_cache.CACHE_VARIABLE] = str(Path(folder, "cache"))
             index_cache.MIN_AGE_SEC = 0  # the files are new
             time.sleep(0.1)
-            expected = index_folder(root).digest()
+            expected = index_folder(root).digest
             cached = index_cache.read_scan(root) is not None
-            equal = expected == index_folder(root).digest()
+            equal = expected == index_folder(root).digest
             for name in ("train.tar", "train.zip"):
-                archived = index_archives(root.parent, name, [root.parent / name]).digest()
+                archived = index_archives(root.parent, name, [root.parent / name]).digest
                 cached &= index_cache.read_scan(root.parent / name, [root.parent / name]) is not None
-                equal &= archived == expected == index_archives(root.parent, name, [root.parent / name]).digest()
+                equal &= archived == expected == index_archives(root.parent, name, [root.parent / name]).digest
             for _ in range(rounds):
                 for name, implementation in implementations.items():
                     start = time.process_time()

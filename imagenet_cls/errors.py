@@ -63,13 +63,15 @@ def explain_content_errors(
     what: str = "invalid content",
     remedy: str = "Restore it, or use another one.",
 ) -> Iterator[None]:
-    """Turn every error of code that reads or uses the content of `place` into a `kind`, but no UserError."""
+    """Turn errors of code that reads or uses the content of `place` into a `kind`, but no UserError, and no error of
+    memory that ran out.
+    """
     try:
         yield
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
+        if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):  # of torch
             raise
         reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise kind(f"{place}: {what} ({reason}).\n{remedy}") from error

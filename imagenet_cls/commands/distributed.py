@@ -227,7 +227,8 @@ def prepare_process(loaded: LoadedConfig, rank_info: RankInfo) -> None:
         threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(rank_info)))
         import torch
 
-        torch.set_num_threads(max(1, int(threads)))  # a spawned rank has imported torch before
+        if threads.isdigit():  # OpenMP also takes a list, one number for each level
+            torch.set_num_threads(max(1, int(threads)))  # a spawned rank has imported torch before
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,7 @@ def pack_command(argv: Sequence[str]) -> None:
     parser.add_argument("--max-px", type=cli.positive, metavar="N", help="shrink images whose longer side exceeds N")
     parser.add_argument("--quality", type=cli.positive, default=90, metavar="Q", help="of shrunk images (default: 90)")
     parser.add_argument("--images-per-shard", type=cli.positive, default=1000, metavar="N", help="default: 1000")
-    parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each core")
+    parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each CPU that it may use")
     arguments = parser.parse_intermixed_args(argv)
     out, options = arguments.out, (arguments.max_px, arguments.quality, arguments.images_per_shard)
     parts = open_parts(arguments.source, arguments.overrides, arguments.images_per_shard)

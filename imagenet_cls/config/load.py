@@ -70,9 +70,8 @@ def replace_removed_keys(tree: Tree) -> list[str]:
         problem = Problem("data.on_bad_image", f"{format_value(action)} is neither error nor exclude")
         raise ConfigError(format_problems([problem], origins))
     if action == "exclude":
-        has_manifest = reader.value_of(old.get("data.manifest")) is not None
         default = "${data.root}/verified_images.json"
-        data.setdefault("exclude", old["data.manifest"] if has_manifest else default)
+        data.setdefault("exclude", old["data.manifest"] if reader.value_of(old.get("data.manifest")) else default)
     message = "was replaced by data.exclude; see docs/config.md"
     return format_problems((Problem(key, message) for key in origins), origins)
 
@@ -97,6 +96,10 @@ def _template() -> DictConfig:
     return template
 
 
+class _InvalidReference(ValueError):
+    """A key whose value refers to an invalid key."""
+
+
 class _Builder:
     """Builds the config from merged layers: replaces `${...}`; OmegaConf converts. An invalid key gets its default.
 
@@ -116,12 +119,16 @@ class _Builder:
 
     def build(self) -> Config:
         """The config. Its problems are in `problems`."""
-        for key in self.known_keys("", self.tree):
+        # Keys without references first: a reference to an invalid key is not a problem of its own.
+        for key in sorted(self.known_keys("", self.tree), key=lambda key: "${" in str(self.values[key])):
             try:
                 self.assign(key, self.interpolate(self.values[key], (key,)))
                 if self.check_ranges:
                     value = OmegaConf.select(self.config, key)
                     check_value(key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+            except _InvalidReference:
+                self.assign(key, keys.default_of(key))
+                self.invalid_keys.add(key)
             except ValueError as error:
                 self.add_problem(key, str(error))
                 self.assign(key, keys.default_of(key))
@@ -192,6 +199,8 @@ class _Builder:
         if key not in self.values or isinstance(self.values[key], dict):
             with_value = [other for other, found in self.values.items() if not isinstance(found, dict)]
             raise ValueError(f"${{{key}}} is not a key with a value{did_you_mean(key, with_value)}")
+        if key in self.invalid_keys:
+            raise _InvalidReference(key)
         value = self.interpolate(self.values[key], (*chain, key))
         self.inserted += 1 + len(str(value))
         if self.inserted > MAX_INSERTED:

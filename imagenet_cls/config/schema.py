@@ -430,11 +430,12 @@ class OptimizerConfig:
     weight_decay: float = key(0.0, NOT_NEGATIVE)
     # Weight decay of weights and biases of normalization layers. null: weight_decay.
     norm_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Likewise of all other biases.
+    # Weight decay of all other biases. null: weight_decay.
     bias_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Likewise of class and position tokens, relative position tables, and the model's `no_weight_decay` parameters.
+    # Weight decay of class and position tokens, relative position tables, and the model's `no_weight_decay` parameters.
+    # null: weight_decay.
     token_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Likewise of layer scales and other parameters of at most one dimension.
+    # Weight decay of layer scales and other parameters of at most one dimension. null: weight_decay.
     scale_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Layer-wise decay: factor of each layer's learning rate relative to the next layer's (the head has 1). null: off.
     layer_decay: float | None = key(None, POSITIVE_SHARE)
@@ -519,7 +520,8 @@ class TrainConfig:
     sam_every_steps: int = key(1, COUNT, needs=USES_SAM)
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
-    # Use deterministic kernels on GPUs: slower, bitwise identical each time, as they always are on CPUs.
+    # Use deterministic kernels on GPUs: slower, bitwise identical each time. Those of CPUs are, for a given number of
+    # threads.
     deterministic: bool = key(False, recipe=False)
     # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or gradient. Such steps
     # don't change the weights.

@@ -116,7 +116,7 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
             buffer, base, at = os.pread(file, _READ, position), position, 0
         header = buffer[at : at + 512]
         offset = position + 512
-        size = _size_in_header(header)
+        size = _size_in_header(header) if len(header) == 512 else -1
         if size < 0:
             if header == _ZEROS and offset <= end:
                 return

@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import re
+import sys
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -171,7 +172,9 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     with ThreadPoolExecutor(_THREADS) as pool:
         pieces = [piece for found in pool.map(_pieces, archives, range(len(archives))) for piece in found]
         console, scans = Console(stderr=True), pool.map(_scan_piece, pieces)
-        scanned = list(track(scans, "listing archives", len(pieces), console=console, disable=not console.is_terminal))
+        is_terminal = sys.stderr.isatty()
+        bar = track(scans, "listing archives", len(pieces), console=console, transient=True, disable=not is_terminal)
+        scanned = list(bar)
     if devkit is not None:
         wnids = validation_labels(devkit)
         scanned = [_in_folders(r, [wnid_of(wnids, os.fsdecode(n)).encode() for n in r.names.tolist()]) for r in scanned]
@@ -343,7 +346,8 @@ def _order_of_folders(
 ) -> tuple[list[str], list[int], np.ndarray, int]:
     """Classes, images in each, the order of `scan_images` as rows, and the length of the path above the classes.
 
-    inside: the folder that holds the classes, at the top or in a single folder; empty: either of these itself.
+    inside: the folder in the archive that holds the classes, perhaps in another one; empty: the top, or a single
+    folder in it.
     """
     tops = {folder.partition(b"/")[0] for folder in folders}
     top = tops.pop() + b"/" if len(tops) == 1 else b""

@@ -26,6 +26,7 @@ FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs",
 # Two changes within the resolution of the times, up to 2 seconds, have equal times. The rest allows for a file server
 # whose clock is slow.
 MIN_AGE_SEC = 60
+_TEMPORARY_SEC = 3600  # a temporary file that is older was left by a killed process
 _OF_A_FOLDER = ("version", "folders", "times", "classes", "counts", "names")
 
 
@@ -84,6 +85,9 @@ def write_scan(root: Path, scan: Scan) -> None:
             return
         target = _cache_file(root)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in target.parent.glob(f"{TEMPORARY}*"):  # of killed processes
+            if time.time() - path.stat().st_mtime > _TEMPORARY_SEC:
+                path.unlink()
         # Several processes may write at once: each has a temporary file of its own.
         with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=target.parent, delete=False) as file:
             try:

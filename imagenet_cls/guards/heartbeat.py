@@ -62,7 +62,7 @@ class Heartbeat:
         self._run = b""
         self._others: dict[int, Member] = {}
         self._addresses: list[tuple[str, int]] = []
-        # When each rank sent its last datagram of a state.
+        # When the last datagram of each rank came, by state, in seconds of `_now`.
         self._heard: dict[int, float] = {}
         self._failed: dict[int, float] = {}
         self._left: dict[int, float] = {}
@@ -79,6 +79,8 @@ class Heartbeat:
         for member in self._others.values():
             with contextlib.suppress(OSError):  # no IPv4 address: it gets no heartbeat
                 self._addresses.append((socket.gethostbyname(member.address), member.port))
+        # At most 200 datagrams per second: with more ranks each sends less often.
+        self._interval_sec = min(max(_INTERVAL_SEC, len(members) / 200), self.timeout_sec / 8)
         threading.Thread(target=self._run_thread, args=(abort,), name="heartbeat", daemon=True).start()
 
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None:

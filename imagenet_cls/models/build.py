@@ -161,7 +161,7 @@ def _download_advice(model: ModelConfig, error: Exception) -> str:
         error = error.__cause__
     name, start = model.name, "model.pretrained=false model.checkpoint=FILE"
     if name.startswith(HUB):
-        files, start = "its config.json and model.safetensors", f"model.name={FOLDER}FOLDER"
+        files, start = "its config.json and model.safetensors, in one folder,", f"model.name={FOLDER}FOLDER"
     elif name.startswith(TORCHVISION):
         weights = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
         files = str(weights[model.kwargs.get("weights", "DEFAULT")].url)
@@ -171,7 +171,7 @@ def _download_advice(model: ModelConfig, error: Exception) -> str:
         files = f"'model.safetensors' of {hub_id} on the Hugging Face Hub" if hub_id else str(getattr(cfg, "url", None))
     return (
         f"can't download the model or weights of {name!r}: {first_line(error)}\n"
-        f"without a network: download {files} elsewhere and copy them here,\nthen start with {start}"
+        f"without a network: download {files} elsewhere and copy that here,\nthen start with {start}"
     )
 
 

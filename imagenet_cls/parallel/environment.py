@@ -242,7 +242,8 @@ def cpus_per_rank(rank_info: RankInfo) -> float:
     task_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
     if task_cpus.isdigit():
         cpus = min(cpus, int(task_cpus))
-        if rank_info.launcher == "slurm":  # each rank is a task
+        tasks = tasks_here(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), int(os.environ.get("SLURM_NODEID", "0")))
+        if rank_info.launcher == "slurm" or tasks > 1:  # each rank is a task
             return cpus
     return cpus / rank_info.local_world_size
 

@@ -81,14 +81,14 @@ def configure_agent(
 
 
 def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
-    """The options of torch's c10d rendezvous in `PET_RDZV_CONF`: seconds by name. Raises UsageError."""
+    """The options of torch's c10d rendezvous in `PET_RDZV_CONF`, by name. Raises UsageError."""
     options = {}
     for item in filter(None, env.get("PET_RDZV_CONF", "").split(",")):
-        name, _, value = item.partition("=")
-        if not (value.isdecimal() and int(value) > 0):
-            remedy = "Set it as in last_call_timeout=10,join_timeout=600, or unset it."
-            raise UsageError(f"PET_RDZV_CONF: {item!r} is not a number of seconds.\n{remedy}")
-        options[name] = int(value)
+        name, _, value = map(str.strip, item.partition("="))
+        if not (name and value) or (name.endswith("_timeout") and not value.strip("0").isdecimal()):
+            remedy = "Set it as in last_call_timeout=10,join_timeout=600 (seconds), or unset it."
+            raise UsageError(f"PET_RDZV_CONF: {item!r} is not valid.\n{remedy}")
+        options[name] = value
     return options
 
 

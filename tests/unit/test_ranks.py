@@ -101,9 +101,9 @@ def test_rendezvous_file_that_ranks_can_not_use_is_an_error(tmp_path: Path) -> N
 
 
 def test_elastic_job_uses_the_seconds_in_pet_rdzv_conf(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=7,join_timeout=90")
+    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=7, join_timeout=90,is_host=true")
     config = configure_agent(1, "1:2", 0, "host0", None, 0, "env://", 30.0)
-    assert config.rdzv_configs.items() >= {"last_call_timeout": 7, "join_timeout": 90}.items()
+    assert config.rdzv_configs.items() >= {"last_call_timeout": "7", "join_timeout": "90", "is_host": "true"}.items()
     for wrong in ("join_timeout=soon", "join_timeout=0", "join_timeout"):
         monkeypatch.setenv("PET_RDZV_CONF", wrong)
         with pytest.raises(UsageError, match="PET_RDZV_CONF"):
@@ -159,5 +159,8 @@ def test_single_process_uses_no_more_threads_than_its_quota(tmp_path: Path, monk
     try:
         distributed.prepare_process(load_config(None), RankInfo())
         assert torch.get_num_threads() == 3 and os.environ["OMP_NUM_THREADS"] == "3"
+        monkeypatch.setenv("OMP_NUM_THREADS", "2,1")  # by level of nested parallelism
+        distributed.prepare_process(load_config(None), RankInfo())
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -153,6 +153,12 @@ def test_interpolation_that_expands_or_loops_is_an_error() -> None:
     assert "can't be interpolated" in errors_of(LR + "model: {name: '${data.root}'}\n")[0]
 
 
+def test_reference_to_an_invalid_key_is_no_further_error() -> None:
+    text = LR + "schedule: {warmup_epochs: '${train.epochs}', kwargs: {t: '${schedule.warmup_epochs}'}}\n"
+    (line,) = errors_of(f"{text}train: {{epochs: many}}\n")
+    assert "train.epochs" in line
+
+
 def test_question_marks_require_a_later_value() -> None:
     write("base.yaml", LR + "data:\n  root: ???\n")
     assert load("_base_: base.yaml\n", "data.root=here").config.data.root == "here"

@@ -292,6 +292,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)], pax_headers={"size": "-1024"}), "damaged pax"
     ),
     "twice": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)] * 2), "a/1.jpg is in it twice"),
+    "cut short in a header": (
+        lambda f: (f / "a.tar").write_bytes(write_tar(f / "b", [("a/1.jpg", IMAGE)] * 2).read_bytes()[:1324]),
+        "cut short",
+    ),
     "zip cut short": (lambda f: cut(write_zip(f / "a.zip", [("a/1.jpg", IMAGE)])), "cut short"),
     "zip without its start": (
         lambda f: (f / "a.zip").write_bytes(write_zip(f / "b", [("a/1.jpg", IMAGE)]).read_bytes()[60:]),

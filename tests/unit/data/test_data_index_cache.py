@@ -216,9 +216,13 @@ def test_default_place_is_the_cache_of_the_user(cache: Path, root: Path, monkeyp
 def test_writers_and_readers_at_once_get_the_whole_scan(cache: Path, root: Path) -> None:
     expected = content(index_folder(root))
     scan = scan_classes(root)
+    old, new = cache / ".tmp-old", cache / ".tmp-new"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
     with ThreadPoolExecutor(8) as pool:
         writes = [pool.submit(write_scan, root, scan) for _ in range(40)]
         reads = [pool.submit(lambda: content(index_folder(root))) for _ in range(40)]
     assert [write.result() for write in writes] == [None] * 40
     assert all(read.result() == expected for read in reads)
-    assert read_scan(root) and [path.suffix for path in cache.iterdir()] == [".npz"]
+    assert read_scan(root) and sorted(path.suffix for path in cache.iterdir()) == ["", ".npz"] and new.exists()

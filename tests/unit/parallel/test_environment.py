@@ -255,6 +255,8 @@ def test_cpus_per_rank_shares_what_the_process_may_use(monkeypatch: pytest.Monke
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     assert cpus(8, "slurm") == 6, "each rank is a task"
     assert cpus(3, "pytorch") == 2, "three ranks in one task"
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
+    assert cpus(8, "pytorch") == 6, "tasks that set RANK"
 
 
 def test_commands_read_the_environment_before_torch_is_imported() -> None:
