@@ -9,10 +9,18 @@ from typing import Annotated, Literal
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, SHARE, SHARE_BELOW_1, OptimizerConfig, ScheduleConfig
+from imagenet_cls.config.schema import (
+    COUNT,
+    NOT_NEGATIVE,
+    SHARE,
+    SHARE_BELOW_1,
+    OptimizerConfig,
+    Range,
+    ScheduleConfig,
+)
 from imagenet_cls.errors import Problem, UserError, format_value
 from imagenet_cls.lookup import find_factory, kwargs_problems
-from imagenet_cls.optim.arguments import Count, NotNegative, Positive, value_problems
+from imagenet_cls.optim.arguments import Count, NotNegative, value_problems
 
 # Arguments that the program passes: to the built-in curves, and to a user's factory.
 RESERVED = ("t", "span", "evaluations")
@@ -21,6 +29,8 @@ RESERVED_OF_FACTORY = ("base_lr", "total_steps", "steps_per_epoch")
 # Annotations of arguments, by which they are checked. A list of epochs must be in ascending order, with none twice.
 Numbers = Annotated[list[float], NOT_NEGATIVE]
 Share = Annotated[float, SHARE]
+Divisor = Annotated[float, COUNT]
+Epochs = Annotated[float, Range(0.001)]
 Momentum = Annotated[float | None, SHARE_BELOW_1]
 Anneal = Literal["cos", "linear"]
 
@@ -61,7 +71,7 @@ def polynomial(t: float, span: Span, power: NotNegative = 1.0, min_lr: NotNegati
     return min_lr + (span.base_lr - min_lr) * (1 - passed) ** power
 
 
-def step_decay(t: float, span: Span, every_epochs: Positive = 30, gamma: Share = 0.1) -> float:
+def step_decay(t: float, span: Span, every_epochs: Epochs = 30, gamma: Share = 0.1) -> float:
     """Times gamma every `every_epochs` epochs, but not at the end of the span. Defaults: pytorch/examples."""
     every = every_epochs * span.per_epoch
     return span.base_lr * gamma ** max(0, min(t // every, math.ceil(span.length / every) - 1))
@@ -76,7 +86,7 @@ def multistep(t: float, span: Span, milestones_epochs: Numbers, gamma: Share = 0
     return span.base_lr * gamma ** sum(milestone <= t and milestone < span.length for milestone in milestones)
 
 
-def exponential(t: float, span: Span, gamma: NotNegative) -> float:
+def exponential(t: float, span: Span, gamma: Share) -> float:
     """Times gamma at the start of each epoch but the first, as in torchvision's reference script."""
     return step_decay(t, span, 1, gamma)
 
@@ -86,8 +96,8 @@ def one_cycle(
     span: Span,
     pct_start: Share = 0.3,
     anneal: Anneal = "cos",
-    div_factor: Annotated[float, COUNT] = 25.0,
-    final_div_factor: Positive = 1e4,
+    div_factor: Divisor = 25.0,
+    final_div_factor: Divisor = 1e4,
     min_momentum: Momentum = None,
     max_momentum: Momentum = None,
 ) -> float:

@@ -149,6 +149,7 @@ def test_valid_section_has_no_problem(name: str, kwargs: dict) -> None:
         ("cosine", {"cycles": 1.5}, "cycles"),
         ("cosine", {"cycle_decay": -1}, "cycle_decay"),
         ("step", {"every_epochs": 0}, "every_epochs"),
+        ("step", {"every_epochs": 1e-310}, "every_epochs"),
         ("step", {"every_epochs": True}, "every_epochs"),
         ("step", {"gamma": math.nan}, "gamma"),
         ("multistep", {"milestones_epochs": 30}, "milestones_epochs"),
@@ -168,7 +169,9 @@ def test_valid_section_has_no_problem(name: str, kwargs: dict) -> None:
         # The rate would be higher than the highest.
         ("step", {"every_epochs": 0.001, "gamma": 1000}, "gamma"),
         ("cosine", {"cycles": 100, "cycle_decay": 1e10}, "cycle_decay"),
+        ("exponential", {"gamma": 9.5}, "gamma"),
         ("one_cycle", {"div_factor": 1e-9}, "div_factor"),
+        ("one_cycle", {"final_div_factor": 1e-300}, "final_div_factor"),
     ],
 )
 def test_bad_section_is_a_problem(name: str, kwargs: dict, key: str) -> None:
@@ -176,7 +179,7 @@ def test_bad_section_is_a_problem(name: str, kwargs: dict, key: str) -> None:
 
 
 def test_learning_rate_range_test_is_allowed() -> None:
-    assert problem_keys("exponential", {"gamma": 10}, epochs=9, lr=1e-7) == []
+    assert problem_keys("piecewise", {"epochs": [0, 9], "factors": [1, 1e8]}, epochs=9, lr=1e-7) == []
     assert problem_keys("constant", lr=1e6) == []
 
 
