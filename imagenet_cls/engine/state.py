@@ -25,14 +25,13 @@ from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError, format_value
 from imagenet_cls.guards.agreement import versions
 from imagenet_cls.models.weights import state_dict_mismatch
-from imagenet_cls.optim.build import state_copies
+from imagenet_cls.optim.build import build_optimizer, state_copies
+from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.report.reporter import Reporter
 
 # Changes with which no run resumes, and changes besides those of the config that are reported only.
 _FIXED = {"optimizer.name", "training images", "classes"}
-# Arguments that need state which the checkpoint lacks, where they are switched on.
-_NEEDS_STATE = {"optimizer.kwargs.amsgrad", "optimizer.kwargs.centered", "optimizer.kwargs.momentum"}
 _ROUNDING = {"ranks", "CPU threads", "versions"}
 _ENVIRONMENT = {"validation images", "validation files", "steps per epoch", *_ROUNDING}
 # Changes that an error lists.
@@ -135,6 +134,7 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
                 check_same_model(parts.model, snapshot.model, snapshot.path)
             messages += check_resumable(snapshot.state, parts, options.allow_change, snapshot.path)
             check_same_model(parts.model, snapshot.model, snapshot.path)
+            check_optimizer_state(snapshot, parts.config.optimizer, group.device)
         return replace(snapshot, model={}, optimizer={}, ema=None if snapshot.ema is None else {}), messages
 
     received = run_on_main(group, read)
@@ -142,12 +142,13 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
         missing = [f"no checkpoint to resume from in {folder.path}: starting from scratch"] if options.resume else []
         return Progress(), missing
     snapshot = snapshot or received[0]
+    # Outside of `invalid_content_errors`: a lost rank is no invalid content.
+    model, optimizer = (broadcast_tensors(tensors, group) for tensors in (snapshot.model, snapshot.optimizer))
+    ema = None if snapshot.ema is None else broadcast_tensors(snapshot.ema, group)
     with invalid_content_errors(snapshot.path):
-        parts.model.load_state_dict(broadcast_tensors(snapshot.model, group))
-        tensors = broadcast_tensors(snapshot.optimizer, group)
+        parts.model.load_state_dict(model)
         changed = changed_arguments(snapshot.state, parts.config.optimizer)
-        load_optimizer(parts.model, parts.optimizer, tensors, snapshot.optimizer_values, changed)
-        ema = None if snapshot.ema is None else broadcast_tensors(snapshot.ema, group)
+        load_optimizer(parts.model, parts.optimizer, optimizer, snapshot.optimizer_values, changed)
         if ema is None:
             parts.ema.set(parts.model)
         elif parts.ema.module is not None:
@@ -191,8 +192,7 @@ def check_resumable(
         for name in names
         if before.get(name) != now.get(name)
     }
-    switched_on = {name for name in _NEEDS_STATE if now.get(name) and not before.get(name)}
-    if fixed := [line for name, line in changed.items() if name in _FIXED | switched_on]:
+    if fixed := [line for name, line in changed.items() if name in _FIXED]:
         raise CheckpointError(
             f"a run can't resume with another optimizer or other training images: {'; '.join(fixed)}\n"
             "Restore them, or start a new run from the checkpoint's weights: model.checkpoint=CHECKPOINT"
@@ -218,6 +218,33 @@ def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:
     """The names in `optimizer.kwargs` whose values differ from those in a checkpoint's `state.json`."""
     before = state["config"]["optimizer"]["kwargs"]
     return sorted(name for name in {*before, *now.kwargs} if before.get(name) != now.kwargs.get(name))
+
+
+def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torch.device) -> None:
+    """Raise CheckpointError if a changed argument of the optimizer needs state that the checkpoint lacks.
+
+    Tried with one layer, since optimizers differ: SGD starts a momentum at any step, AdamW no `amsgrad`.
+    """
+    changed = changed_arguments(snapshot.state, now)
+    if not changed:
+        return
+    layer = nn.Linear(2, 3, device=device)
+    layer(torch.ones(1, 2, device=device)).sum().backward()
+    before = config_from_state(snapshot.state, snapshot.path).optimizer
+    old, new = (
+        build_optimizer(config, parameter_groups(layer, replace(config, layer_decay=None, lr_scales={})))
+        for config in (before, now)
+    )
+    old.step()
+    load_optimizer(layer, new, *optimizer_to_tensors(layer, old), changed)
+    try:
+        new.step()
+    except KeyError as error:
+        raise CheckpointError(
+            f"{snapshot.path}: its optimizer state has no {error}, which {now.name} needs after the change of "
+            f"optimizer.kwargs ({', '.join(changed)}).\n"
+            f"Restore them, or start a new run from the checkpoint's weights: model.checkpoint={snapshot.path}"
+        ) from error
 
 
 def run_conditions(state: dict[str, Any]) -> dict[str, Any]:
