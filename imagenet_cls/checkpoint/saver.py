@@ -42,12 +42,13 @@ class CheckpointSaver:
         self._executor = futures.ThreadPoolExecutor(1, "checkpoint")
         self._save_in_progress: futures.Future[None] | None = None
         self._written: Path | None = None  # the newest checkpoint
-        present = set(map(step_of, list_checkpoints(checkpoints))) if is_main else set()
-        best = {entry["step"] for entry in progress.best.values()}
-        # Where a best one could not be saved, those that were are kept until a better one is saved.
-        self._saved_best = best if best <= present else present
+        present = list_checkpoints(checkpoints) if is_main else []
+        # Where a best one is not in this folder, the best of those that are is kept until a better one is saved.
+        link_to_best = checkpoints / "best"
+        linked = link_to_best.readlink().name if link_to_best.is_symlink() else None
+        self._saved_best = {step_of(path) for path in present if path.name == linked}
         # The run resumed from the newest intact checkpoint, so later ones are damaged.
-        self._damaged = {step for step in present if step > progress.step}
+        self._damaged = {step for step in map(step_of, present) if step > progress.step}
 
     def save(self) -> None:
         """Copy the current state, and start writing it. Waits for the previous save; raises or reports its error."""

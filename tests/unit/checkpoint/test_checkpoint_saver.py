@@ -107,6 +107,18 @@ def test_links_name_the_newest_and_the_best_checkpoint(tmp_path: Path) -> None:
             assert load(tmp_path / "checkpoints" / name)[0].path == tmp_path / "checkpoints" / target
 
 
+def test_number_of_checkpoints_is_bounded_over_sessions_without_the_best_one(tmp_path: Path) -> None:
+    """The best one is in another folder, of the run that this one continues."""
+    progress = Progress(step=1, best={"raw": {"step": 1, "top1_pct": 50.0}})
+    for _ in range(4):
+        with saver_for(tmp_path, progress, lambda: None) as saver:
+            saver.config = CheckpointConfig(keep_last=2)
+            for _ in range(3):
+                progress.step += 1
+                saver.save()
+    assert saved(tmp_path) == [13, 12]
+
+
 def test_link_leaves_a_folder_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "last" / "mine").mkdir(parents=True)
     link(tmp_path / "last", "step-0000001")
