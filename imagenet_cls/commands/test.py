@@ -96,12 +96,15 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
-    """Raise a UserError for options that exclude each other, or a checkpoint that is missing on the first machine."""
+    """Raise a UserError for options that exclude each other, or paths that can't be used on the first machine."""
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     if (arguments.knn or arguments.linear_probe) and (arguments.out or arguments.report):
         raise UsageError("--knn and --linear-probe have no --out and no --report.\nLeave these out.")
-    if len(paths) > 1 and arguments.node_rank == 0:
-        check_exists(Path(paths[1]))
+    if arguments.node_rank == 0:
+        if len(paths) > 1:
+            check_exists(Path(paths[1]))
+        check_output_path(arguments.out)
+        check_report_folder(arguments.report)
 
 
 def check_exists(checkpoint: Path) -> None:
@@ -115,7 +118,7 @@ def check_output_path(path: Path | None, option: str = "--out") -> None:
         return
     if path.is_file() or path.is_dir() or (path.is_symlink() and not path.exists()):
         raise UsageError(f"{path} already exists.\nName another file with {option}, or move that one away.")
-    if not path.exists() and not os.access(path.parent, os.W_OK):
+    if not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         what = "no permission" if path.parent.is_dir() else "its folder does not exist"
         raise UsageError(f"can't write {path}: {what}\nName another file with {option}.")
 

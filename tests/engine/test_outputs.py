@@ -291,9 +291,14 @@ def test_predictions_file_that_cannot_be_written_is_an_error_before_the_evaluati
 ) -> None:
     argv = [DEMO, f"data.root={digits}", "data.num_workers=0", newest(small)]
     (tmp_path / "old.csv").write_text("old")
-    for path in (tmp_path / "none" / "x.csv", tmp_path / "old.csv"):
+    for path in (tmp_path / "none" / "x.csv", tmp_path / "old.csv", tmp_path / "old.csv" / "x.csv"):
         code, out, err = call(evaluate_command, *argv, "--out", path)
         assert (code, out) == (2, "") and str(path) in err and "--out" in err
+    # Before the names of components are checked, and so before ranks start.
+    for option in ("--out", "--report"):
+        path = tmp_path / "old.csv"
+        code, _, err = call(evaluate_command, *argv, "loss.name=none", "--launcher", "spawn", option, path)
+        assert code == 2 and str(path) in err and option in err
     assert (tmp_path / "old.csv").read_text() == "old"
     # An evaluation that fails leaves no file.
     nowhere = [DEMO, "data.name=folder", f"data.root={tmp_path / 'nowhere'}", "data.num_workers=0", newest(small)]
