@@ -82,7 +82,8 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
             opened.seek(max(opened.seek(0, os.SEEK_END) - 1, 0))
             has_incomplete_last_line = opened.read(1) not in (b"", b"\n")
         for line, record in enumerate(metrics, start=1):
-            for key in (*_NEEDED.get(record["kind"], ()), *record):
+            also = ["data_wait_pct"] if "images_per_sec" in record else []
+            for key in (*_NEEDED.get(record["kind"], ()), *also, *record):
                 value, kind = record.get(key), int if key == "step" else int | float
                 if not isinstance(value, str if key in TEXT_KEYS else kind):
                     reason = f"{key!r} is missing or invalid"

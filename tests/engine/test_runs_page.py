@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from imagenet_cls.commands.print_config import differing_values
 from imagenet_cls.commands.report import report_command
 from imagenet_cls.config.load import load_config
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.files import is_locked
 from imagenet_cls.report.jsonl import read_metrics
 from imagenet_cls.report.runs import read_run, run_statistics
@@ -97,6 +98,13 @@ def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
             assert is_locked(run) and not is_locked(early) and not is_locked(tmp_path)
         other.communicate()
     assert not is_locked(run)
+
+
+def test_speed_without_waiting_time_is_an_error(tmp_path: Path) -> None:
+    record = {"kind": "train", "step": 1, "loss": 1.0, "lr": 0.1, "images_per_sec": 64.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:1: 'data_wait_pct' is missing"):
+        read_run(tmp_path, {})
 
 
 def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_path: Path, call: Callable) -> None:
