@@ -59,19 +59,24 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
     try:
         check_regular(file)
         lists = json.loads(file.read_text(encoding="utf-8"))
-        valid = isinstance(lists, list) and all(isinstance(label, int) for labels in lists for label in labels)
     except OSError as error:
         raise DataError(f"{place}: {error.strerror}\ngive real.json of google-research/reassessed-imagenet") from None
-    except (ValueError, TypeError, RecursionError):
-        valid = False
+    except (ValueError, RecursionError):
+        lists = None
     try:
         order = imagenet_order(classes)
     except DataError as error:
         text = f"{place}: the labels are classes of ImageNet-1k, and not all of the dataset's are"
         raise DataError(f"{text}\n{str(error).splitlines()[-1]}") from None
     class_of = {output: number for number, output in enumerate(order)}
-    if not valid or not all(label in class_of for labels in lists for label in labels):
-        text = f"{place}: not a list of lists of numbers from 0 to {IMAGENET_CLASSES - 1} in JSON"
+
+    def is_valid(labels: object) -> bool:
+        return isinstance(labels, list) and all(type(label) is int and label in class_of for label in labels)
+
+    bad = [i for i, labels in enumerate(lists) if not is_valid(labels)] if isinstance(lists, list) else []
+    if bad or not isinstance(lists, list):
+        entry = f" (entry {bad[0]})" if bad else ""
+        text = f"{place}: not a list of lists of numbers from 0 to {IMAGENET_CLASSES - 1} in JSON{entry}"
         raise DataError(f"{text}\ngive real.json of google-research/reassessed-imagenet")
     rows = []
     for i in range(len(source)):

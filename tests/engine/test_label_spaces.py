@@ -277,7 +277,10 @@ def test_real_labels_and_present_classes_on_two_ranks(imagenet: Path, real_label
     assert lines[0] == lines[1] == lines[2] and "ReaL" in lines[0] and "5 of 1000" in lines[0], results
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1, 2]", "[[0]]", json.dumps([[1000]] * 50), json.dumps([[]] * 50)])
+@pytest.mark.parametrize(
+    "content",
+    [None, "{", "[1, 2]", "[[0]]", *(json.dumps([x] * 50) for x in ([1000], [], [True], {}, "", [0.0]))],
+)
 def test_bad_real_labels_are_an_error(imagenet: Path, tmp_path: Path, call: Callable, content: str | None) -> None:
     if content is not None:
         (tmp_path / "real.json").write_text(content)
