@@ -193,7 +193,8 @@ def _number(text: str, allowed: Range, kind: type[int] | type[float] = int) -> f
     except ValueError:
         number = math.nan
     if number not in allowed:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number ({allowed})")
+        what = f"a {'whole ' if kind is int else ''}number that is {allowed}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return number
 
 

@@ -45,7 +45,8 @@ DEMO_RUN: dict[str, Any] = SHORT_RUN | {
 }
 NOTES = """\
 images/forward: images that BatchNorm normalizes together; a row with fewer has other losses from the first step on,
-  and that is correct. The differences are the largest from one process. See docs/parallel.md."""
+  and that is correct. first loss diff, max loss diff, weight diff: the largest differences from the run in one process.
+  img/s: of all ranks. MiB: the peak of rank 0. See docs/parallel.md."""
 # Overrides of keys that each row sets itself.
 ROW_OVERRIDES = re.compile(r"parallel(=|\.(mode|device_ids|output_device|sync_bn)\b)")
 

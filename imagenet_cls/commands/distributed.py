@@ -176,7 +176,7 @@ def run_spawned_rank(command: RankCommand, argv: Sequence[str]) -> int:
 
 
 def run_rank(command: RankCommand, arguments: argparse.Namespace, rank_info: RankInfo) -> int:
-    """Run one of several ranks; return its exit code, after `report_error`."""
+    """Run one launched rank; return its exit code, after printing its error unless another rank prints it."""
     terminate_with_launching_process()  # before torch is imported, which takes seconds
     from imagenet_cls.parallel.process_group import is_communication_error, leave_group
 

@@ -83,7 +83,10 @@ class Predictor:
 
     @torch.no_grad()
     def features(self, images: Sequence[AnyImage]) -> Tensor:
-        """fp32 features (B, D) on the CPU, see `FeatureModel`. Raises as `logits`."""
+        """fp32 features (B, D) on the CPU, see `FeatureModel`.
+
+        Raises as `logits`, and UsageError for a model without a known classifier.
+        """
         pixels = self.prepare(images)
         with invalid_content_errors(self.path):
             return compute_logits(self._feature_model, pixels, self.flip).cpu()

@@ -85,12 +85,11 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
                 messages += filter(None, [disk_space_warning(parts, folder.checkpoints)])
             for message in messages:
                 reporter.event(progress.step, message)
-            # Earlier than the collectives of the other ranks time out.
-            hang_log = HangLog(log_file(options.work_dir, group.rank), 0.9 * config.parallel.timeout_sec)
             profiled = config.train.profile if group.is_main else None
             profiler = StepProfiler(profiled, options.work_dir / "profile", group.device.type)
-            run = Run(parts, progress, reporter, saver, stop_signals, hang_log, profiler)
-            with hang_log:
+            # Earlier than the collectives of the other ranks time out.
+            with HangLog(log_file(options.work_dir, group.rank), 0.9 * config.parallel.timeout_sec) as hang_log:
+                run = Run(parts, progress, reporter, saver, stop_signals, hang_log, profiler, options.overwrite)
                 run.train_to_last_step()
             run_on_main(group, saver.wait)
             if config.log.plots:
@@ -161,11 +160,12 @@ class Run:
         stop_signals: StopSignalHandler,
         hang_log: HangLog | None = None,
         profiler: StepProfiler | None = None,
+        overwrite: bool = False,
     ):
         self.parts, self.progress = parts, progress
         self.reporter, self.saver, self.stop_signals = reporter, saver, stop_signals
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
-        self.hang_log, self.profiler = hang_log, profiler
+        self.hang_log, self.profiler, self.overwrite = hang_log, profiler, overwrite
         self.meter = Meter(parts.group, parts.plan.global_batch)
         self.nonfinite_guard = NonFiniteGuard(
             parts.group,
@@ -196,7 +196,7 @@ class Run:
             raise Stopped(
                 f"stopped by {signal.Signals(request.signal_number).name} after step {step} of {total}, "
                 f"saved in {checkpoint_path(self.saver.checkpoints, step)}\n"
-                "Resume with the same command and --resume.",
+                f"Resume with the same command and --resume{' in place of --overwrite' if self.overwrite else ''}.",
                 request.signal_number,
             ) from None
         finally:

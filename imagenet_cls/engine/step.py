@@ -122,7 +122,8 @@ class Updater:
 def any_nonfinite(tensors: list[Tensor]) -> Tensor:
     """1 if an element of a tensor is NaN or infinite, else 0: a float32 scalar on the device of the tensors.
 
-    By the kernel of torch's GradScaler, with a scale of 1, for the tensors of one dtype that it accepts.
+    float32, float64 and float16 on CPUs and GPUs by the kernel of torch's GradScaler, with a scale of 1, all tensors of
+    a dtype at once; all others one by one.
     """
     device = tensors[0].device
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)

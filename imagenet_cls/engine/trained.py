@@ -37,8 +37,8 @@ EVALUATION_KEYS = (
 class TrainedModels:
     """Models by the name of their weights (`raw`, `ema`), on the CPU in evaluation mode, and how they were trained.
 
-    classes: None if unknown. path: of a checkpoint. warnings: skipped checkpoints, and removed keys of the config.
-    best: the weights that evaluated best in their run, if known.
+    classes: None if unknown. path: of a checkpoint, or for `OnnxPredictor` of its file. warnings: skipped checkpoints,
+    and removed keys of the config. best: the weights that evaluated best in their run, if known.
     """
 
     models: dict[str, nn.Module]
