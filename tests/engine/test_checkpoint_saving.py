@@ -1,6 +1,8 @@
 """Saving in the background of a run: what a save holds, when its error ends the run, and which checkpoints stay."""
 
+import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,8 @@ from torch import nn
 
 from imagenet_cls.checkpoint import saver
 from imagenet_cls.checkpoint.format import Snapshot, list_checkpoints, read_checkpoint, step_of
-from imagenet_cls.errors import NonFiniteError, ResourceError
+from imagenet_cls.engine import state
+from imagenet_cls.errors import CheckpointError, NonFiniteError, ResourceError, Stopped
 
 STEPS = 11  # in an epoch
 LONG_SEC = 20.0
@@ -147,3 +150,28 @@ def test_best_checkpoint_not_saved_keeps_the_best_before_it(
     results = {record["step"]: record["top1_pct"] for record in evaluations(tmp_path)}
     assert results[22] > results[11] > results[33]
     assert saved(tmp_path) == [11, 33]
+
+
+def test_lost_rank_in_the_broadcast_and_a_missing_optimizer_state_are_told_apart(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adamw = {"train__max_steps": 2, "optimizer__name": "adamw", "optimizer__kwargs": "{}"}
+    words = arguments(digits, tmp_path, **adamw)
+    train_here(words)
+    amsgrad = arguments(digits, tmp_path, **adamw | {"optimizer__kwargs": "{amsgrad: true}"})
+    with pytest.raises(CheckpointError, match="max_exp_avg_sq"):
+        train_here([*amsgrad, "--resume", "--allow-change", "optimizer"])
+
+    def lose_rank(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(state, "broadcast_tensors", lose_rank)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        train_here([*words, "--resume"])
+
+
+@pytest.mark.parametrize(("options", "advice"), [([], r"--resume\."), (["--overwrite"], "--resume in place of --over")])
+def test_stopped_run_says_how_to_resume(digits: Path, tmp_path: Path, options: list[str], advice: str) -> None:
+    EVENTS[2] = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Stopped, match=advice):
+        train_here([*arguments_for(digits, tmp_path), *options])
