@@ -193,8 +193,7 @@ def _number(text: str, allowed: Range, kind: type[int] | type[float] = int) -> f
     except ValueError:
         number = math.nan
     if number not in allowed:
-        what = f"a {'whole ' if kind is int else ''}number that is {allowed}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a {'whole ' if kind is int else ''}number, {allowed}")
     return number
 
 

@@ -34,7 +34,7 @@ _LAYOUTS = "an archive holds CLASS/NAME.jpg; a shard KEY.jpg, and beside each KE
 
 
 def find_archives(root: Path, part: str) -> list[Path] | None:
-    """The archives that hold a part of a dataset, in order; None for a folder of class folders, and for nothing.
+    """The archives that hold a part of a dataset, in order; None if there are none.
 
     `root/part` is an archive, a folder of archives, or a pattern (`*`, `?`, `{0000..1023}`); or `root` is an archive
     with the folder `part`; or ImageNet's own archive lies in `root`. Raises DataError for a pattern without a match,
@@ -160,7 +160,10 @@ class _Rows:
 
 
 def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None) -> Scan:
-    """Of shards, the classes are the labels, in the order in which they appear; `labels` are indices into them."""
+    """List the images of all archives.
+
+    Of shards, the classes are the labels, in the order in which they appear; `labels` are indices into them.
+    """
     from rich.console import Console
     from rich.progress import track
 

@@ -80,7 +80,7 @@ def data_parallel_devices(config: Config) -> Devices:
 
 
 def num_devices(config: Config, world_size: int) -> int:
-    """Of all ranks together."""
+    """The number of devices of all ranks."""
     return world_size * (len(data_parallel_devices(config).all) if config.parallel.mode == "dp" else 1)
 
 

@@ -49,7 +49,7 @@ class _ShortRun:
         return prefetch_to_device(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
 
     def after_epoch(self) -> None:
-        """Nothing is logged or evaluated."""
+        """Do nothing: no evaluation and no log line."""
 
 
 @dataclass(frozen=True)

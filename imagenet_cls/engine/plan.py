@@ -24,7 +24,7 @@ class Plan:
 
     @property
     def forward_passes(self) -> int:
-        """Of one step, on all devices."""
+        """The number of forward passes of one step, on all devices."""
         return self.world_size * self.devices * self.accumulation
 
 

@@ -234,7 +234,7 @@ def test_command_evaluates_raw_and_ema_weights(run: Path, call: Callable, tmp_pa
     for words, message in {
         ("--knn", 1439): "there are 1438 training images",
         ("--knn", 0): "0",
-        ("--linear-probe", "-1"): "not a number that is more than 0",
+        ("--linear-probe", "-1"): "number, more than 0",
         ("--knn", 2, "--out", tmp_path / "rows.csv"): "no --out",
     }.items():
         code, _, err = call(evaluate_command, run, *words)
