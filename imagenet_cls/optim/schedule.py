@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from imagenet_cls.config.schema import (
     COUNT,
     NOT_NEGATIVE,
@@ -144,14 +141,20 @@ def plateau(
 ) -> float:
     """Times gamma, but not below min_lr, after more than `patience` evaluations in a row without a better one.
 
-    evaluations: top-1 (%) of each one up to now; better is more than the best so far times 1 + threshold. As torch's
-    ReduceLROnPlateau with mode `max`.
+    evaluations: top-1 (%) of each one up to now; better is more than the best so far times 1 + threshold. This is the
+    rule of torch's ReduceLROnPlateau with mode `max`, which also ignores a reduction of 1e-8 or less.
     """
-    optimizer = torch.optim.SGD([torch.empty(0)], lr=span.base_lr)
-    scheduler = ReduceLROnPlateau(optimizer, "max", gamma, patience, threshold, min_lr=min_lr)
+    lr, best, evaluations_since_best = span.base_lr, -math.inf, 0
     for top1_pct in evaluations:
-        scheduler.step(top1_pct)
-    return float(optimizer.param_groups[0]["lr"])
+        evaluations_since_best += 1
+        if top1_pct > best * (1 + threshold):
+            best, evaluations_since_best = top1_pct, 0
+        if evaluations_since_best > patience:
+            evaluations_since_best = 0
+            reduced = max(lr * gamma, min_lr)
+            if lr - reduced > 1e-8:
+                lr = reduced
+    return lr
 
 
 def constant(t: float, span: Span) -> float:

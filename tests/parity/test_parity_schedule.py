@@ -155,6 +155,23 @@ def test_plateau_equals_timms(seed: int, warmup: int) -> None:
     close(lambda step: mine(step, [pair for pair in recorded if pair[0] <= step]), expected)
 
 
+@pytest.mark.parametrize("threshold", [0.0, 1e-4, 0.05])
+@pytest.mark.parametrize("patience", [0, 2])
+def test_plateau_equals_torchs_to_the_bit(patience: int, threshold: float) -> None:
+    optimizer = sgd()
+    theirs = lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.3, patience, threshold, min_lr=1e-9)
+    kwargs = {"patience": patience, "gamma": 0.3, "threshold": threshold, "min_lr": 1e-9}
+    mine = ours("plateau", kwargs, epochs=80, by_epoch=True)
+    recorded: list[tuple[int, float]] = []
+    rates = []
+    for epoch, metric in enumerate([*top1s(0), *top1s(1)]):  # many reductions, the last ones below 1e-8
+        assert mine(epoch * PER_EPOCH, recorded) == optimizer.param_groups[0]["lr"], epoch
+        rates.append(optimizer.param_groups[0]["lr"])
+        theirs.step(metric)
+        recorded.append(((epoch + 1) * PER_EPOCH, metric))
+    assert len(set(rates)) > 3
+
+
 # Of our schedule and of torch's, whose times are epochs or steps and whose length is without the warm-up.
 TORCHS: dict[str, tuple[tuple[str, dict], Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]]] = {
     "cosine": (
