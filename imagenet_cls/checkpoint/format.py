@@ -103,7 +103,7 @@ def read_checkpoint(path: Path) -> Snapshot:
         state = json.loads(content["state.json"])
         if (written := state.pop("format", None)) != FORMAT:
             raise CheckpointError(f"{path}: format {written} is unknown here.\nRead it with the version that wrote it.")
-        check_progress(Progress(**state["progress"]))
+        read_progress(state["progress"])
         return Snapshot(
             model=tensors["model"],
             optimizer=tensors["optimizer"],
@@ -114,13 +114,35 @@ def read_checkpoint(path: Path) -> Snapshot:
         )
 
 
-def check_progress(progress: Progress) -> None:
-    """Raise an error here, not in the middle of a run, for values that are missing or no numbers."""
-    numbers: list[float] = [progress.step, progress.evaluated_step]
-    numbers += [step + top1_pct for step, top1_pct in progress.evaluations]
-    numbers += [best["step"] + best_score(best) for best in progress.best.values()]
-    numbers += [score(results, metric) for results in progress.history for metric in results]
-    sum(numbers + [metrics["top1_pct"] + metrics["loss"] for metrics in progress.latest.values()])
+def read_progress(values: Mapping[str, Any]) -> Progress:
+    """The progress that `state.json` holds. Values that an older version did not write have their defaults.
+
+    Raises TypeError, ValueError or LookupError if a value is missing or has another type, so that a malformed
+    checkpoint is an error when it is read and not in the middle of a run.
+    """
+    progress = Progress(**values)
+    progress.step, progress.evaluated_step = _integer(progress.step), _integer(progress.evaluated_step)
+    progress.evaluations = [(_integer(step), _number(top1_pct)) for step, top1_pct in progress.evaluations]
+    for best in progress.best.values():
+        _integer(best["step"])
+        _number(best_score(best))
+    for results in progress.latest.values():
+        _number(results["top1_pct"])
+        _number(results["loss"])
+    progress.history = [{metric: _number(value) for metric, value in results.items()} for results in progress.history]
+    return progress
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not an integer")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is not a number")
+    return value
 
 
 def mean_std(state: Mapping[str, Any]) -> tuple[list[float], list[float]]:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.folders import list_checkpoints
-from imagenet_cls.checkpoint.format import Progress, Snapshot, config_from_state, invalid_content_errors, size_bytes
+from imagenet_cls.checkpoint.format import (
+    Progress,
+    Snapshot,
+    config_from_state,
+    invalid_content_errors,
+    read_progress,
+    size_bytes,
+)
 from imagenet_cls.checkpoint.optimizer_state import copy_to_host, load_optimizer, optimizer_to_tensors
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.checkpoint.select import load_newest, newest_intact
@@ -156,7 +163,7 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
         if parts.scaler.is_enabled() and snapshot.state["scaler"]:
             parts.scaler.load_state_dict(snapshot.state["scaler"])
     parts.batch_norm_statistics.store_current()
-    return Progress(**snapshot.state["progress"]), received[1]
+    return read_progress(snapshot.state["progress"]), received[1]
 
 
 def check_same_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | None) -> None:

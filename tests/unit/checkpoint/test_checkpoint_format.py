@@ -20,6 +20,7 @@ from imagenet_cls.checkpoint.format import (
     list_checkpoints,
     prune,
     read_checkpoint,
+    read_progress,
     step_of,
     write_checkpoint,
     write_manifest,
@@ -102,6 +103,32 @@ def test_read_malformed_state_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(CheckpointError) as error:
         read_checkpoint(path)
     assert str(error.value).count("\n") == 1 and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step": 1.5},
+        {"step": True},
+        {"evaluated_step": "1"},
+        {"evaluations": [[1, "90"]]},
+        {"evaluations": [[1]]},
+        {"best": {"raw": {"top1_pct": 90.0}}},
+        {"best": {"raw": {"step": 1, "top1_pct": None}}},
+        {"latest": {"raw": {"top1_pct": 90.0}}},
+        {"history": [{"top1_pct": [90.0]}]},
+        {"steps": 1},
+    ],
+)
+def test_read_progress_with_a_missing_or_wrong_value_is_an_error(values: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError, LookupError)):
+        read_progress(asdict(Progress(step=1)) | values)
+
+
+def test_read_progress_returns_what_was_written() -> None:
+    progress = Progress(1, 1, {"raw": {"step": 1, "loss": 0.5}}, {"raw": {"top1_pct": 9.0, "loss": 0.5}}, [(1, 9.0)])
+    assert read_progress(json.loads(json.dumps(asdict(progress)))) == progress
+    assert read_progress({"step": 1, "evaluated_step": 0}) == Progress(1)  # of an older version
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "optimizer.json"])
