@@ -3,11 +3,13 @@
 Import this module before `timm.create_model`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import timm
 import torch.nn.functional as F
 from timm.models import register_model
+from timm.models.resnet import BasicBlock, downsample_conv
 from torch import Tensor, nn
 
 # Of the training images of CIFAR-10. Without "url" and "hf_hub_id", `model.pretrained` is an error.
@@ -31,10 +33,58 @@ def resnet18_cifar(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 
 @register_model
+def resnet20_cifar(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """ResNet-20. kwargs: `num_classes`, `in_chans`, `layers` and `channels` (blocks and channels of each stage)."""
+    return CifarResNet(**_constructor_arguments(kwargs))
+
+
+@register_model
 def wrn28_10_cifar(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """WRN-28-10. kwargs: `num_classes`, `in_chans`, `drop_rate` (within the blocks)."""
-    passed = {key: value for key, value in kwargs.items() if not key.startswith("pretrained") and key != "cache_dir"}
-    return WideResNet(**passed)
+    return WideResNet(**_constructor_arguments(kwargs))
+
+
+def _constructor_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """kwargs without those that timm adds for pretrained weights."""
+    return {key: value for key, value in kwargs.items() if not key.startswith("pretrained") and key != "cache_dir"}
+
+
+class CifarResNet(nn.Module):
+    """He et al. 2015, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+
+    A 3x3 convolution and three stages of basic blocks; the second and third stage halve the resolution. Where the shape
+    changes, the shortcut is a 1x1 convolution with BatchNorm (the paper's option B; its own results are of option A).
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        layers: Sequence[int] = (3, 3, 3),
+        channels: Sequence[int] = (16, 32, 64),
+    ):
+        super().__init__()
+        self.pretrained_cfg = {**CFG, "architecture": "resnet20_cifar", "num_classes": num_classes}
+        self.conv1 = nn.Conv2d(in_chans, channels[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels[0])
+        blocks = []
+        previous = channels[0]
+        for stage, (depth, width) in enumerate(zip(layers, channels, strict=True)):
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                shortcut = downsample_conv(previous, width, 1, stride) if previous != width or stride > 1 else None
+                blocks.append(BasicBlock(previous, width, stride, shortcut))
+                previous = width
+        self.blocks = nn.Sequential(*blocks)
+        self.fc = nn.Linear(previous, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, num_classes)"""
+        features = self.blocks(F.relu(self.bn1(self.conv1(images))))
+        return self.fc(features.mean((2, 3)))
 
 
 class WideResNet(nn.Module):
