@@ -166,6 +166,7 @@ FAMILIES = {
     "swin": "Swin",
     "maxvit": "MaxViT",
     "cifar": "CIFAR: ResNet, WRN",
+    "fashion_mnist": "Fashion-MNIST: ResNet",
 }
 
 RECIPES_INTRODUCTION = """\
@@ -179,8 +180,8 @@ Each config below has the settings of a published recipe, and starts with its pa
     python tools/plot_schedule.py configs/resnet/resnet50_tv_v2.yaml
 
 **Claimed** is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (FFCV's:
-with its mirror image); for CIFAR, on its test images. **Ours** is the accuracy of a run with this repository. **Not
-run** means that there was none.
+with its mirror image); for CIFAR and Fashion-MNIST, on their test images. **Ours** is the accuracy of a run with this
+repository. **Not run** means that there was none.
 
 The batch is that of an optimizer step. If the source states how many images each GPU had, `train.micro_batch_size` has
 that number in most configs, so that BatchNorm normalizes groups of the same size. The groups stay the same if one GPU
@@ -198,7 +199,7 @@ The parts of a recipe were compared with independent implementations:
 | moving averages of the weights | timm's and torchvision's |
 | other resolutions | timm's and torchvision's loading, the formulas |
 | whole optimizer steps | plain torch |
-| size, accuracy and settings of each config | a table copied by hand from the source |
+| size, accuracy, evaluation of torchvision's recipes | the metadata of its published weights |
 
 Two published recipes have no config. MosaicML's baseline of ResNet-50 (90 epochs) claims no accuracy to compare with.
 The settings of timm's RegNetY-3.2GF with RandAugment (`regnety_032.ra_in1k`, 81.95 %) are in a gist, not in timm's

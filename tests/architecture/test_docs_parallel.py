@@ -1,4 +1,4 @@
-"""docs/parallel.md: both languages have the same content, every command parses, every variable is explained."""
+"""docs/parallel.md: every command parses, every variable is explained."""
 
 import re
 import shlex
@@ -10,25 +10,10 @@ from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGLISH, CHINESE = ((ROOT / "docs" / name).read_text() for name in ("parallel.md", "zh_CN/parallel.md"))
+ENGLISH = (ROOT / "docs" / "parallel.md").read_text()
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # What runs on ranks; test_docs.py checks the commands of other tools.
 COMMAND = re.compile(r"(?:tools/(?:train|test|check_dist)\.py|scripts/\w+\.sh) ")
-
-
-def language_independent(text: str) -> dict[str, list[str]]:
-    """What is the same in every language, in the order of the page; inline code in the order of its text."""
-    prose = BLOCK.sub("", text)
-    return {
-        "blocks": BLOCK.findall(text),
-        "outline": re.findall(r"^(?:#+ |- |\|(?=.*\|$))", prose, re.MULTILINE),  # headings, list items, table rows
-        "code": sorted(re.findall(r"`[^`]+`", prose)),
-        "addresses": sorted(re.findall(r"https?://[^\s)]+", prose)),
-    }
-
-
-def test_both_languages_have_the_same_content() -> None:
-    assert language_independent(CHINESE) == language_independent(ENGLISH)
 
 
 def commands(text: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Parameters, parameter groups and learning rates of each config, without training.
+"""Settings, parameters, parameter groups and learning rates of each config, without training.
 
     python tests/configs/golden.py            # prints the differences from golden.json
     python tests/configs/golden.py --write    # writes golden.json, after an intended change
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from imagenet_cls.config.load import load_config
+from imagenet_cls.config.load import load_config, values_by_key
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.models.adapt import freeze, split_batch_norm
@@ -33,6 +33,7 @@ IMAGENET = 1_281_167  # training images
 SMALL = {
     "digits": (1438, 10),
     "torchvision:MNIST": (60_000, 10),
+    "torchvision:FashionMNIST": (60_000, 10),
     "torchvision:CIFAR10": (50_000, 10),
     "torchvision:CIFAR100": (50_000, 100),
     "torchvision:Imagenette": (9469, 10),
@@ -78,6 +79,13 @@ def schedule_of(config: Config) -> Schedule:
     return build_schedule(config.schedule, scaled_lr(config.optimizer, batch)[0], steps_per_epoch, config.train.epochs)
 
 
+def changed_settings(config: Config) -> dict[str, Any]:
+    """The values that differ from the defaults, without the claim."""
+    defaults = values_by_key(Config())
+    values = values_by_key(config).items()
+    return {k: v for k, v in values if not k.startswith("expect.") and (k not in defaults or v != defaults[k])}
+
+
 def golden_of(config: Config) -> dict[str, Any]:
     """A config's line: groups are [weight decay, factor of the rate, tensors, parameters]; rates are of evenly spread
     steps, the first and the last among them; without an average of the weights its decay is 0."""
@@ -85,6 +93,7 @@ def golden_of(config: Config) -> dict[str, Any]:
     last = config.train.epochs * schedule.steps_per_epoch - 1
     groups = parameter_groups(model, config.optimizer)
     return {
+        "settings": changed_settings(config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "groups": [
             [g["weight_decay"], g["lr_scale"], len(g["params"]), sum(p.numel() for p in g["params"])] for g in groups

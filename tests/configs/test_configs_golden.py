@@ -1,4 +1,4 @@
-"""Every shipped config loads, passes all checks, and gives the networks, parameter groups and rates in golden.json.
+"""Every shipped config loads, passes all checks, and gives the settings, networks, groups and rates in golden.json.
 
 After an intended change: `python tests/configs/golden.py --write`; the diff has one line for each changed config.
 """
@@ -40,7 +40,7 @@ def by_speed(paths: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", by_speed(names()))
 def test_config_gives_golden_values(name: str) -> None:
     before, now = BEFORE[name], golden_of(loaded(CONFIGS / name))
-    for key in ("parameters", "groups", "steps_per_epoch"):
+    for key in ("settings", "parameters", "groups", "steps_per_epoch"):
         assert now[key] == before[key], key
     assert now["ema_decay"] == pytest.approx(before["ema_decay"], rel=1e-12)
     # The last digit may depend on the machine's mathematics library.

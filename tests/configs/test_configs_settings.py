@@ -1,4 +1,4 @@
-"""Every setting and claim of every recipe is the one that its source publishes."""
+"""Every recipe states its source and claim; those of torchvision equal its published weights."""
 
 import re
 from collections.abc import Iterator
@@ -6,41 +6,16 @@ from typing import Any
 
 import pytest
 from golden import CONFIGS, loaded, meta_model
-from published_settings import ROWS, Settings, settings
 from torchvision import models
 
 from imagenet_cls.config.schema import Config
 
 PATHS = {path.stem: path for path in CONFIGS.rglob("*.yaml") if not {"_base_", "quick"} & {*path.parts}}
-RECIPES = sorted(PATHS.keys() - {"demo", "mnist", "own_dataset", "resnet50_imagenette"})
-# Mosaic's baseline, which claims no accuracy; timm's RegNetY-3.2GF, whose settings are not in timm's repository.
-WITHOUT_CONFIG = {20, 37}
+RECIPES = sorted(PATHS.keys() - {"demo", "fast", "mnist", "own_dataset", "resnet50_imagenette"})
 
 
 def recipe(stem: str) -> Config:
     return loaded(PATHS[stem])
-
-
-def differences(found: Settings, published: Settings) -> list[str]:
-    """A line for each setting that differs; averages may differ by the rounding of half-lives to whole images."""
-    lines = []
-    for column in sorted(found.keys() | published.keys()):
-        ours, theirs = found.get(column), published.get(column)
-        if isinstance(theirs, float):
-            theirs = pytest.approx(theirs, rel=1e-9 if column != "ema" else 1e-6 * (1 - theirs))
-        if ours != theirs:
-            lines.append(f"{column}: {ours} (published: {theirs})")
-    return lines
-
-
-@pytest.mark.parametrize(("stem", "published"), [pytest.param(*row[1:], id=row[1]) for row in ROWS])
-def test_settings_equal_published_ones(stem: str, published: Settings) -> None:
-    assert differences(settings(recipe(stem)), published) == []
-
-
-def test_every_recipe_has_a_row_and_every_row_a_recipe() -> None:
-    assert sorted(stem for _, stem, _ in ROWS) == RECIPES
-    assert {number for number, *_ in ROWS} == {*range(1, 39), None} - WITHOUT_CONFIG
 
 
 def torchvision_weights() -> Iterator[Any]:
