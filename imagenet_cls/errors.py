@@ -1,5 +1,7 @@
 """Errors that a user can cause, with exit codes. A message has at most three lines: what, where, what to do."""
 
+import errno
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,11 +79,37 @@ def explain_content_errors(
         raise kind(f"{place}: {what} ({reason}).\n{remedy}") from error
 
 
-def explain_permission_error(error: BaseException) -> BaseException:
-    """A ResourceError for a PermissionError that names a path; any other error as it is."""
-    if not isinstance(error, PermissionError) or error.filename is None:
+# Errors of a path that no correct program can rule out: a name that the system refuses, or a disk or network file
+# system that fails. Other errors, such as a missing file, are bugs where nothing checks them.
+_INVALID_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+_FAILED_PATH = (
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+)
+
+
+def explain_path_error(error: BaseException) -> BaseException:
+    """A UserError for an OSError of a path that the user has to change or repair; any other error as it is."""
+    if not isinstance(error, OSError) or error.filename is None:
         return error
-    explained = ResourceError(f"{error.filename}: {error.strerror}\nGive this user access to it, or use another path.")
+    name = error.filename
+    where = shorten(printable(os.fsdecode(name) if isinstance(name, str | bytes) else str(name)), 300)
+    explained: UserError
+    if error.errno in _INVALID_PATH:
+        explained = UsageError(f"{where}: {error.strerror}.\nUse another path.")
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        explained = ResourceError(f"{where}: {error.strerror}.\nGive this user access to it, or use another path.")
+    elif error.errno in _FAILED_PATH:
+        explained = ResourceError(f"{where}: {error.strerror}.\nRepair the disk or file system, or use another path.")
+    else:
+        return error
     explained.__cause__ = error
     return explained
 

@@ -11,14 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
 
 TEMPORARY = ".tmp-"
 REMOVED = f"{TEMPORARY}gone-"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a file beside its place, sync and rename it: a kill or OSError leaves the old file or the new one."""
+    """Write a file beside its place, sync and rename it: a kill or OSError leaves the old file or the new one.
+
+    A device or FIFO is written to as it is. Renaming a file over it would remove it: for root, /dev/null too.
+    """
+    if is_device_or_fifo(path):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
     temporary = path.with_name(f"{TEMPORARY}{path.name}")  # one name, so that the next write replaces what a kill left
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -32,6 +38,33 @@ def write_file(path: Path, content: bytes | str) -> None:
             temporary.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def is_device_or_fifo(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def check_exists(checkpoint: Path) -> None:
+    """Raise CheckpointError if there is no such file or folder."""
+    if not checkpoint.exists():
+        raise CheckpointError(f"no checkpoint {str(checkpoint)!r}: no such file or folder; check the path")
+
+
+def check_output_path(path: Path | None, option: str = "--out") -> None:
+    """Raise UsageError if a file can't be written or would be replaced."""
+    if path is None:
+        return
+    if path.is_file() or path.is_dir() or (path.is_symlink() and not path.exists()):
+        raise UsageError(f"{path} already exists.\nName another file with {option}, or move that one away.")
+    if not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        what = "no permission" if path.parent.is_dir() else "its folder does not exist"
+        raise UsageError(f"can't write {path}: {what}\nName another file with {option}.")
+
+
+def write_output(path: Path, content: bytes | str, option: str = "--out") -> None:
+    """`write_file` for a path that an option of a command gives. Raises ResourceError."""
+    with explain_write_errors(path, f"Name another file with {option}."):
+        write_file(path, content)
 
 
 def is_url(text: str | Path) -> bool:

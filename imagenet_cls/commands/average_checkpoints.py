@@ -50,7 +50,7 @@ def average_command(argv: Sequence[str]) -> None:
     if len(paths) < 2:
         ways = ", ".join(f"--{rule} N" for rule in RULES)
         raise UsageError(f"an average needs two checkpoints or more.\nGive them, or a run folder with one of {ways}.")
-    if out.exists() and (out.is_file() or any(out.iterdir())):
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UsageError(f"{out} exists and is not overwritten.\nGive another --out.")
     from safetensors.torch import save
 

@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, DataConfig, Range
-from imagenet_cls.errors import ResourceError, UsageError, UserError, command_line, explain_permission_error
+from imagenet_cls.errors import ResourceError, UsageError, UserError, command_line, explain_path_error
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.exit import end_process, exit_on_signal, handle_interrupts, print_error
 
@@ -49,15 +49,18 @@ def open_streams() -> None:
 
 
 def exit_code_of(command: Command, argv: Sequence[str]) -> int:
-    """Run a command, print the UserError or PermissionError that it raises, and return the exit code."""
+    """Run a command, print the UserError, or the error of a path, that it raises, and return the exit code."""
     try:
         try:
             os.getcwd()  # noqa: PTH109
         except FileNotFoundError as missing:
             raise ResourceError("The working directory no longer exists.\nChange to another folder.") from missing
         return command(argv) or 0
-    except (UserError, PermissionError) as raised:
-        error = explain_permission_error(raised)
+    except BrokenPipeError:  # the reader of stdout (`| head`) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (UserError, OSError) as raised:
+        error = explain_path_error(raised)
         if not isinstance(error, UserError):
             raise
         text = "".join(traceback.format_exception(error)) if "--traceback" in argv else str(error)
@@ -65,9 +68,6 @@ def exit_code_of(command: Command, argv: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of stdout (`| head`) has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 def end(code: int) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands.cli import not_negative, open_streams, parse, port_number, positive
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_permission_error, first_line
+from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_path_error, first_line
 from imagenet_cls.parallel.environment import (
     LAUNCHERS,
     RankInfo,
@@ -195,7 +195,7 @@ def run_rank(command: RankCommand, arguments: argparse.Namespace, rank_info: Ran
         failed = True
         if is_communication_error(error):
             error = lost_rank_error(error, rank_info.rank, group)
-        error = explain_permission_error(error)
+        error = explain_path_error(error)
         code = error.exit_code if isinstance(error, UserError) else 1
         text = "".join(traceback.format_exception(error)) if code == 1 or arguments.traceback else str(error)
         report_error(text, code, rank_info.rank, getattr(error, "printed_elsewhere", False))

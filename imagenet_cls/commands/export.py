@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.test import check_exists, check_output_path
 from imagenet_cls.errors import UsageError, printable
-from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.files import check_exists, check_output_path, write_output
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 
@@ -41,8 +40,7 @@ def export_command(argv: Sequence[str]) -> None:
     export = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
     images, described = comparison_images(predictor, arguments.allow_import)
     lines = compare(predictor, export, images)
-    with explain_write_errors(out, "Name another file with --out."):
-        write_file(out, export.content)
+    write_output(out, export.content)
     batches = " and ".join(map(str, BATCHES))
     for line in (*predictor.warnings, f"{described}, in batches of {batches}: {lines[-1]}", *lines[:-1]):
         print(printable(line))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import join_alone
 from imagenet_cls.errors import UsageError
-from imagenet_cls.files import explain_write_errors
+from imagenet_cls.files import explain_write_errors, is_device_or_fifo
 
 if TYPE_CHECKING:
     from imagenet_cls.engine.finders import LrRange
@@ -39,8 +39,9 @@ def find_lr_command(argv: Sequence[str]) -> None:
         raise UsageError(f"--from must be below --to, and --steps at least {_MIN_STEPS}.\nCorrect the options.")
     loaded = cli.load_one_config(arguments, f"find_lr.py {_USAGE}")
     path = arguments.out or Path(f"work_dirs/{loaded.name}_lr.png")
-    if path.suffix.lower() != ".png" or path.exists():
-        problem = "exists, and is not replaced" if path.exists() else "the plot is a PNG file"
+    exists = path.exists() and not is_device_or_fifo(path)
+    if path.suffix.lower() != ".png" or exists:
+        problem = "exists, and is not replaced" if exists else "the plot is a PNG file"
         raise UsageError(f"{path}: {problem}.\nName another file with --out FILE.png.")
     config, group = join_alone(loaded)
     from imagenet_cls.engine.finders import lr_range

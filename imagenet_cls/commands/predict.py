@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.test import check_exists, check_output_path, write_output, write_predictions
+from imagenet_cls.commands.test import write_predictions
 from imagenet_cls.config.schema import DEVICE
 from imagenet_cls.errors import DataError, UsageError, first_line, printable
+from imagenet_cls.files import check_exists, check_output_path, write_output
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.test import check_exists
 from imagenet_cls.errors import UsageError, printable
+from imagenet_cls.files import check_exists
 
 _FILES = "model.safetensors, config.json and README.md"
 

@@ -9,7 +9,7 @@ from imagenet_cls.commands.print_config import differing_values
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import UsageError, UserError, first_line
-from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.files import explain_write_errors, write_output
 
 
 def report_command(argv: Sequence[str]) -> None:
@@ -25,7 +25,11 @@ def report_command(argv: Sequence[str]) -> None:
     if out.suffix.lower() != ".html" or out.is_dir():
         raise UsageError(f"--out {out}: the page is a file of HTML.\nName it *.html.")
     for run in runs:
-        if not (run / "metrics.jsonl").is_file():
+        try:
+            is_run = (run / "metrics.jsonl").is_file()
+        except PermissionError as error:
+            raise UsageError(f"{run}: {error.strerror}.\nGive this user access to it.") from error
+        if not is_run:
             raise UsageError(f"{run}: no run folder (it has no metrics.jsonl).\nGive a folder like work_dirs/demo.")
     from imagenet_cls.report.runs import read_run, runs_page
 
@@ -49,5 +53,5 @@ def report_command(argv: Sequence[str]) -> None:
     page = runs_page(records, batches, differences, notes, out.parent)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_file(out, page)
+    write_output(out, page)
     print(f"wrote {out}")

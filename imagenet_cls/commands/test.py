@@ -4,7 +4,6 @@ import argparse
 import csv
 import io
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_components, run_command
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
 from imagenet_cls.errors import CheckpointError, UsageError, command_line, printable
-from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.files import check_exists, check_output_path, explain_write_errors, write_output
 from imagenet_cls.lookup import is_factory_name, is_model_source
 
 if TYPE_CHECKING:
@@ -105,31 +104,6 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
             check_exists(Path(paths[1]))
         check_output_path(arguments.out)
         check_report_folder(arguments.report)
-
-
-def check_exists(checkpoint: Path) -> None:
-    if not checkpoint.exists():
-        raise CheckpointError(f"no checkpoint {str(checkpoint)!r}: no such file or folder; check the path")
-
-
-def check_output_path(path: Path | None, option: str = "--out") -> None:
-    """Raise UsageError if a file can't be written or would be replaced."""
-    if path is None:
-        return
-    if path.is_file() or path.is_dir() or (path.is_symlink() and not path.exists()):
-        raise UsageError(f"{path} already exists.\nName another file with {option}, or move that one away.")
-    if not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        what = "no permission" if path.parent.is_dir() else "its folder does not exist"
-        raise UsageError(f"can't write {path}: {what}\nName another file with {option}.")
-
-
-def write_output(path: Path, content: bytes, option: str = "--out") -> None:
-    """Write a file whole or not at all, or to a device or FIFO. Raises ResourceError."""
-    with explain_write_errors(path, f"Name another file with {option}."):
-        if path.exists():
-            path.write_bytes(content)
-        else:
-            write_file(path, content)
 
 
 def check_report_folder(folder: Path | None) -> None:

@@ -18,7 +18,7 @@ from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import ImageIndex, is_image, scan_images
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.errors import DataError, ResourceError, UsageError, command_line, first_line
-from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.files import is_device_or_fifo, write_output
 from imagenet_cls.parallel.environment import RankInfo, cpu_threads
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         raise DataError(f"{root}: no image in it\nname the folder that holds the dataset, or a config")
     keys = sorted(images)
     path = out or (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
-    if not os.access(path.parent, os.W_OK):
+    if not os.access(path if is_device_or_fifo(path) else path.parent, os.W_OK):
         raise ResourceError(f"can't write {path}\nname another place with --out FILE")
     warnings.simplefilter("ignore")  # decode_rgb suppresses them, but not in several threads at once
     bad: list[tuple[str, str]] = []
@@ -73,9 +73,8 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
                     print(f"bad: {name}: {bad[-1][1]}")
     written = bool(bad) or out is not None or path.exists()  # an earlier list would leave out replaced images
     if written:
-        with explain_write_errors(path, "name another place with --out FILE"):
-            lines = "".join(f"{name}\t{reason}\n" for name, reason in bad)
-            write_file(path, lines.encode("utf-8", "surrogateescape"))
+        lines = "".join(f"{name}\t{reason}\n" for name, reason in bad)
+        write_output(path, lines.encode("utf-8", "surrogateescape"))
     print(f"{len(keys):,} images, {len(bad):,} bad" + (f"; wrote {path}" if written else ""))
     if bad:
         names = list(dict.fromkeys(name for name, _ in bad))

@@ -224,12 +224,19 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:
-    """The images of files, folders (recursively) and patterns, sorted for each. Raises DataError if one has none."""
+    """The images of files, folders (recursively) and patterns, sorted for each.
+
+    Raises DataError if one has no image, and OSError if a folder can't be read.
+    """
     found: list[Path] = []
     for argument in arguments:
         path = Path(argument)
         if path.is_dir():
-            matches = sorted(f for f in path.rglob("*") if is_image(os.fsencode(f.name)) and f.is_file())
+            matches = []
+            for folder, _, names in os.walk(path, onerror=_raise, followlinks=False):
+                images = [Path(folder, name) for name in names if is_image(os.fsencode(name))]
+                matches += [image for image in images if image.is_file()]
+            matches.sort()
         else:
             names = [argument] if path.is_file() else glob.glob(argument, recursive=True)  # noqa: PTH207 (absolute ones)
             matches = sorted(Path(name) for name in names if Path(name).is_file())
@@ -238,3 +245,7 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
             raise DataError(f"{argument}: no image there.\n{remedy}")
         found += matches
     return found
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -14,6 +14,7 @@ from imagenet_cls.commands.cli import main
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.prepare_imagenet import prepare_command
 from imagenet_cls.commands.print_config import print_config_command
+from imagenet_cls.commands.report import report_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.commands.verify_data import verify_command
 
@@ -38,6 +39,9 @@ CASES: list[tuple[int, str, Callable, Sequence[str]]] = [
     (2, "locked", train_command, ["--work-dir=locked/run"]),
     (2, "locked", print_config_command, ["locked/config.yaml"]),
     (5, "locked", predict_command, ["run", "locked/image.jpg"]),
+    (5, "locked", predict_command, ["run", "locked"]),
+    (5, "images/train/3", predict_command, ["run", "images/train"]),
+    (2, "run", report_command, ["run"]),
     (5, "locked", prepare_command, ["locked", "imagenet"]),
 ]
 

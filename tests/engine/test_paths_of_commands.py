@@ -1,0 +1,169 @@
+"""Paths that users give: outputs to a device or FIFO, and paths that the system refuses, for every command."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import arguments, train_here
+
+from imagenet_cls.commands.average_checkpoints import average_command
+from imagenet_cls.commands.compare_parallel import compare_command
+from imagenet_cls.commands.export import export_command
+from imagenet_cls.commands.find_batch import find_batch_command
+from imagenet_cls.commands.find_lr import find_lr_command
+from imagenet_cls.commands.pack import pack_command
+from imagenet_cls.commands.plot_schedule import plot_schedule_command
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.prepare_imagenet import prepare_command
+from imagenet_cls.commands.print_config import print_config_command
+from imagenet_cls.commands.publish import publish_command
+from imagenet_cls.commands.report import report_command
+from imagenet_cls.commands.show_batch import show_batch_command
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
+from imagenet_cls.commands.verify_data import verify_command
+
+Call = Callable[..., tuple[int, str, str]]
+LONG = "x" * 300  # file systems take names of up to 255 bytes
+TRUST = ("--allow-import", "helpers:plain")
+
+
+@pytest.fixture(scope="module")
+def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of `helpers:plain` after two checkpoints."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train_here(arguments(digits, folder, train__max_steps=2, checkpoint__every_steps=1))
+    return folder
+
+
+# Commands that write a file: the function, its arguments before the path, and the suffix of the path.
+WRITERS: dict[str, tuple[Callable, list[str], str]] = {
+    "verify-data": (verify_command, ["IMAGES", "--out"], ".txt"),
+    "predict": (predict_command, ["RUN", "IMAGE", *TRUST, "--features"], ".npz"),
+    "test": (evaluate_command, ["CONFIG", "RUN", "--out"], ".csv"),
+    "export": (export_command, ["RUN", *TRUST, "--format", "torch", "--out"], ".pt2"),
+    "report": (report_command, ["RUN", "--out"], ".html"),
+    "average": (average_command, ["RUN", "--last", "2", "--out"], ".safetensors"),
+    "show-batch": (show_batch_command, ["CONFIG", "--out"], ".png"),
+    "plot-schedule": (plot_schedule_command, ["CONFIG", "--out"], ".png"),
+    "find-lr": (find_lr_command, ["CONFIG", "device=cpu", "--steps", "20", "--out"], ".png"),
+}
+# Commands with a path that is too long, one for each of their paths.
+TOO_LONG: list[tuple[Callable, list[str]]] = [
+    *((command, [*words, f"{LONG}{suffix}"]) for command, words, suffix in WRITERS.values()),
+    (train_command, [LONG]),
+    (train_command, [f"{LONG}.yaml"]),
+    (train_command, ["CONFIG", "--work-dir", LONG]),
+    (train_command, ["CONFIG", f"data.root={LONG}", "--work-dir", "new"]),
+    (train_command, ["CONFIG", f"data.exclude={LONG}", "--work-dir", "new"]),
+    (train_command, ["CONFIG", f"model.checkpoint={LONG}", "--work-dir", "new"]),
+    (train_command, ["CONFIG", "--work-dir", "new", f"--resume-from={LONG}"]),
+    (train_command, ["CONFIG", "data.name=list", f"data.train={LONG}", "--work-dir", "new"]),
+    (evaluate_command, [LONG]),
+    (evaluate_command, ["CONFIG", LONG]),
+    (evaluate_command, ["CONFIG", "RUN", "--report", LONG]),
+    (predict_command, [LONG, "IMAGE"]),
+    (predict_command, ["RUN", LONG, *TRUST]),
+    (predict_command, [f"{LONG}.onnx", "IMAGE"]),
+    (export_command, [LONG, "--format", "torch"]),
+    (report_command, [LONG]),
+    (publish_command, [LONG, "new"]),
+    (publish_command, ["RUN", LONG, *TRUST]),
+    (average_command, ["RUN", "--last", "2", "--out", LONG]),
+    (average_command, [LONG, LONG, "--out", "new"]),
+    (print_config_command, [LONG]),
+    (print_config_command, ["CONFIG", "--diff", LONG]),
+    (verify_command, [LONG]),
+    (pack_command, [LONG, "new"]),
+    (pack_command, ["IMAGES", LONG]),
+    (prepare_command, [LONG, "new"]),
+    (prepare_command, ["IMAGES", LONG, "--no-count-check"]),
+    (prepare_command, ["IMAGES", "new", "--labels", LONG]),
+    (find_batch_command, [LONG]),
+    (find_lr_command, [LONG]),
+    (compare_command, [LONG]),
+    (show_batch_command, [LONG]),
+    (plot_schedule_command, [LONG]),
+]
+
+
+@pytest.fixture
+def fill(digits: Path, run: Path) -> Callable[[list[str]], list[str]]:
+    """Replaces the names in capitals by paths."""
+    config = arguments(digits, run)[:-2]
+
+    def filled(words: list[str]) -> list[str]:
+        images = digits / "train" / "7"
+        paths = {
+            "CONFIG": config,
+            "RUN": [str(run)],
+            "IMAGES": [str(images)],
+            "IMAGE": [str(next(images.glob("*.jpg")))],
+        }
+        return [path for word in words for path in paths.get(word, [word])]
+
+    return filled
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", WRITERS)
+def test_output_to_a_fifo_is_written_and_the_fifo_stays(
+    name: str, fill: Callable[[list[str]], list[str]], tmp_path: Path, call: Call
+) -> None:
+    command, words, suffix = WRITERS[name]
+    fifo = tmp_path / f"out{suffix}"
+    os.mkfifo(fifo)
+    content: list[bytes] = []
+    reader = threading.Thread(target=lambda: content.append(fifo.read_bytes()), daemon=True)
+    reader.start()
+    code, _, err = call(command, *fill(words), fifo)
+    assert code == 0, err
+    reader.join()
+    assert fifo.is_fifo() and os.listdir(tmp_path) == [fifo.name]  # noqa: PTH208
+    assert content[0] or name == "verify-data"  # no image is bad
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(TOO_LONG)]
+)
+def test_path_that_is_too_long_is_an_error_of_the_user(
+    command: Callable,
+    words: list[str],
+    fill: Callable[[list[str]], list[str]],
+    tmp_path: Path,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(command, *fill(words))
+    assert code in (2, 3, 4, 5), err
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.ENAMETOOLONG, 2),
+        (errno.ELOOP, 2),
+        (errno.EACCES, 5),
+        (errno.EIO, 5),
+        (errno.ESTALE, 5),
+        (errno.ENOTCONN, 5),
+    ],
+)
+def test_error_of_a_path_has_an_exit_code_and_names_the_path(number: int, code: int, call: Call) -> None:
+    def command(argv: object) -> int:
+        raise OSError(number, os.strerror(number), "share/images")
+
+    found, _, err = call(command)
+    assert found == code and "share/images" in err and os.strerror(number) in err
+
+
+def test_error_of_no_path_is_a_bug(call: Call) -> None:
+    def command(argv: object) -> int:
+        raise FileNotFoundError(errno.ENOENT, "no such file", "checked before")
+
+    with pytest.raises(FileNotFoundError):
+        call(command)
