@@ -144,6 +144,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         loss.backward()
 
     rebuild_ddp_buckets(wrapped, warm_up_ddp)
+    keep_gradients = overwrites_gradients(config) and plan.accumulation > 1
     return TrainingParts(
         config=config,
         group=group,
@@ -168,9 +169,9 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         optimizer=optimizer,
         lr=lr,
         schedule=build_schedule(config.schedule, lr, plan.steps_per_epoch, train.epochs),
-        sam=Sam(model, optimizer, train.sam_rho, train.sam_every_steps),
+        sam=Sam(model, optimizer, train.sam_rho, train.sam_every_steps, keep_gradients),
         scaler=scaler,
-        updater=Updater(model, optimizer, train, scaler, head),
+        updater=Updater(model, optimizer, train, scaler, head, keep_gradients),
         batch_norm_statistics=BatchNormStatistics(model, group),
         train_loader=train_loader,
         evaluation=evaluation,
@@ -196,6 +197,15 @@ def compile_model(model: nn.Module, config: Config) -> None:
     if mode:
         static = config.augment.progressive.epochs is None
         model.compile(mode="default" if mode is True else mode, dynamic=False if static else None)
+
+
+def overwrites_gradients(config: Config) -> bool:
+    """Whether each backward pass of the compiled model returns its gradients in the same memory.
+
+    CUDA graphs do. A `.grad` that is None before a backward pass becomes that memory. One that
+    exists stays in its own, and the gradient is added to it.
+    """
+    return config.train.compile in ("reduce-overhead", "max-autotune")
 
 
 def batch_norm_images(config: Config, plan: Plan) -> list[int]:

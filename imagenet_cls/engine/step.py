@@ -63,8 +63,14 @@ class Updater:
         train: TrainConfig,
         scaler: torch.amp.GradScaler,
         head_names: Sequence[str] = (),
+        keep_gradients: bool = False,
     ):
+        """keep_gradients: after a step, set gradients to zero in the same memory, not to None."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.keep_gradients = keep_gradients
+        if keep_gradients:
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer = optimizer
         self.clip = clipping(model, train, head_names)
         self.clips_by_norm = train.clip_norm is not None
@@ -105,7 +111,7 @@ class Updater:
             self.optimizer.step()
             self.has_stepped = True
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return norm, found_inf.bool()
 
     def _found_inf(self, gradients: list[Tensor], norm: Tensor | None) -> Tensor:
@@ -160,10 +166,17 @@ class Sam:
     """Sharpness-aware minimization (Foret et al. 2020). rho: radius of the neighborhood; None: disabled."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, rho: float | None = None, every_steps: int = 1
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rho: float | None = None,
+        every_steps: int = 1,
+        keep_gradients: bool = False,
     ):
+        """keep_gradients: as for `Updater`."""
         self.model, self.optimizer = model, optimizer
         self.rho, self.every_steps = rho, every_steps
+        self.keep_gradients = keep_gradients
 
     def due(self, step: int) -> bool:
         """Whether this step takes a second forward and backward pass inside `perturbed_weights`."""
@@ -187,7 +200,7 @@ class Sam:
         with torch.no_grad():
             for parameter, gradient in zip(perturbed, gradients, strict=True):
                 parameter.add_(torch.where(has_direction, gradient * (self.rho / norm), 0.0))
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         try:
             yield
         finally:

@@ -1,0 +1,109 @@
+"""`train.compile`: runs with accumulation, on one rank and on two, against runs without it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import RankServer
+from helpers import arguments, newest
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+
+class GraphLinear(torch.autograd.Function):
+    """A linear layer whose gradients are all returned in the same memory, as by a CUDA graph."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
+        ctx.images, ctx.memory = images, memory
+        return images @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        ctx.memory.copy_(gradient.T @ ctx.images)
+        return None, ctx.memory.detach(), None  # a new tensor, so that autograd takes it as `.grad`
+
+
+class Graphed(nn.Module):
+    """Stands for a model that is compiled with CUDA graphs, which need a GPU."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        weight = torch.linspace(-0.1, 0.1, 3 * 16 * 16 * num_classes)
+        self.weight = nn.Parameter(weight.view(num_classes, -1))
+        self.memory = torch.zeros_like(self.weight)
+
+    def compile(self, **_: Any) -> None:  # type: ignore[override]
+        """Do nothing: it is as good as compiled."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return GraphLinear.apply(images.flatten(1), self.weight, self.memory)
+
+
+class Traced(nn.Module):
+    """Compiled as in a run, but torch executes the graphs, which needs no C++ compiler."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=4)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * 4 * 4, num_classes)
+        self.is_compiled = False
+
+    def compile(self, **settings: Any) -> None:  # type: ignore[override]
+        self.is_compiled = True
+        super().compile(backend="aot_eager", dynamic=settings["dynamic"])
+
+    def forward(self, images: Tensor) -> Tensor:
+        assert torch.compiler.is_compiling() == self.is_compiled
+        return self.head(self.norm(self.conv(images)).relu().flatten(1))
+
+
+Run = Callable[..., dict[str, Tensor]]
+
+
+@pytest.fixture
+def final_weights(rank_server: RankServer, tmp_path: Path, digits: Path) -> Run:
+    """Runs train.py for three steps, and returns weights and buffers."""
+
+    def train(ranks: int, model: str, compiled: str, micro_batch: str, **more: Any) -> dict[str, Tensor]:
+        folder = tmp_path / f"{compiled}-{micro_batch}"
+        settings = {"model__name": model, "train__compile": compiled, "device": "cpu", **more}
+        settings |= {"train__micro_batch_size": micro_batch, "train__max_steps": 3}
+        output = tmp_path / f"{folder.name}.txt"
+        codes = rank_server.run(arguments(digits, folder, **settings), output, ranks)
+        assert codes == [0] * ranks, output.read_text()
+        return load_file(newest(folder) / "model.safetensors")
+
+    return train
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sam_rho", ["null", 0.05])
+def test_gradients_in_memory_of_cuda_graphs_are_accumulated(
+    final_weights: Run, mode: str, ranks: int, sam_rho: float | str
+) -> None:
+    model, settings = "test_compiled_runs:Graphed", {"train__sam_rho": sam_rho}
+    whole = final_weights(ranks, model, mode, "null", **settings)
+    accumulated = final_weights(ranks, model, mode, "16", **settings)
+    torch.testing.assert_close(accumulated, whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_run_with_accumulation_ends_with_the_weights_of_an_eager_one(final_weights: Run, ranks: int) -> None:
+    model = "test_compiled_runs:Traced"
+    eager, compiled = (final_weights(ranks, model, value, "32") for value in ("false", "true"))
+    torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["true", "reduce-overhead"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_compiled_by_inductor_ends_with_the_weights_of_an_eager_one(
+    final_weights: Run, ranks: int, mode: str
+) -> None:
+    eager, compiled = (final_weights(ranks, "helpers:plain", value, "32") for value in ("false", mode))
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
