@@ -500,7 +500,8 @@ class TrainConfig:
     # the device's whole share. If the batch is divisible by the number of devices, all micro-batches are equal: with 64
     # here, a share of 96 images becomes two of 48, and one of 97, a prime number, 97 of one image (parallel.uneven).
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
-    # Precision of forward and backward. auto: bf16 on GPUs that support it, else fp32. fp16 uses a loss scale.
+    # Precision of forward and backward. fp16 uses a loss scale. auto: fp32 on CPUs, bf16 on GPUs. GPUs before
+    # Ampere have no bf16: fp16, or fp32 before Volta and with train.sam_rho.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile the model, in this mode. true: the mode `default`. Shapes are static, except with
     # augment.progressive; the last batch of an evaluation is padded. reduce-overhead and max-autotune use CUDA graphs.

@@ -98,7 +98,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     for name in config.imports:  # stage 2 of the checks imported them in the launching process or on rank 0 only
         import_from_cwd(name)
     set_deterministic(train.deterministic, device)
-    dtype = choose_precision(train.precision, device)
+    dtype = choose_precision(train, device)
     data = run_on_main_first(group, lambda: open_datasets(config.data, subset=config.eval.classes == "present"))
     assert data.train is not None and data.val is not None
     parts = {"training images": data.train, "validation images": data.val}
@@ -112,6 +112,8 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
     rotated = exif_warning(data.train) if group.is_main else None
     messages = [note for note in (devices.note, data.note, scaling, rotated) if note]
+    if train.precision == "auto" and device.type == "cuda" and dtype != torch.bfloat16:
+        messages.append("train.precision=auto does not use bf16, which this GPU only emulates")
 
     model, model_messages = build_training_model(
         config, num_classes, data.classes, group, load_initial_weights, min(batch_norm_images(config, plan))

@@ -44,7 +44,7 @@ class Evaluation:
     ):
         self.mean, self.std, self.labels, self.num_images = mean, std, labels, len(source)
         self.preprocess = Preprocess(mean, std, group.device, config.train.channels_last)
-        self.autocast_dtype = choose_precision(config.train.precision, group.device)
+        self.autocast_dtype = choose_precision(config.train, group.device)
         self.batches = partial(build_val_batches, config, source, group, len(devices.all), mean)
         self.devices, self.flip = devices, config.eval.flip_tta
 

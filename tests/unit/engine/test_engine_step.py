@@ -1,6 +1,7 @@
 """One update: what it does with a good gradient, and that it does nothing with a bad one."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,12 +243,38 @@ def test_a_parameter_that_took_no_part_is_left_alone() -> None:
 
 
 def test_precision_on_a_cpu() -> None:
-    assert choose_precision("auto", CPU) is None and choose_precision("fp32", CPU) is None
-    assert choose_precision("bf16", CPU) is torch.bfloat16
+    assert choose_precision(TrainConfig(), CPU) is None
+    assert choose_precision(TrainConfig(precision="fp32"), CPU) is None
+    assert choose_precision(TrainConfig(precision="bf16"), CPU) is torch.bfloat16
     with pytest.raises(UsageError, match="needs a GPU"):
-        choose_precision("fp16", CPU)
+        choose_precision(TrainConfig(precision="fp16"), CPU)
     layer, images = nn.Linear(2, 2), torch.zeros(1, 2)
     with autocast(CPU, torch.bfloat16):
         assert layer(images).dtype is torch.bfloat16
     with autocast(CPU, None):
         assert layer(images).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "sam_rho", "expected"),
+    [
+        ((9, 0), None, torch.bfloat16),
+        ((8, 0), 0.05, torch.bfloat16),
+        ((7, 5), None, torch.float16),  # as a T4
+        ((7, 0), None, torch.float16),
+        ((7, 5), 0.05, None),
+        ((6, 1), None, None),
+    ],
+)
+def test_automatic_precision_is_one_that_the_gpu_does_not_emulate(
+    capability: tuple[int, int], sam_rho: float | None, expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    # As torch, which makes a tensor in bf16 to find out whether it can be emulated.
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda *_: True)
+    assert choose_precision(TrainConfig(sam_rho=sam_rho), torch.device("cuda", 0)) is expected
+    assert choose_precision(TrainConfig(precision="bf16"), torch.device("cuda", 0)) is torch.bfloat16
