@@ -24,7 +24,7 @@ from imagenet_cls.engine.trained import TrainedModels, choose_weights, load_chec
 from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.files import check_regular
 from imagenet_cls.models.features import FeatureModel
-from imagenet_cls.parallel.devices import choose_device
+from imagenet_cls.parallel.devices import choose_device, explain_start_errors
 from imagenet_cls.parallel.environment import RankInfo
 
 AnyImage = str | Path | Image.Image | np.ndarray | Tensor
@@ -52,6 +52,9 @@ class Predictor:
         allow_import: Collection[str] = (),
     ):
         on = choose_device(device, RankInfo())
+        if on.type == "cuda":
+            with explain_start_errors(on):
+                torch.ones(1, device=on)
         folder = Path(checkpoint)
         if folder.is_file() and (folder.parent / "manifest.json").is_file():
             weights = weights or {"model.safetensors": "raw", "ema.safetensors": "ema"}.get(folder.name)

@@ -1,12 +1,13 @@
 """The device of a rank, and the GPUs of DataParallel in one process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from imagenet_cls.errors import UsageError, command_line
+from imagenet_cls.errors import ResourceError, UsageError, command_line, first_line
 from imagenet_cls.parallel.environment import RankInfo
 
 
@@ -51,6 +52,36 @@ def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[
             f"Start at most {gpus} ranks on this machine, or use device=cpu."
         )
     return index
+
+
+def start_gpu(device: torch.device) -> None:
+    """Make a GPU the current device of this process. Raises ResourceError where CUDA can't start on it."""
+    with explain_start_errors(device):
+        torch.cuda.set_device(device)
+        torch.ones(1, device=device)  # runs a kernel, which the build of torch may lack for this GPU
+
+
+@contextmanager
+def explain_start_errors(device: torch.device) -> Iterator[None]:
+    """Turn the error of the first use of a GPU into a ResourceError.
+
+    Such errors come late: GPUs are counted without CUDA, also where it can't start.
+    """
+    try:
+        yield
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
+        reason = first_line(error)
+        if "driver" in reason or "no kernel image" in reason:
+            remedy = (
+                "Update the NVIDIA driver, or install a torch that fits it and the GPU "
+                "(pytorch.org, Get Started), or use device=cpu."
+            )
+        else:
+            remedy = (
+                "Look for other processes on it (nvidia-smi), or use another GPU (CUDA_VISIBLE_DEVICES), or device=cpu."
+            )
+        problem = f"torch {torch.__version__} can't use {device}:\n{reason[:200]}"
+        raise ResourceError(f"{problem}\n{remedy}") from error
 
 
 @dataclass(frozen=True)

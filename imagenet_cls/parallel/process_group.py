@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_cls.errors import ResourceError, UsageError, first_line
+from imagenet_cls.parallel.devices import start_gpu
 from imagenet_cls.parallel.environment import (
     RankInfo,
     address_towards,
@@ -101,7 +102,7 @@ def init_group(
     if rank_info.world_size > 1 or mode == "ddp":
         check_backend(backend, rank_info.launcher)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        start_gpu(device)
     # Plain `mpi` would make a group without a store, in which no gloo group can be made.
     full_names = {"auto": "nccl" if device.type == "cuda" else "gloo", "mpi": "cpu:mpi,cuda:mpi"}
     backend = full_names.get(backend, backend)

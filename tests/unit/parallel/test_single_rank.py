@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.devices import choose_device, gpu_index
+from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.parallel.devices import choose_device, explain_start_errors, gpu_index
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import (
     Group,
@@ -60,6 +60,34 @@ def test_gpu_index_is_the_local_rank_or_from_device_ids() -> None:
     for rank_info, gpus, ids in ((ranks[3], 3, None), (ranks[3], 8, [0, 1]), (ranks[0], 2, [5, 6, 7, 4])):
         with pytest.raises(UsageError, match=f"rank {rank_info.rank}"):
             gpu_index("cuda", rank_info, gpus, ids)
+
+
+@pytest.mark.parametrize(
+    ("raised", "remedy"),
+    [
+        (
+            RuntimeError("The NVIDIA driver on your system is too old (found version 12080)."),
+            "Update the NVIDIA driver",
+        ),
+        (torch.cuda.DeferredCudaCallError("CUDA error: no kernel image is available"), "pytorch.org"),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might", 2), "nvidia-smi"),
+        (torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable", 46), "nvidia-smi"),
+    ],
+)
+def test_gpu_on_which_cuda_cannot_start_exits_5(
+    raised: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error(_: object) -> None:
+        raise raised
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "set_device", raise_error)
+    with pytest.raises(ResourceError, match=remedy) as caught:
+        init_group(RankInfo(), gpu, "auto", "auto", "env://", 10.0)
+    first, second, third = str(caught.value).splitlines()
+    assert "cuda:0" in first and second == str(raised).splitlines()[0] and "device=cpu" in third
+    with pytest.raises(ResourceError), explain_start_errors(gpu):
+        raise raised
 
 
 def test_check_backend_that_is_missing_or_does_not_fit_raises(monkeypatch: pytest.MonkeyPatch) -> None:
