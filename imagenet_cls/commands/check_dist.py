@@ -18,7 +18,7 @@ from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
 from imagenet_cls.parallel.environment import RankInfo, name_ranks
-from imagenet_cls.parallel.process_group import Group, check_backend
+from imagenet_cls.parallel.process_group import Group, bound_device, check_backend
 
 # The gradients of a ResNet-18 in float32.
 _ELEMENTS = 12_000_000
@@ -87,7 +87,8 @@ def check_ranks(arguments: argparse.Namespace, loaded: LoadedConfig, group: Grou
     if group.world_size == 1:
         print("one rank: no all-reduce to check; all checks passed")
         return
-    over = dist.new_group(backend=backend) if backend != "gloo" else None
+    device_id = bound_device(backend, group.device)
+    over = dist.new_group(backend=backend, device_id=device_id) if backend != "gloo" else None
     is_right, bandwidth = measure_all_reduce(group, over)
     report = replace(report, sum="right" if is_right else "WRONG", gb_per_sec=f"{bandwidth:.2f}")
     raise_problems(group, report, show_always=True)

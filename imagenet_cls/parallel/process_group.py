@@ -110,7 +110,9 @@ def init_group(
         enable_flight_recorder(os.environ)
     if rank_info.world_size == 1:
         if mode == "ddp" and not dist.is_initialized():
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound_device(backend, device)
+            )
         return Group(rank_info, device)
     complete_master_address(os.environ, rank_info)
     if rank_info.launched and init_method.startswith("tcp:"):
@@ -136,7 +138,7 @@ def init_group(
         dist.init_process_group(
             backend, store=dist.PrefixStore("group", store), rank=rank_info.rank, world_size=rank_info.world_size,
             timeout=timeout + (_NCCL_EXTRA if backend == "nccl" else timedelta()),
-            device_id=device if backend == "nccl" else None,
+            device_id=bound_device(backend, device),
         )  # fmt: skip
         # Separate even if gloo reduces the gradients: a stop request may come between any two collectives.
         cpu_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -145,6 +147,11 @@ def init_group(
     finally:
         watchdog.cancel()
     return Group(rank_info, device, cpu_group, rendezvous.file, address_towards(master))
+
+
+def bound_device(backend: str, device: torch.device) -> torch.device | None:
+    """The `device_id` of a process group. Without it, torch's nccl chooses a GPU by `LOCAL_RANK`."""
+    return device if backend == "nccl" else None
 
 
 def enable_flight_recorder(env: MutableMapping[str, str]) -> None:

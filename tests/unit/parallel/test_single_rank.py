@@ -1,6 +1,7 @@
 """Devices, backends and wrapping with a single rank. Several ranks: tests/distributed."""
 
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from imagenet_cls.commands import check_dist
+from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.parallel import process_group
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors, gpu_index
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import (
@@ -99,6 +103,28 @@ def test_check_backend_that_is_missing_or_does_not_fit_raises(monkeypatch: pytes
     for backend, launcher in (("ucc", "none"), ("nccl", "none"), ("mpi", "spawn"), ("mpi", "pytorch")):
         with pytest.raises(UsageError):
             check_backend(backend, launcher)
+
+
+@pytest.mark.parametrize(("backend", "device_id"), [("nccl", "cuda:1"), ("auto", "cuda:1"), ("gloo", None)])
+def test_process_group_is_bound_to_the_gpu_of_its_rank(
+    backend: str, device_id: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a single rank, and the group that check_dist.py makes."""
+    gpu, bound = torch.device("cuda", 1), []
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1")  # restored later, as the next one
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.setattr(process_group, "start_gpu", lambda _: None)
+    monkeypatch.setattr(process_group, "check_backend", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **keywords: bound.append(keywords["device_id"]))
+    init_group(RankInfo(), gpu, "ddp", backend, "env://", 10.0)
+    monkeypatch.setattr(dist, "new_group", lambda **keywords: bound.append(keywords["device_id"]))
+    for name, result in {"check_backend": None, "raise_problems": None, "measure_all_reduce": (True, 1.0)}.items():
+        monkeypatch.setattr(check_dist, name, lambda *_, result=result, **__: result)
+    report = check_dist.RankReport(1, 1, "host", "cuda:1", "-", "-", "-", "-", "-")
+    monkeypatch.setattr(check_dist, "describe_rank", lambda _: report)
+    loaded = load_config(None, [f"parallel.backend={backend}"])
+    check_dist.check_ranks(Namespace(), loaded, Group(RankInfo(1, 1, 2, 2), gpu))
+    assert bound == ([torch.device(device_id)] * 2 if device_id else [None])  # gloo's group exists already
 
 
 def test_flight_recorder_is_on_for_nccl_before_the_group_is_made(
