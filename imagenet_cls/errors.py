@@ -2,12 +2,17 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|(cudnn|cublas)_status_alloc_failed|DefaultCPUAllocator", re.IGNORECASE
+)  # fmt: skip
 
 
 class UserError(Exception):
@@ -73,7 +78,7 @@ def explain_content_errors(
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):  # of torch
+        if out_of_memory_line(error) is not None:
             raise
         reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise kind(f"{place}: {what} ({reason}).\n{remedy}") from error
@@ -142,6 +147,15 @@ def command_line(name: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text; its type's name where the text is empty."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def out_of_memory_line(error: BaseException) -> str | None:
+    """The line of torch's error that says that memory ran out; None for another error.
+
+    Such errors come from torch's allocators, the CUDA driver, cuDNN, cuBLAS, nccl and inductor.
+    """
+    lines = str(error).splitlines() if isinstance(error, RuntimeError) else []
+    return next(filter(_OUT_OF_MEMORY.search, lines), None)
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from imagenet_cls.errors import ResourceError
+from imagenet_cls.errors import ResourceError, out_of_memory_line
 from imagenet_cls.parallel.environment import cgroup_folders
 
 _GIB = 2.0**30
@@ -21,17 +21,21 @@ def explain_out_of_memory(sizes: str = "") -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        detail = out_of_memory_line(error)
+        if detail is None:
             raise
-        where, total = "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if torch.cuda.is_initialized():
+        on_host = "DefaultCPUAllocator" in detail
+        if on_host or not torch.cuda.is_initialized():
+            where, total = "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            peak = peak_resident_bytes()
+        else:
             index = torch.cuda.current_device()
             where, total = f"cuda:{index}", torch.cuda.get_device_properties(index).total_memory
+            peak = torch.cuda.max_memory_allocated()
         batches = f"{sizes}, " if sizes else ""
-        detail = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
         raise ResourceError(
-            f"out of memory on {where}: {batches}peak {peak_memory_bytes() / _GIB:.2f} of {total / _GIB:.2f} GiB\n"
-            f"{detail[:200]}\n"
+            f"out of memory on {where}: {batches}peak {peak / _GIB:.2f} of {total / _GIB:.2f} GiB\n"
+            f"{detail.rpartition('DefaultCPUAllocator: ')[2][:200]}\n"
             "Try a smaller train.micro_batch_size (the global batch stays) or eval.batch_size, "
             "train.grad_checkpointing=true, train.precision=bf16, or smaller images."
         ) from error
@@ -39,13 +43,18 @@ def explain_out_of_memory(sizes: str = "") -> Iterator[None]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch raised this error because the memory of a GPU or of the host ran out."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    return out_of_memory_line(error) is not None
 
 
 def peak_memory_bytes() -> int:
     """The most bytes since `reset_peak_memory`: of the CUDA allocator on this process's GPU, else resident."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most resident bytes of this process since `reset_peak_memory`."""
     # The peak of getrusage may be that of the process that started this one.
     return _kib("proc/self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024

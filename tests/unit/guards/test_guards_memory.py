@@ -1,6 +1,7 @@
 """Out-of-memory errors are explained; all other errors pass. Peak and available memory."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from imagenet_cls.errors import DataError, ResourceError
 from imagenet_cls.guards.memory import (
     explain_out_of_memory,
+    is_out_of_memory,
     memory_limit_bytes,
     peak_memory_bytes,
     reset_peak_memory,
@@ -21,6 +23,36 @@ def test_out_of_memory_names_sizes_and_remedies() -> None:
     first, second, third = str(error.value).splitlines()
     assert error.value.exit_code == 5 and "4 images of 224 px, peak" in first
     assert second == "CUDA out of memory. Tried to allocate 2 GiB." and "train.micro_batch_size" in third
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Caught OutOfMemoryError in replica 0 on device 0.\nOriginal Traceback:\n  File ...\nCUDA out of memory. Tried",
+        "backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.",
+        "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_out_of_memory_is_recognized_by_its_text(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+    with pytest.raises(ResourceError) as caught, explain_out_of_memory():
+        raise RuntimeError(text)
+    detail = str(caught.value).splitlines()[1]
+    assert "out of memory" in detail or "ALLOC_FAILED" in detail
+
+
+def test_memory_of_the_host_is_named_in_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ResourceError, match="out of memory on this machine: peak"), explain_out_of_memory():
+        torch.empty(2**60, dtype=torch.uint8, device="cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**29)
+    with pytest.raises(ResourceError, match=r"out of memory on cuda:1: peak 0\.50 of 1\.00"), explain_out_of_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_other_errors_pass() -> None:
