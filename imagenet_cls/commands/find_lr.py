@@ -46,7 +46,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
     config, group = join_alone(loaded)
     from imagenet_cls.engine.finders import lr_range
     from imagenet_cls.engine.run import describe_batch_sizes
-    from imagenet_cls.guards.memory import explain_out_of_memory
+    from imagenet_cls.guards.device import explain_device_errors
     from imagenet_cls.optim.schedule import scaled_lr
     from imagenet_cls.report.plots import plot_lr_range
 
@@ -56,7 +56,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
             print(f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  {found.smoothed[-1]:9.4f}", flush=True)
 
     print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
-    with explain_out_of_memory(describe_batch_sizes(config, 1)):
+    with explain_device_errors(describe_batch_sizes(config, 1)):
         found = lr_range(config, group, arguments.low, arguments.high, arguments.steps, report)
     print(f"ended {found.end}")
     suggested = found.steepest()

@@ -123,7 +123,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     """One rank's part of an evaluation."""
     from imagenet_cls.engine.check import check_agreement
     from imagenet_cls.engine.evaluate_weights import evaluate_weights
-    from imagenet_cls.guards.memory import explain_out_of_memory
+    from imagenet_cls.guards.device import explain_device_errors
     from imagenet_cls.parallel.collectives import run_on_main
     from imagenet_cls.report.jsonl import describe_result
 
@@ -136,14 +136,14 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     if knn or probe:
         from imagenet_cls.engine.features import evaluate_features
 
-        with explain_out_of_memory():
+        with explain_device_errors():
             lines = evaluate_features(loaded.config, checkpoint, group, knn, probe, allow, weights)
         if group.is_main:
             print("\n".join(map(printable, lines)))
         return
     run_on_main(group, lambda: check_output_path(out))
     run_on_main(group, lambda: check_report_folder(report))
-    with explain_out_of_memory():
+    with explain_device_errors():
         messages, metrics_by_name, predictions = evaluate_weights(
             loaded.config, checkpoint, group, out is not None, allow, report, weights
         )

@@ -522,7 +522,8 @@ class TrainConfig:
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
     # Use deterministic kernels on GPUs: slower, bitwise identical each time. Those of CPUs are, for a given number of
-    # threads.
+    # threads. A few operators have none, which ends the run with an error: timm's BlurPool2d, adaptive average pooling
+    # to more than one pixel, as in torchvision's VGG.
     deterministic: bool = key(False, recipe=False)
     # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or gradient. Such steps
     # don't change the weights.

@@ -19,6 +19,7 @@ from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.train import train
+from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.guards.memory import is_out_of_memory, memory_limit_bytes, peak_memory_bytes, reset_peak_memory
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.optim.schedule import Schedule, Span
@@ -130,7 +131,9 @@ def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int
         if is_cpu and expected > _USABLE_MEMORY * memory_limit_bytes():
             trial = Trial(size, peak_bytes=expected, problem="not tried: expected to exceed the available memory")
         else:
-            trial = try_micro_batch(config, group, size, 1 if num_devices == 1 and size >= share else 2)
+            accumulation = 1 if num_devices == 1 and size >= share else 2
+            with explain_device_errors():
+                trial = try_micro_batch(config, group, size, accumulation)
         if trial.problem:
             high = size
         else:

@@ -30,8 +30,8 @@ from imagenet_cls.engine.summary import final_message, start_warnings, startup_t
 from imagenet_cls.engine.train import forward_backward, train
 from imagenet_cls.errors import Stopped, UserError
 from imagenet_cls.guards.agreement import versions
+from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.guards.hang import HangLog
-from imagenet_cls.guards.memory import explain_out_of_memory
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.models.adapt import set_training
@@ -44,7 +44,7 @@ from imagenet_cls.report.reporter import Reporter
 
 def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
     """A training run, or a dry run, on this rank. Raises Stopped after a stop signal, or another UserError."""
-    with explain_out_of_memory(describe_batch_sizes(loaded.config, group.world_size)):
+    with explain_device_errors(describe_batch_sizes(loaded.config, group.world_size)):
         (dry_run if options.dry_run else train_in_folder)(loaded, options, group)
 
 
