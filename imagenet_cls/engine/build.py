@@ -1,5 +1,7 @@
 """Build the components of a run (model, optimizer, schedule, loaders and others) from its config."""
 
+import os
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +27,7 @@ from imagenet_cls.engine.model import (
 )
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
 from imagenet_cls.engine.step import Sam, Updater, autocast, choose_precision, set_deterministic
-from imagenet_cls.errors import ConfigError
+from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.guards.agreement import check_same_data
 from imagenet_cls.guards.replicas import check_same_weights, model_digest
 from imagenet_cls.lookup import import_from_cwd
@@ -98,6 +100,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     for name in config.imports:  # stage 2 of the checks imported them in the launching process or on rank 0 only
         import_from_cwd(name)
     set_deterministic(train.deterministic, device)
+    check_compiler(config, device)
     dtype = choose_precision(train, device)
     data = run_on_main_first(group, lambda: open_datasets(config.data, subset=config.eval.classes == "present"))
     assert data.train is not None and data.val is not None
@@ -187,6 +190,16 @@ def samples_of_classes(config: Config, source: ImageSource, num_classes: int) ->
         return None
     counts = np.bincount(required_targets(source, "loss.class_weights"), minlength=num_classes)
     return class_quotas(counts, config.data.balance, len(source))
+
+
+def check_compiler(config: Config, device: torch.device) -> None:
+    """Raise UsageError if the model is compiled for a GPU and there is no C compiler for Triton."""
+    is_present = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if config.train.compile and device.type == "cuda" and not is_present:
+        raise UsageError(
+            "train.compile needs a C compiler on GPUs, and there is no gcc or clang here.\n"
+            "Install one (apt-get install gcc libc6-dev), or use train.compile=false."
+        )
 
 
 def compile_model(model: nn.Module, config: Config) -> None:

@@ -4,10 +4,12 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from imagenet_cls.config.load import config_from_dict, load_config
-from imagenet_cls.engine.build import compile_model
+from imagenet_cls.engine.build import check_compiler, compile_model
+from imagenet_cls.errors import UsageError
 
 STATIC, AUTOMATIC = {"dynamic": False}, {"dynamic": None}
 
@@ -40,3 +42,18 @@ def test_model_is_compiled_in_the_mode_of_the_config(
     monkeypatch.setattr(nn.Linear, "compile", lambda _, **keywords: calls.append(keywords))
     compile_model(nn.Linear(2, 2), config)
     assert calls == expected
+
+
+def test_compiling_for_a_gpu_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    compiled, eager = (load_config(None, [f"train.compile={value}"]).config for value in ("true", "false"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name == "clang" else None)
+    check_compiler(compiled, gpu)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    for config, device in ((eager, gpu), (compiled, cpu)):  # for CPUs inductor finds the compiler itself
+        check_compiler(config, device)
+    with pytest.raises(UsageError, match="needs a C compiler"):
+        check_compiler(compiled, gpu)
+    monkeypatch.setenv("CC", "/opt/bin/cc")
+    check_compiler(compiled, gpu)
