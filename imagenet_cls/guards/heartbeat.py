@@ -2,7 +2,8 @@
 
 A thread in each rank sends every other rank a UDP datagram once a second. After a failed collective, which names no
 rank, `wait_for_lost_rank` names those that are silent. The thread aborts this process only if a rank was silent for
-longer than any collective may take. A rank from which no datagram ever came is ignored: a firewall may drop them.
+longer than any collective may take, or if one failed half a minute ago. A rank from which no
+datagram ever came is ignored: a firewall may drop them.
 """
 
 import contextlib
@@ -29,6 +30,9 @@ _INTERVAL_SEC = 1.0  # between two datagrams to the same rank
 _LOST_DATAGRAMS = 3  # a rank that missed as many is silent
 # Collectives time out first: silence must exceed the timeout by this, at most a quarter of it.
 _GRACE_SEC = 3.0
+# For this rank to end by itself after another one has failed. A rank that is blocked in a
+# collective on a GPU can't, and not every launcher ends it.
+_AFTER_FAILURE_SEC = 30.0
 
 
 @dataclass(frozen=True)
@@ -136,13 +140,17 @@ class Heartbeat:
     def _run_thread(self, abort: Callable[[ResourceError], None]) -> None:
         self._send(_ALIVE)
         self._round_began = time.monotonic()
-        longest_sec = self.timeout_sec + min(_GRACE_SEC, self.timeout_sec / 4)
+        longest_silence_sec = self.timeout_sec + min(_GRACE_SEC, self.timeout_sec / 4)
+        longest_wait_sec = min(_AFTER_FAILURE_SEC, longest_silence_sec)
         while not self._closed.is_set():
             self._listened_sec, self._round_began = self._now(), time.monotonic()
             self._receive(until=self._round_began + self._interval_sec)
             self._send(_ALIVE)
-            absent = [*self._silence().values(), *(self._now() - at for at in self._failed.values())]
-            if self.aborts and max(absent, default=0.0) > longest_sec and (error := self.lost_rank_error()):
+            now = self._now()
+            silence_sec = max(self._silence().values(), default=0.0)
+            failed_sec = now - min(self._failed.values(), default=now)
+            is_lost = silence_sec > longest_silence_sec or failed_sec > longest_wait_sec
+            if self.aborts and is_lost and (error := self.lost_rank_error()):
                 self._lost_another, self.aborts = True, False
                 abort(error)
 

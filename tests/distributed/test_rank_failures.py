@@ -3,6 +3,7 @@
 Two ranks are forked once and make one run after the other (`CASES`); the tests read their folders.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -30,6 +31,7 @@ import imagenet_cls
 from imagenet_cls.commands.distributed import join_group
 from imagenet_cls.commands.train import load_for_training, train_on_rank, train_parser
 from imagenet_cls.errors import UserError
+from imagenet_cls.guards import heartbeat
 from imagenet_cls.guards.heartbeat import start_heartbeat
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.seeding import generator
@@ -292,3 +294,27 @@ def test_lost_rank_outside_of_a_collective_exits_5_and_is_named(rank_server: Ran
     record = json.loads((tmp_path / "error0.json").read_text())
     assert record["exit_code"] == 5 and named in record["message"]
     assert not (tmp_path / "error1.json").exists()
+
+
+def block_in_c(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 fails and ends; rank 0 is blocked outside of Python, as in a collective on a GPU."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
+    heartbeat._AFTER_FAILURE_SEC = 1.0
+    group = join_over_gloo(rank, world_size, folder / "store", timeout_sec=600.0)
+    own = start_heartbeat(group, timeout_sec=600.0)
+    assert own is not None
+    if rank == 1:
+        own.close(failed=True)
+        return
+    lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)  # zeros: a mutex as initialized
+    for _ in range(2):
+        libc.pthread_mutex_lock(lock)
+
+
+def test_rank_that_is_blocked_in_c_ends_soon_after_another_one_has_failed(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError):
+        rank_server.call(block_in_c, 2, tmp_path)
+    record = json.loads((tmp_path / "error0.json").read_text())
+    assert record["exit_code"] == 5 and "rank 1) failed" in record["message"]
