@@ -206,6 +206,8 @@ def run_rank(command: RankCommand, arguments: argparse.Namespace, rank_info: Ran
 
 def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> ResourceError:
     """The error of a rank whose collective failed. It names the lost ranks if the heartbeat knows them."""
+    from imagenet_cls.parallel.process_group import nccl_error
+
     lost = None
     if group is not None and group.heartbeat is not None:
         lost = group.heartbeat.wait_for_lost_rank(_PATIENCE_SEC)
@@ -213,8 +215,12 @@ def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> R
     if re.search("timed? ?out", str(error), re.IGNORECASE) and trains():
         others = f"rank{1 - rank}.log" if group is not None and group.world_size == 2 else "rank<r>.log of the others"
         where = f"the stacks in logs/{others}, which show where a rank hangs; with nccl also logs/nccl_trace_rank<r>."
-    return lost or ResourceError(
-        f"rank {rank} lost contact with another rank: {first_line(error)[:200]}\nSee {where} {restart_advice()}"
+    return (
+        lost
+        or nccl_error(error, rank)
+        or ResourceError(
+            f"rank {rank} lost contact with another rank: {first_line(error)[:200]}\nSee {where} {restart_advice()}"
+        )
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.errors import ResourceError, UsageError, first_line
+from imagenet_cls.errors import ResourceError, UsageError, command_line, first_line
 from imagenet_cls.parallel.devices import start_gpu
 from imagenet_cls.parallel.environment import (
     RankInfo,
@@ -26,6 +26,8 @@ from imagenet_cls.parallel.environment import (
 )
 from imagenet_cls.parallel.exit import abort_rank
 
+# nccl's texts for failures of its own. Its other errors name a remote process or a timeout.
+_NCCL_FAILURE = "unhandled (cuda|system) error|internal error|invalid (argument|usage)"
 _RETRY_SEC = 0.2
 _SERVE_SEC = 2.0  # if ranks are missing, rank 0 serves the store this much longer: the others read there which ones
 _RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous has failed after two timeouts and this
@@ -110,9 +112,10 @@ def init_group(
         enable_flight_recorder(os.environ)
     if rank_info.world_size == 1:
         if mode == "ddp" and not dist.is_initialized():
+            bound_to = bound_device(backend, device)
             dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound_device(backend, device)
-            )
+                backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound_to
+            )  # fmt: skip
         return Group(rank_info, device)
     complete_master_address(os.environ, rank_info)
     if rank_info.launched and init_method.startswith("tcp:"):
@@ -143,14 +146,15 @@ def init_group(
         # Separate even if gloo reduces the gradients: a stop request may come between any two collectives.
         cpu_group = dist.new_group(backend="gloo", timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:  # UnicodeError, for a bad host name, too
-        raise rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
+        failed = nccl_error(error, rank_info.rank)  # with a device_id, nccl connects here
+        raise failed or rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
     finally:
         watchdog.cancel()
     return Group(rank_info, device, cpu_group, rendezvous.file, address_towards(master))
 
 
 def bound_device(backend: str, device: torch.device) -> torch.device | None:
-    """The `device_id` of a process group. Without it, torch's nccl chooses a GPU by `LOCAL_RANK`."""
+    """The `device_id` of a process group. Without it, nccl chooses a GPU by `LOCAL_RANK`."""
     return device if backend == "nccl" else None
 
 
@@ -251,6 +255,21 @@ def rendezvous_error(
         f"rank {rank_info.rank} of {rank_info.world_size}: rendezvous at {rendezvous} failed "
         f"(timeout {timeout_sec:g} s):\n{first_line(error)[:200]}\n"
         "Check that every rank was started, once, that all name the same address and port, and that the port is free."
+    )
+
+
+def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
+    """The error of a rank on which nccl itself has failed; None for other errors and a lost rank."""
+    text = str(error)
+    is_of_nccl = isinstance(error, RuntimeError) and "nccl" in text.lower()
+    if not (is_of_nccl and re.search(_NCCL_FAILURE, text, re.IGNORECASE)):
+        return None
+    lines = re.split("last error:", text, flags=re.IGNORECASE)[-1].strip().splitlines()
+    reason = lines[0] if lines else first_line(error)
+    return ResourceError(
+        f"rank {rank}: nccl failed: {reason[:300]}\n"
+        "Frequent causes are a full /dev/shm, two ranks on one GPU, and an old driver. "
+        f"Set NCCL_DEBUG=INFO for more, and run `{command_line('check-dist')}`, which checks the ranks."
     )
 
 

@@ -10,15 +10,19 @@ from socket import create_server
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import free_port, run
 
+from imagenet_cls.commands.distributed import lost_rank_error
 from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.parallel import process_group
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import (
     Rendezvous,
     check_rendezvous_file,
     find_rendezvous,
     init_group,
+    nccl_error,
     open_store,
     wait_for_all_ranks,
     wait_until_reachable,
@@ -122,3 +126,42 @@ def test_check_rendezvous_file_of_an_earlier_run_raises(tmp_path: Path) -> None:
     for wrong in (tmp_path, tmp_path / "no" / "folder"):
         with pytest.raises(UsageError):
             check_rendezvous_file(wrong, 0.0)
+
+
+LEGACY = """NCCL error in: /pytorch/NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details), \
+NCCL version 2.27.5
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-x (size 33030528), error: No space left on device (28)"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (LEGACY, "No space left on device"),
+        (
+            "NCCL init: invalid usage (NCCL_DEBUG=WARN) \nNCCL Last Error: Duplicate GPU detected",
+            "Duplicate GPU",
+        ),
+        ("NCCL init: unhandled cuda error (run with NCCL_DEBUG=INFO) \nNCCL Last Error: ", "unhandled cuda error"),
+        ("NCCL error: remote process exited or there was a network error\nLast error:\nConnection closed", None),
+        ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer", None),
+    ],
+)
+def test_failure_of_nccl_itself_is_reported_with_its_reason(text: str, reason: str | None) -> None:
+    found = nccl_error(dist.DistBackendError(text), 3)
+    assert (found is None) == (reason is None)
+    lost = lost_rank_error(dist.DistBackendError(text), 3, None)
+    assert lost.exit_code == 5 and ("lost contact" in str(lost)) == (reason is None)
+    if reason is not None:
+        assert reason in str(found) == str(lost) and len(str(found).splitlines()) <= 3
+
+
+def test_failure_of_nccl_at_the_start_is_no_failed_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise dist.DistBackendError(LEGACY)
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr(process_group, "wait_for_all_ranks", lambda *_: None)
+    with pytest.raises(ResourceError, match="rank 0: nccl failed: Error while creating"):
+        init_group(FIRST, torch.device("cpu"), "auto", "gloo", f"file://{tmp_path}/store", 5.0)
