@@ -69,7 +69,10 @@ def binary_cross_entropy(
     terms = functional.binary_cross_entropy_with_logits(logits, smoothed, reduction="none")
     losses = terms.sum(1) if sum_classes else terms.mean(1)
     if weights is not None:
-        losses = losses * (targets @ weights if targets.is_floating_point() else weights[targets])
+        if targets.is_floating_point():
+            losses = losses * (targets * weights).sum(1)  # autocast would compute `@` in its dtype
+        else:
+            losses = losses * weights[targets]
     return losses.mean()
 
 

@@ -86,6 +86,16 @@ def test_class_weights_give_the_same_gradient_in_any_number_of_parts(name: str) 
         torch.testing.assert_close(gradient(*rows.split(sizes)), gradient(rows))
 
 
+@pytest.mark.parametrize("name", ["bce", "cross_entropy", "focal"])
+def test_class_weights_of_mixed_targets_are_not_rounded_under_autocast(name: str) -> None:
+    draws = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(7, 5, generator=draws), torch.rand(7, 5, generator=draws).softmax(1)
+    loss = build_loss(LossConfig(name, class_weights=[1.3079, 0.7, 0.9, 1.1, 1.01]), 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = loss(logits, targets)
+    torch.testing.assert_close(under_autocast, loss(logits, targets), rtol=1e-6, atol=0.0)
+
+
 def test_wrong_number_of_class_weights_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^loss\.class_weights: "):
         build_loss(LossConfig(class_weights=[1.0, 2.0, 3.0]), 5)
