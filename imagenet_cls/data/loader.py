@@ -265,7 +265,10 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
             remedy = "most often a disk or network hangs: check it, and continue with --resume"
             raise ResourceError(f"{what}\n{remedy}") from None
         # For a worker that was killed, torch raises a RuntimeError, or finds its connection closed.
-        if not isinstance(error, ConnectionError | EOFError) and "DataLoader worker" not in str(error):
+        # The thread that pins memory ends then.
+        texts = ("DataLoader worker", "Pin memory thread exited")
+        was_killed = any(text in str(error) for text in texts)
+        if not (was_killed or isinstance(error, ConnectionError | EOFError)):
             raise
         what = f"a data worker of process {os.getpid()} was killed: {first_line(error)}"
         raise ResourceError(f"{what}\nmost often memory or /dev/shm ran out: {_USE_FEWER}") from None
@@ -291,8 +294,12 @@ def _stop_workers(loader: DataLoader[Any]) -> None:
     if iterator is None:
         return
     iterator._shutdown = True
-    if hasattr(iterator, "_pin_memory_thread_done_event"):
+    if hasattr(iterator, "_pin_memory_thread"):
+        # Before the workers, or it prints a traceback when it finds their connections closed.
         iterator._pin_memory_thread_done_event.set()
+        iterator._worker_result_queue.cancel_join_thread()
+        iterator._worker_result_queue.put((None, None))  # wakes it up
+        iterator._pin_memory_thread.join(_JOIN_SEC)
     for worker in iterator._workers:
         worker.kill()
     for worker in iterator._workers:

@@ -95,14 +95,17 @@ class Images(ImageSource):
         return ""
 
 
-def build_loader(images: Images, timeout_sec: float) -> TrainLoader:
+def build_loader(images: Images, timeout_sec: float, pin_memory: bool = False) -> TrainLoader:
     transform, sampler = TrainTransform(AugmentConfig(size_px=8)), EpochSampler(16, 4, 0, 1, seed=1)
-    return TrainLoader(images, transform, sampler, 1, WorkerOptions(2, timeout_sec=timeout_sec))
+    options = WorkerOptions(2, pin_memory=pin_memory, timeout_sec=timeout_sec)
+    return TrainLoader(images, transform, sampler, 1, options)
 
 
-def first_batch(images: Images, timeout_sec: float = 60.0) -> tuple[TrainLoader, Iterator[object]]:
+def first_batch(
+    images: Images, timeout_sec: float = 60.0, pin_memory: bool = False
+) -> tuple[TrainLoader, Iterator[object]]:
     """A loader with two workers, and its first epoch after the first batch."""
-    loader = build_loader(images, timeout_sec)
+    loader = build_loader(images, timeout_sec, pin_memory)
     epoch = loader.epoch(0)
     next(epoch)
     return loader, epoch
@@ -152,6 +155,41 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(capfd: pytes
     assert len(list(loader.epoch(0))) == 4  # with new workers
     loader.close()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch start the thread that pins memory, also without an accelerator. Nothing is pinned."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_, **__: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
+
+
+def test_thread_that_pins_memory_ends_before_the_workers(pinning: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would find their connections closed, and print a traceback."""
+    loader, _ = first_batch(Images(), pin_memory=True)
+    iterator: Any = loader.loader._iterator
+    workers, alive, kill = list(iterator._workers), [], type(iterator._workers[0]).kill
+
+    def record_and_kill(worker: Any) -> None:
+        alive.append(iterator._pin_memory_thread.is_alive())
+        kill(worker)
+
+    monkeypatch.setattr(type(workers[0]), "kill", record_and_kill)
+    loader.close()
+    assert alive == [False, False] and not any(worker.is_alive() for worker in workers)
+
+
+def test_epoch_whose_thread_that_pins_memory_has_ended_raises(pinning: None) -> None:
+    """As it does when a worker dies between announcing and sending a batch."""
+    loader, epoch = first_batch(Images(), pin_memory=True)
+    iterator: Any = loader.loader._iterator
+    iterator._pin_memory_thread_done_event.set()
+    iterator._worker_result_queue.put((None, None))
+    iterator._pin_memory_thread.join()
+    with pytest.raises(ResourceError, match="a data worker of process"):
+        list(epoch)
 
 
 def test_worker_that_dies_outside_of_the_loader_raises_at_its_next_batch() -> None:
