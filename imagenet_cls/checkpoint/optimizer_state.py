@@ -81,6 +81,15 @@ def load_optimizer(
     for name, plain in numbers["parameters"].items():
         state[parameters[name]] = dict(plain)
     on_host = set(numbers["on_host"])
+    # As in torch's `Optimizer.load_state_dict`, fused and capturable kernels read `step` on the
+    # device. Otherwise the host reads it, and would wait for a GPU. A checkpoint of a run on a CPU
+    # does not show where it belongs.
+    on_device = {
+        names[id(parameter)]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if group.get("fused") or group.get("capturable")
+    }
     for full_name, tensor in tensors.items():
         *owner, key = full_name.split(_SEPARATOR)
         if owner[0] == "group":
@@ -88,7 +97,9 @@ def load_optimizer(
             group[key] = tensor.to(group["params"][0].device, copy=True)
             continue
         parameter = parameters[owner[0]]
-        if tensor.shape == parameter.shape:
+        if key == "step":
+            value = tensor.to(parameter.device if owner[0] in on_device else "cpu", copy=True)
+        elif tensor.shape == parameter.shape:
             value = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
         else:
             value = tensor.to("cpu" if full_name in on_host else parameter.device, copy=True)

@@ -115,3 +115,19 @@ def test_load_optimizer_weight_decay_comes_from_the_config() -> None:
     load_optimizer(model, changed, tensors, numbers)
     (group,) = changed.param_groups
     assert (group["weight_decay"], group["lr_scale"], group["momentum"]) == (0.7, 0.5, 0.9)
+
+
+@pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])
+def test_step_of_a_run_on_a_cpu_is_loaded_where_the_kernels_read_it(fused: bool, device: str) -> None:
+    """meta stands for a GPU."""
+    config = OptimizerConfig(name="adamw", lr=0.05, kwargs={"fused": fused}, **DECAYS)
+    first = network()
+    optimizer = build_optimizer(config, parameter_groups(first, config))
+    steps(first, optimizer, 0, 1)
+    saved = through_files(*optimizer_to_tensors(first, optimizer))
+    second = network().to("meta")
+    resumed = torch.optim.AdamW(parameter_groups(second, config), lr=0.05)
+    load_optimizer(second, resumed, *saved)
+    assert resumed.param_groups[0]["fused"] is fused
+    assert {state["step"].device.type for state in resumed.state.values()} == {device}
+    assert {state["exp_avg"].device.type for state in resumed.state.values()} == {"meta"}
