@@ -43,8 +43,12 @@ def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[
             "Start as many ranks on this machine as it has GPUs, or add GPUs to it."
         )
     index = int(device.partition(":")[2] or (local_rank if device_ids is None else device_ids[local_rank]))
-    if rank_info.launcher in ("slurm", "mpi") and gpus == 1 and rank_info.local_world_size > 1:
-        index = 0  # each task sees only its own GPU (--gpus-per-task)
+    # Each task of SLURM may see only its own GPU (--gpus-per-task), and so may the ranks of another
+    # launcher that starts them through a script.
+    set_by_user = "CUDA_VISIBLE_DEVICES" in os.environ and not rank_info.launched
+    sees_own = rank_info.launcher in ("slurm", "mpi") or set_by_user
+    if sees_own and gpus == 1 and rank_info.local_world_size > 1:
+        index = 0
     if index >= gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UsageError(
@@ -55,10 +59,10 @@ def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[
 
 
 def start_gpu(device: torch.device) -> None:
-    """Make a GPU the current device of this process. Raises ResourceError where CUDA can't start on it."""
+    """Make a GPU the current device of this process. Raises ResourceError if CUDA can't start."""
     with explain_start_errors(device):
         torch.cuda.set_device(device)
-        torch.ones(1, device=device)  # runs a kernel, which the build of torch may lack for this GPU
+        torch.ones(1, device=device)  # runs a kernel, which torch may lack for an old GPU
 
 
 @contextmanager
@@ -78,7 +82,8 @@ def explain_start_errors(device: torch.device) -> Iterator[None]:
             )
         else:
             remedy = (
-                "Look for other processes on it (nvidia-smi), or use another GPU (CUDA_VISIBLE_DEVICES), or device=cpu."
+                "Look for other processes on it (nvidia-smi), use another GPU "
+                "(CUDA_VISIBLE_DEVICES), or use device=cpu."
             )
         problem = f"torch {torch.__version__} can't use {device}:\n{reason[:200]}"
         raise ResourceError(f"{problem}\n{remedy}") from error

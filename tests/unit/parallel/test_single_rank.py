@@ -67,6 +67,29 @@ def test_gpu_index_is_the_local_rank_or_from_device_ids() -> None:
 
 
 @pytest.mark.parametrize(
+    ("launcher", "launched", "visible", "is_found"),
+    [
+        ("slurm", False, None, True),
+        ("pytorch", False, "1", True),  # set by a script around each rank
+        ("pytorch", False, None, False),
+        ("pytorch", True, "0", False),  # our launching process has the same for all
+    ],
+)
+def test_rank_that_sees_one_gpu_uses_it_if_it_may_be_its_own(
+    launcher: str, launched: bool, visible: str | None, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    rank_info = RankInfo(1, 1, 2, 2, launcher, launched)
+    if is_found:
+        assert gpu_index("auto", rank_info, 1) == 0
+    else:
+        with pytest.raises(UsageError, match="needs GPU 1, but 1 are visible"):
+            gpu_index("auto", rank_info, 1)
+
+
+@pytest.mark.parametrize(
     ("raised", "remedy"),
     [
         (
