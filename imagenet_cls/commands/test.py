@@ -123,11 +123,14 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     """One rank's part of an evaluation."""
     from imagenet_cls.engine.check import check_agreement
     from imagenet_cls.engine.evaluate_weights import evaluate_weights
+    from imagenet_cls.engine.step import set_deterministic
     from imagenet_cls.guards.device import explain_device_errors
     from imagenet_cls.parallel.collectives import run_on_main
     from imagenet_cls.report.jsonl import describe_result
 
     check_agreement(loaded, group, training=False)
+    # The kernels that the run evaluated with.
+    set_deterministic(loaded.config.train.deterministic, group.device)
     _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None

@@ -4,15 +4,19 @@ bits, reads only what is left of its epoch, and keeps its progress.
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import arguments, losses, newest, saved_bytes, state_digest, train_here
 from recording_dataset import read_until_now
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_checkpoint
+from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data.samplers import EpochSampler
+from imagenet_cls.engine import step
 
 STEPS_PER_EPOCH, LATE = 5004, 4900  # those of ImageNet at 256 images each
 
@@ -32,6 +36,17 @@ def test_same_bits_for_any_number_of_workers_and_decoder(
     for name, changes in {"a": {}, "b": other_input, "other": {"seed": 1}}.items():
         train_here(noisy_words(digits, tmp_path / name, train__epochs=1, **changes))
     assert state_digest(tmp_path / "a") == state_digest(tmp_path / "b") != state_digest(tmp_path / "other")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_evaluation_of_a_checkpoint_chooses_kernels_as_the_run_does(
+    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    train_here(arguments(digits, tmp_path / "run", train__max_steps=1, train__deterministic=deterministic))
+    chosen: list[tuple[bool, torch.device]] = []
+    monkeypatch.setattr(step, "set_deterministic", lambda *values: chosen.append(values))  # does nothing on a CPU
+    assert call(evaluate_command, tmp_path / "run", "device=cpu", "--allow-import", "helpers:plain")[0] == 0
+    assert chosen == [(deterministic, torch.device("cpu"))]
 
 
 def test_norm_of_the_gradient_for_reports_only_changes_no_result(digits: Path, tmp_path: Path) -> None:
