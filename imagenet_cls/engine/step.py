@@ -7,6 +7,7 @@ All host synchronizations of a training step:
 * `engine.meter` reads losses and accuracies every `log.every_steps` steps;
 * with several ranks, `parallel.signals` waits for the flags that the ranks sent about half a second earlier, and every
   `log.every_steps` steps for the time of the slowest rank;
+* `parallel.sync_bn` on GPUs: each SyncBatchNorm of torch reads which ranks have images;
 * with several ranks, `guards.replicas` reads a hash of each tensor every `parallel.check_every_steps` steps;
 * before a save, the same hashes and a check of the weights are read, and the state is copied to the host.
 """
