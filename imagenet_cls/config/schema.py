@@ -500,8 +500,9 @@ class TrainConfig:
     # the device's whole share. If the batch is divisible by the number of devices, all micro-batches are equal: with 64
     # here, a share of 96 images becomes two of 48, and one of 97, a prime number, 97 of one image (parallel.uneven).
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
-    # Precision of forward and backward. fp16 uses a loss scale. auto: fp32 on CPUs, bf16 on GPUs. GPUs before
-    # Ampere have no bf16: fp16, or fp32 before Volta and with train.sam_rho.
+    # Precision of forward and backward. fp16 uses a loss scale. auto: fp32 on CPUs, bf16 on GPUs.
+    # GPUs before Ampere only emulate bf16; there it is fp16, or fp32 before Volta or with
+    # train.sam_rho.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile the model, in this mode. true: the mode `default`. Shapes are static, except with
     # augment.progressive; the last batch of an evaluation is padded. reduce-overhead and max-autotune use CUDA graphs.
@@ -522,8 +523,8 @@ class TrainConfig:
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
     # Use deterministic kernels on GPUs: slower, bitwise identical each time. Those of CPUs are, for a given number of
-    # threads. A few operators have none, which ends the run with an error: timm's BlurPool2d, adaptive average pooling
-    # to more than one pixel, as in torchvision's VGG.
+    # threads. A few operators have none, such as adaptive average pooling to several pixels (VGG of
+    # torchvision): an error.
     deterministic: bool = key(False, recipe=False)
     # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or gradient. Such steps
     # don't change the weights.

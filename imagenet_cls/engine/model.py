@@ -17,7 +17,14 @@ from imagenet_cls.data.transforms import sizes_px
 from imagenet_cls.errors import ConfigError, DataError, first_line, format_value
 from imagenet_cls.files import is_url
 from imagenet_cls.guards.memory import is_out_of_memory
-from imagenet_cls.models.adapt import checkpoint_activations, freeze, set_training, size_remedy, split_batch_norm
+from imagenet_cls.models.adapt import (
+    checkpoint_activations,
+    freeze,
+    pad_deterministically,
+    set_training,
+    size_remedy,
+    split_batch_norm,
+)
 from imagenet_cls.models.build import build_model, model_mean_std, published_weights, weights_source
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
@@ -60,6 +67,8 @@ def build_training_model(
         enable_distillation_token(model)
     if config.parallel.sync_bn:
         model = synchronize_batch_norm(model, group)
+    if config.train.deterministic and group.device.type == "cuda":
+        pad_deterministically(model)
     if config.train.grad_checkpointing:
         checkpoint_activations(model)
     set_training(model, config.model)  # the modes show which BatchNorm layers are frozen

@@ -1,12 +1,12 @@
-"""Changes to a built model that keep its parameters' names: frozen parts, another image size, split BatchNorm, and
-gradient checkpointing. And the names of its head.
+"""Changes to a built model that keep its parameters' names: frozen parts, another image size, split
+BatchNorm, deterministic padding and gradient checkpointing. And the names of its head.
 """
 
 from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
-from timm.layers import convert_splitbn_model
+from timm.layers import BlurPool2d, convert_splitbn_model
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -158,6 +158,26 @@ def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Modu
         has = f"has {', '.join(others)}, and only BatchNorm2d can be split" if others else "has no BatchNorm to split"
         raise ConfigError([f"model.split_bn: {type(model).__name__} {has}; set it to false, or use another model"])
     return convert_splitbn_model(model, splits)
+
+
+def pad_deterministically(model: nn.Module) -> None:
+    """Replace the padding by reflection of every BlurPool2d, in place. Outputs keep their bits.
+
+    torch's has no deterministic gradient on GPUs.
+    """
+    for layer in model.modules():
+        if type(layer) is BlurPool2d and layer.pad_mode == "reflect":
+            layer.__class__ = _DeterministicBlurPool2d
+
+
+class _DeterministicBlurPool2d(BlurPool2d):
+    def forward(self, x: Tensor) -> Tensor:
+        pixels, channels = self.padding[0], x.shape[1]  # as many on each side
+        for dim in (2, 3):
+            first, last = x.narrow(dim, 1, pixels), x.narrow(dim, x.shape[dim] - pixels - 1, pixels)
+            x = torch.cat([first.flip(dim), x, last.flip(dim)], dim)
+        weight = self.filt.expand(channels, -1, -1, -1)
+        return nn.functional.conv2d(x, weight, stride=self.stride, groups=channels)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""Split BatchNorm is BatchNorm for each split; gradient checkpointing changes memory and nothing else; image sizes."""
+"""Split BatchNorm is BatchNorm for each split; gradient checkpointing changes memory and nothing
+else; image sizes; deterministic padding.
+"""
 
 import copy
 from collections.abc import Callable
@@ -6,13 +8,20 @@ from collections.abc import Callable
 import pytest
 import timm
 import torch
+from timm.layers import BlurPool2d
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ConfigError
-from imagenet_cls.models.adapt import checkpoint_activations, resize_model, size_remedy, split_batch_norm
+from imagenet_cls.models.adapt import (
+    checkpoint_activations,
+    pad_deterministically,
+    resize_model,
+    size_remedy,
+    split_batch_norm,
+)
 from imagenet_cls.models.build import build_model, model_problems
 
 SPLIT = ModelConfig(split_bn=True)
@@ -221,3 +230,29 @@ def test_resize_model_keeps_embedding_frozen() -> None:
     vit.pos_embed.requires_grad_(False)
     resize_model(vit, 96)
     assert vit.pos_embed.shape[1] == 37 and not vit.pos_embed.requires_grad
+
+
+# -------------------------------------------------------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("size", "channels"), [(3, 4), (5, 4), (3, None)])
+def test_deterministic_padding_gives_the_same_bits_without_the_nondeterministic_operator(
+    size: int, channels: int | None, layout: torch.memory_format
+) -> None:
+    plain = nn.Sequential(BlurPool2d(channels, size), BlurPool2d(channels, size, pad_mode="constant"))
+    changed = copy.deepcopy(plain)
+    pad_deterministically(changed)
+    results = []
+    for model in (plain, changed):
+        images = torch.randn(2, 4, 9, 11, generator=torch.Generator().manual_seed(0)).to(memory_format=layout)
+        images.requires_grad_()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            outputs = model(images)
+            outputs.square().sum().backward()
+        names = {event.name for event in profile.events()}
+        results.append((outputs, images.grad, "aten::reflection_pad2d_backward" in names))
+    (before, gradient, reflects), (after, own, still_reflects) = results
+    assert torch.equal(after, before) and reflects and not still_reflects
+    torch.testing.assert_close(own, gradient)
+    assert type(changed[1]) is BlurPool2d, "it pads with zeros"
