@@ -1,6 +1,7 @@
 """Read the layers of a config and merge them: `_base_` files < the file < the command line."""
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 from imagenet_cls.config import keys, reader
 from imagenet_cls.config.reader import Tree
 from imagenet_cls.config.schema import DEFAULT_KWARGS, RESETS
-from imagenet_cls.errors import ConfigError, format_value, shorten
+from imagenet_cls.errors import ConfigError, Problem, format_value, shorten
 
 BASE = "_base_"
 DELETE = "_delete_"
 MAX_FILES = 50  # of a config
+_ABSENT = object()  # null is a value
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The shipped configs: a wheel has the folder `configs` of the repository in the package.
@@ -40,12 +42,17 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
 
 
 class Layers:
-    """The merged layers of a config. errors: a line for each problem of a file or argument that can't be read."""
+    """The merged layers of a config.
+
+    errors: a line for each problem of a file or argument that can't be read. removed: by key, the value
+    that a changed name removed, and the key of this name, such as `model.name`.
+    """
 
     def __init__(self) -> None:
         self.tree = Tree()
         self._reset("optimizer")
         self.errors: list[str] = []
+        self.removed: dict[str, tuple[Any, str]] = {}
         self._files: set[str] = set()
 
     def add(self, layer: Tree) -> None:
@@ -58,6 +65,9 @@ class Layers:
             old = reader.value_of(before.get(name, keys.default_of(name)), as_text=True)
             value = reader.value_of(new.get(name, old), as_text=True)
             if value != old:
+                for key in keys.value_types():
+                    if key in before and key != name and f"{key}.".startswith(f"{reset}."):
+                        self.removed[key] = before[key], name
                 self._reset(reset, value)
         _merge(self.tree, layer)
 
@@ -70,6 +80,30 @@ class Layers:
         if key == "optimizer":
             kwargs = DEFAULT_KWARGS.get(str(optimizer or keys.default_of("optimizer.name")), {})
             self.tree[key] = Tree({"kwargs": Tree(kwargs)})
+
+    def removed_values(self) -> Iterator[Problem]:
+        """A warning for each changed name that removed values which no layer gives again."""
+        now = dict(walk(self.tree))
+        places: dict[str, list[str]] = {}
+        arguments: dict[str, list[str]] = {}
+        for key, (node, name) in self.removed.items():
+            lost = _lost_value(node, now.get(key, _ABSENT))
+            if lost is _ABSENT:
+                continue
+            value = reader.value_of(lost, keys.is_text(keys.value_types()[key]))
+            if value == keys.default_of(key):
+                continue
+            parts = {key: lost}
+            if isinstance(lost, Tree):
+                parts = {f"{key}.{part}": item for part, item in lost.items()}
+            for part, item in parts.items():
+                places.setdefault(name, []).append(f"{part} ({reader.place_of(item)})")
+            argument = shlex.quote(f"{key}={reader.dump_inline(value)}")
+            arguments.setdefault(name, []).append(argument)
+        for name, removed in places.items():
+            text = f"a new name resets {RESETS[name]}, which removed {', '.join(removed)}"
+            keep = f"to keep what still applies, add {' '.join(arguments[name])}"
+            yield Problem(name, f"{text}; {keep}")
 
     def add_file(self, path: Path, chain: tuple[Path, ...] = (), place: str = "") -> None:
         """Add the bases of a file, depth first, then its own content. A file that is reached twice counts once.
@@ -144,6 +178,22 @@ def walk(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def flatten(tree: dict[str, Any]) -> dict[str, Any]:
     """The values of nested dictionaries by dotted keys. An empty dictionary is a value."""
     return {key: value for key, value in walk(tree) if not isinstance(value, dict) or not value}
+
+
+def _lost_value(removed: Any, now: Any) -> Any:
+    """A removed value, or a tree of them, as far as no layer gives it again; else `_ABSENT`."""
+    if isinstance(removed, Tree):
+        given = now if isinstance(now, Tree) else {}
+        lost = Tree()
+        for name, value in removed.items():
+            if (part := _lost_value(value, given.get(name, _ABSENT))) is not _ABSENT:
+                lost[name] = part
+        return lost or _ABSENT
+    # The program's own values, such as those of `DEFAULT_KWARGS`, have no place.
+    if not reader.place_of(removed) or reader.place_of(now):
+        return _ABSENT
+    is_same = now is not _ABSENT and reader.value_of(now) == reader.value_of(removed)
+    return _ABSENT if is_same else removed
 
 
 def _merge(tree: Tree, over: Tree) -> None:

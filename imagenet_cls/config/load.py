@@ -54,7 +54,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     problems = builder.problems + [p for p in rule_problems(config) if not builder.is_consequence(p)]
     if problems:
         raise ConfigError(format_problems(problems, builder.origins))
-    warnings += format_problems(unused_values(config), builder.origins)
+    for found in (layers.removed_values(), unused_values(config)):
+        warnings += format_problems(found, builder.origins)
     return LoadedConfig(config, builder.origins, file.stem, warnings)
 
 

@@ -1,8 +1,10 @@
 """Loading: layers, bases, resets, overrides, interpolation, origins, dictionaries, and removed keys."""
 
 import os
+import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 
@@ -54,6 +56,34 @@ def test_changed_name_resets_its_section_only() -> None:
     same = load("_base_: base.yaml\noptimizer: {name: sgd}\n", "data.name=digits").config
     assert (same.optimizer.lr, same.optimizer.kwargs) == (0.1, {"momentum": 0.9, "nesterov": True})
     assert same.data.root == "data/imagenet"
+
+
+def test_changed_name_warns_of_each_removed_value_and_its_place() -> None:
+    write("base.yaml", "model: {pretrained: true, split_bn: false, kwargs: {a: 1, b: [x y]}}\n")
+    text = f"_base_: base.yaml\n{LR}data:\n  val: null\n  val_fraction: 0.2\n  mean: [0.5, 0.5, 0.5]\n"
+    assert load(text).warnings == []
+    model = ["model.name=my:model", "model.kwargs.a=2"]
+    (of_model,) = load(text, *model).warnings
+    assert of_model.startswith("command line 'model.name=my:model': model.name: ")
+    assert "model.pretrained (base.yaml:1)" in of_model and "model.kwargs.b (base.yaml:1)" in of_model
+    assert "split_bn" not in of_model and "kwargs.a" not in of_model  # the default, and given again
+    data = ["data.name=my:dataset", "data.mean=[0.4, 0.4, 0.4]"]
+    (of_data,) = load(text, *data).warnings
+    assert "data.val (x.yaml:4), data.val_fraction (x.yaml:5);" in of_data
+    for warning, overrides in ((of_model, model), (of_data, data)):
+        arguments = shlex.split(warning.rpartition(" add ")[2])
+        assert len(arguments) == 2 and load(text, *overrides, *arguments).warnings == []
+
+
+def test_name_of_a_later_file_warns_unless_the_reset_is_explicit() -> None:
+    write("base.yaml", "optimizer: {lr: 0.3, weight_decay: 0.1, kwargs: {momentum: 0.8}}\n")
+    changed = "_base_: base.yaml\noptimizer: {name: rmsproptf, lr: 0.1"
+    (warning,) = load(changed + "}\n").warnings
+    assert warning.startswith("x.yaml:2: optimizer.name: ") and "optimizer.lr " not in warning
+    assert "optimizer.weight_decay=0.1 'optimizer.kwargs={momentum: 0.8}'" in warning
+    assert load(changed + ", _delete_: true}\n").warnings == []
+    assert load(changed + ", weight_decay: 0.0, kwargs: {momentum: 0.9}}\n").warnings == []
+    assert config_from_dict(asdict(load(changed + "}\n").config)) == load(changed + "}\n").config
 
 
 def test_changed_policy_or_teacher_resets_its_kwargs() -> None:
