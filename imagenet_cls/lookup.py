@@ -66,6 +66,11 @@ def import_factory(name: str) -> Callable[..., Any]:
         target = getattr(target, part)
     if not callable(target):
         raise LookupError(f"{name!r} is not a function or class")
+    try:
+        inspect.signature(target)
+    except (TypeError, ValueError):  # such as `dict`, whose arguments can't be checked
+        text = "has no signature; name a function or class of Python, which may call it"
+        raise LookupError(f"{name!r} {text}") from None
     return target
 
 

@@ -28,7 +28,7 @@ from imagenet_cls.data.sources import (
 )
 from imagenet_cls.data.splits import fraction_rows, split_by_config
 from imagenet_cls.data.turbojpeg import find_turbojpeg
-from imagenet_cls.errors import DataError, Problem, command_line, first_line
+from imagenet_cls.errors import DataError, Problem, UserError, command_line, first_line
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
@@ -246,9 +246,11 @@ def _map_source(data: DataConfig, part: str) -> MapSource:
         dataset = _open_torchvision(data.name.removeprefix(TORCHVISION), root, part, data.kwargs)
     else:
         dataset = import_factory(data.name)(root=str(root), part=part, **data.kwargs)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        remedy = "return a map-style dataset: len(dataset), and dataset[i] -> (image, target)"
-        raise DataError(f"{data.name} returned {type(dataset).__name__}, without length or index\n{remedy}")
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_items or isinstance(dataset, str | Mapping):
+        returned = f"{data.name!r} returned {type(dataset).__name__}, which is no dataset"
+        remedy = "Return a map-style dataset: len(dataset), and dataset[i] -> (image, target)."
+        raise UserError(f"data.name: {returned}.\n{remedy}")
     return MapSource(dataset, name, known_classes(dataset, name))
 
 

@@ -16,7 +16,7 @@ from imagenet_cls.config.schema import (
     ScheduleConfig,
 )
 from imagenet_cls.errors import Problem, UserError, format_value
-from imagenet_cls.lookup import find_factory, kwargs_problems
+from imagenet_cls.lookup import find_factory, keyword_names, kwargs_problems
 from imagenet_cls.optim.arguments import Count, NotNegative, value_problems
 
 # Arguments that the program passes: to the built-in curves, and to a user's factory.
@@ -283,6 +283,11 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
         return [Problem("schedule.name", str(error))]
     reserved = RESERVED_OF_FACTORY if is_factory else RESERVED
     problems = kwargs_problems("schedule.kwargs", factory, schedule.kwargs, reserved)
+    names, takes_any = keyword_names(factory)
+    missing = [name for name in reserved if name not in names]
+    if is_factory and missing and not takes_any:
+        text = f"must take the arguments {', '.join(reserved)}, and has no {missing[0]}"
+        problems.append(Problem("schedule.name", f"{schedule.name!r} {text}"))
     if problems or is_factory:
         return problems
     problems = value_problems("schedule.kwargs", factory, schedule.kwargs)

@@ -35,6 +35,20 @@ def is_lazy(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
 
 
+def returns_none(**kwargs: Any) -> None: ...
+
+
+# Keys that take `my_module:my_factory`, with the other keys that their factory needs.
+FACTORY_KEYS = {
+    "model.name": "",
+    "data.name": "",
+    "loss.name": "",
+    "optimizer.name": "optimizer.lr=0.01",
+    "schedule.name": "",
+    "augment.policy": "",
+    "distill.teacher.name": "distill.kind=soft distill.teacher.checkpoint=/",
+}
+
 # Changes to a valid recipe, and the key of the error.
 BAD = [
     ("augment.policy=randaugment-m9", "augment.policy"),
@@ -70,6 +84,11 @@ BAD = [
     ("model.name=test_bad_recipes:is_lazy", "model.name"),
     (f"{SMALL_RESNET} model.kwargs.in_chans=1", "model.kwargs"),
     (f"{SMALL_RESNET} train.micro_batch_size=1", "train.micro_batch_size"),
+    # Callables without a signature, or without the arguments that the program passes.
+    *((f"{key}=builtins:dict {more}", key) for key, more in FACTORY_KEYS.items()),
+    ("schedule.name=builtins:print", "schedule.name"),
+    ("model.name=test_bad_recipes:returns_none", "model.name"),
+    ("data.name=test_bad_recipes:returns_none", "data.name"),
 ]
 
 

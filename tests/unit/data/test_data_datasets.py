@@ -15,7 +15,7 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
 from imagenet_cls.data.datasets import data_problems, open_datasets
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.errors import DataError
+from imagenet_cls.errors import DataError, UserError
 
 # ------------------------------------------------------------------------------------- a user's own datasets
 
@@ -75,7 +75,7 @@ def test_open_factory_returns_train_and_val() -> None:
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
-    with pytest.raises(DataError):
+    with pytest.raises(UserError):
         open_datasets(DataConfig(name="test_data_datasets:wrong", kwargs={"kind": kind})).train.load(0)  # type: ignore[union-attr]
 
 
