@@ -1,10 +1,19 @@
 """Which checkpoint of a run to use: the newest intact one to resume from, the best one to predict with."""
 
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
-from imagenet_cls.checkpoint.format import Snapshot, best_score, invalid_content_errors, read_checkpoint
+from imagenet_cls.checkpoint.format import (
+    Snapshot,
+    best_score,
+    invalid_content_errors,
+    read_checkpoint,
+    verified_files,
+)
 from imagenet_cls.errors import CheckpointError, first_line
 
 
@@ -58,6 +67,22 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
         return read_checkpoint(wanted[0]), name, damage
     except CheckpointError as error:
         return newest, None, [*damage, f"{first_line(error)}; using {newest.path} instead"]
+
+
+def state_of_newest(path: Path) -> dict[str, Any] | None:
+    """`state.json` of a checkpoint, or of the newest one of a run folder that is not damaged.
+
+    path: one of these, or a file in a checkpoint. None for any other file of weights.
+    """
+    folder = path if path.is_dir() else path.parent
+    if not (path.is_dir() or (folder / "manifest.json").is_file()):
+        return None
+    for checkpoint in _candidates(_link_target(folder)):
+        with suppress(CheckpointError):
+            content = verified_files(checkpoint, "state.json")["state.json"]
+            state: dict[str, Any] = json.loads(content)
+            return state
+    return None
 
 
 def _link_target(path: Path) -> Path:

@@ -142,8 +142,8 @@ def open_reporter(
         evaluated_step=progress.evaluated_step,
     ) as reporter:
         reporter.table(startup_table(parts, work_dir, progress))
-        warnings = start_warnings(parts) if progress.step == 0 else []
-        for message in [*(f"warning: {line}" for line in loaded.warnings), *parts.messages, *warnings]:
+        config_warnings = [f"warning: {line}" for line in loaded.warnings]
+        for message in [*config_warnings, *parts.messages, *start_warnings(parts, progress)]:
             reporter.message(message)
         yield reporter
 

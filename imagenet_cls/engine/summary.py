@@ -12,6 +12,7 @@ from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warning
 from imagenet_cls.engine.plan import part_sizes
 from imagenet_cls.models.adapt import frozen_batch_norm
 
@@ -82,8 +83,14 @@ def describe_decoder(source: ImageSource) -> str:
     return "whole images" + ("; faster with libjpeg-turbo 3: pip install turbojpeg" if find_turbojpeg() is None else "")
 
 
-def start_warnings(parts: TrainingParts) -> list[str]:
-    """Warnings about a new run whose config is valid but perhaps not what its user wants."""
+def start_warnings(parts: TrainingParts, progress: Progress) -> list[str]:
+    """Warnings about a run whose config is valid but perhaps not what its user wants; of a resumed run fewer."""
+    warnings = [] if progress.step else new_run_warnings(parts)
+    return [f"warning: {text}" for text in warnings]
+
+
+def new_run_warnings(parts: TrainingParts) -> list[str]:
+    """Warnings about a run that does not resume, without the word."""
     plan, config, warnings = parts.plan, parts.config, []
     assert parts.data.train is not None
     samples = samples_per_epoch(len(parts.data.train), config.data.repeats_multiple)
@@ -106,7 +113,10 @@ def start_warnings(parts: TrainingParts) -> list[str]:
     starts_from_scratch = not config.model.pretrained and config.model.checkpoint is None
     if starts_from_scratch and (config.model.head_only or config.model.freeze):
         warnings.append("frozen parameters have random values; set model.pretrained=true or model.checkpoint")
-    return [f"warning: {text}" for text in warnings]
+    if parts.group.is_main:
+        overlaps = same_parts_warning(config.data, parts.data), initial_weights_warning(config, parts.data)
+        warnings += filter(None, overlaps)
+    return warnings
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,0 +1,116 @@
+"""Warnings about images that are both trained on and held out."""
+
+import shlex
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors
+from imagenet_cls.checkpoint.select import state_of_newest
+from imagenet_cls.config.reader import dump_inline
+from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.data.datasets import TORCHVISION, DataSets, open_datasets
+from imagenet_cls.data.sources import (
+    FolderSource,
+    ImageSource,
+    SubsetSource,
+    describe_sizes,
+    targets_of,
+)
+from imagenet_cls.errors import UserError
+from imagenet_cls.files import is_url
+from imagenet_cls.lookup import is_factory_name
+
+# Keys of `data` that choose the training images below data.root.
+_PART_KEYS = ("train", "val", "val_fraction", "fold", "group", "classes", "fraction", "exclude")
+
+
+def same_parts_warning(data: DataConfig, opened: DataSets) -> str | None:
+    """A warning if the training and the validation part seem to be the same images.
+
+    Of files, names, classes and sizes are compared. Of a factory's datasets only number, classes
+    and known targets: reading images here may open files that worker processes must not share.
+    """
+    train, val = opened.train, opened.val
+    assert train is not None and val is not None
+    if train.digest() == val.digest() and describe_sizes(train) == describe_sizes(val):
+        what = f"the validation part has the {len(train)} images of the training part"
+        remedy = "name another data.val, or hold out some: data.val=null data.val_fraction=0.1"
+        return f"{what}; {remedy}"
+    if not _is_own_factory(data) or data.val is None:
+        return None
+    if (len(train), train.classes) != (len(val), val.classes):
+        return None
+    targets, val_targets = targets_of(train), targets_of(val)
+    compared = "number and classes"
+    if targets is not None and val_targets is not None:
+        compared = "number, classes and targets"
+        if (targets != val_targets).any():
+            return None
+    return (
+        f"the parts {data.train!r} and {data.val!r} of {data.name} have the same {compared} "
+        f"({len(val)} images); if it ignores its argument part, set data.val=null "
+        "data.val_fraction=0.1"
+    )
+
+
+def initial_weights_warning(config: Config, opened: DataSets) -> str | None:
+    """A warning if the initial weights are of a run that trained on images which are held out now.
+
+    Checkpoints have a digest of the training images, by names and classes. The training part of
+    that run is opened again below this run's data.root, and counts if it has this digest. Runs
+    before that run are not known.
+    """
+    checkpoint, data, train, val = config.model.checkpoint, config.data, opened.train, opened.val
+    assert train is not None and val is not None
+    if checkpoint is None or is_url(checkpoint):
+        return None
+    with suppress(UserError), invalid_content_errors(checkpoint):
+        state = state_of_newest(Path(checkpoint))
+        if state is None or state["data_digest"] == train.digest():
+            return None
+        before = config_from_state(state, checkpoint).data
+        keys = {name: getattr(before, name) for name in _PART_KEYS}
+        common = len(val) if state["data_digest"] == val.digest() else 0
+        if not common and _can_open_part(before, data):
+            trained_on = open_datasets(replace(data, **keys), ("train",)).train
+            assert trained_on is not None
+            if trained_on.digest() == state["data_digest"]:
+                common = _images_in_common(trained_on, val)
+        if common:
+            changed = {key: value for key, value in keys.items() if value != getattr(data, key)}
+            split = [shlex.quote(f"data.{key}={dump_inline(changed[key])}") for key in changed]
+            return (
+                f"model.checkpoint={checkpoint} is of a run that trained on {common} of the "
+                f"{len(val)} images that are held out now, by their names and classes; "
+                f"the split of that run is {' '.join(split) or 'in its config'}"
+            )
+    return None
+
+
+def _can_open_part(before: DataConfig, data: DataConfig) -> bool:
+    """Whether another run's part can be opened here; no user's code runs, nothing is downloaded."""
+    is_same = before.name == data.name and before.kwargs == data.kwargs
+    is_here = before.train == data.train or data.name in ("folder", "list")
+    return is_same and is_here and not _is_own_factory(data)
+
+
+def _is_own_factory(data: DataConfig) -> bool:
+    return is_factory_name(data.name) and not data.name.startswith(TORCHVISION)
+
+
+def _images_in_common(first: ImageSource, second: ImageSource) -> int:
+    """The number of images of `second` that `first` has, too."""
+    (place, names), (other_place, other_names) = map(_place_and_names, (first, second))
+    return int(np.isin(other_names, names).sum()) if place == other_place else 0
+
+
+def _place_and_names(source: ImageSource) -> tuple[str, np.ndarray]:
+    """Where the images are, and their names or numbers there: (N,)."""
+    if isinstance(source, FolderSource):
+        return str(source.index.root), source.index.names
+    if isinstance(source, SubsetSource):
+        return source.source.digest(), source.rows
+    return source.digest(), np.arange(len(source))
