@@ -84,13 +84,18 @@ def describe_decoder(source: ImageSource) -> str:
 
 
 def start_warnings(parts: TrainingParts, progress: Progress) -> list[str]:
-    """Warnings about a run whose config is valid but perhaps not what its user wants; of a resumed run fewer."""
+    """Warnings about a run whose config is valid but perhaps not what its user wants."""
     warnings = [] if progress.step else new_run_warnings(parts)
+    profile, total = parts.config.train.profile, parts.plan.total_steps
+    if profile is not None and profile[1] > total:
+        profiled = "no step is" if profile[0] > total else f"only the steps up to {total} are"
+        text = f"train.profile={profile} is behind the last step, {total}"
+        warnings.append(f"{text}: {profiled} profiled")
     return [f"warning: {text}" for text in warnings]
 
 
 def new_run_warnings(parts: TrainingParts) -> list[str]:
-    """Warnings about a run that does not resume, without the word."""
+    """`start_warnings` of a run that begins at step 0, each without `warning: `."""
     plan, config, warnings = parts.plan, parts.config, []
     assert parts.data.train is not None
     samples = samples_per_epoch(len(parts.data.train), config.data.repeats_multiple)
@@ -114,8 +119,8 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
     if starts_from_scratch and (config.model.head_only or config.model.freeze):
         warnings.append("frozen parameters have random values; set model.pretrained=true or model.checkpoint")
     if parts.group.is_main:
-        overlaps = same_parts_warning(config.data, parts.data), initial_weights_warning(config, parts.data)
-        warnings += filter(None, overlaps)
+        same_parts = same_parts_warning(config.data, parts.data)
+        warnings += filter(None, [same_parts, initial_weights_warning(config, parts.data)])
     return warnings
 
 

@@ -43,6 +43,15 @@ def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
     assert not (tmp_path / "profile").exists()
 
 
+@pytest.mark.parametrize(("steps", "warns"), [("[2, 3]", False), ("[3, 4]", True), ("[4, 5]", True)])
+def test_steps_behind_the_last_one_warn(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, warns: bool
+) -> None:
+    train_here([*arguments(digits, tmp_path, train__profile=steps, train__max_steps=3), "--dry-run"])
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: train.profile")]
+    assert len(warnings) == warns
+
+
 def test_rank_0_of_two_writes_the_profile(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
     words = arguments(digits, tmp_path / "run", train__profile="[2, 3]", train__max_steps=5, log__every_steps=2)
     output = tmp_path / "output.txt"
