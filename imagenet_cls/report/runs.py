@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _MAX_EVENTS = 100  # of TensorBoard's file that are searched for the first batch, which is among the first
 _BATCH_PX = 1000
 _MAX_LABEL = 40  # characters of a run's path in a legend
+_MAX_STEP, _MAX_NUMBER = 2**53, 1e300
 _NEEDED = {"train": ("loss", "lr"), "eval": ("weights", "top1_pct", "loss", "seconds"), "event": ("message",)}
 
 # Columns of the results: title, key of `run_statistics`, format.
@@ -84,8 +86,9 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
         for line, record in enumerate(metrics, start=1):
             also = ["data_wait_pct"] if "images_per_sec" in record else []
             for key in (*_NEEDED.get(record["kind"], ()), *also, *record):
-                value, kind = record.get(key), int if key == "step" else int | float
-                if not isinstance(value, str if key in TEXT_KEYS else kind):
+                value, is_text = record.get(key), key in TEXT_KEYS
+                is_valid = isinstance(value, str) if is_text else _is_number(value, key == "step")
+                if not is_valid:
                     reason = f"{key!r} is missing or invalid"
                     raise CheckpointError(f"{file}:{line}: {reason}\nRemove this line, or leave the run out.")
     versions: dict[str, str | None] = {"commit": None}
@@ -120,6 +123,15 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
         checkpoints,
         _first_batch(folder / "tensorboard"),
     )
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    """Whether a value can be drawn and summed up: NaN and infinity can, the largest floats not."""
+    if not isinstance(value, int if whole else int | float):
+        return False
+    if isinstance(value, float) and not math.isfinite(value):
+        return True
+    return abs(value) <= (_MAX_STEP if whole else _MAX_NUMBER)
 
 
 def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:

@@ -171,12 +171,24 @@ def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable
     assert "interrupted: step 1, no checkpoint" in page and page.count("is not compared") == 2
 
 
+def test_largest_numbers_and_those_that_are_not_finite_are_drawn(run: Path, tmp_path: Path, call: Callable) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    losses = (1e300, -1e300, 5e-324, "NaN", "Infinity", 1.0)
+    records = [{"kind": "train", "step": s, "loss": v, "lr": 1e300} for s, v in enumerate(losses, 2**53 - 5)]
+    records += [{"kind": "event", "step": 2**53, "message": "resumed from x"}]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert call(report_command, copy, "--out", tmp_path / "page.html")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
         ("metrics.jsonl", {"kind": "train", "step": 1}, "'loss'"),
         ("metrics.jsonl", {"kind": "train", "step": None, "loss": 1.0, "lr": 1.0}, "'step'"),
         ("metrics.jsonl", {"kind": "event", "step": 1, "message": 5}, "'message'"),
+        ("metrics.jsonl", {"kind": "event", "step": 10**400, "message": "resumed from x"}, "'step'"),
+        ("metrics.jsonl", {"kind": "train", "step": 1, "loss": 10**400, "lr": 1.0}, "'loss'"),
+        ("metrics.jsonl", {"kind": "train", "step": 1, "loss": 1.0, "lr": -1.7e308}, "'lr'"),
         ("metrics.jsonl", {"kind": "eval", "step": 1, "weights": "raw", "seconds": 1.0}, "'top1_pct'"),
         ("env.json", {"variables": {"WORLD_SIZE": "abc"}}, "'abc'"),
         ("env.json", {"variables": [1]}, "'list'"),
