@@ -2,6 +2,7 @@
 
 import glob
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
@@ -15,13 +16,15 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors, mean_std
+from imagenet_cls.config.check import check_value
+from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.index import is_image
 from imagenet_cls.data.transforms import EvalTransform, to_channels
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.engine.trained import TrainedModels, choose_weights, load_checkpoint
-from imagenet_cls.errors import DataError, UsageError
+from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.files import check_regular
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
@@ -31,6 +34,7 @@ AnyImage = str | Path | Image.Image | np.ndarray | Tensor
 """A file, a Pillow image, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)."""
 
 _BATCH = 32
+_MAX_PIXELS = 2**25  # of a batch of small images or of one large one; 0.4 GB in float32
 
 
 class Predictor:
@@ -70,6 +74,7 @@ class Predictor:
         self.classes, self.mean, self.std = trained.classes or (), trained.mean, trained.std
         self.num_classes = trained.num_classes
         self.exif, self.flip = self.config.data.exif, self.config.eval.flip_tta
+        check_sizes(self.config.eval, self.path)
         self.transform = EvalTransform(self.config.eval, self.mean)
         self.preprocess = Preprocess(self.mean, self.std, device, self.config.train.channels_last)
 
@@ -79,10 +84,23 @@ class Predictor:
 
     @torch.no_grad()
     def logits(self, images: Sequence[AnyImage]) -> Tensor:
-        """fp32 logits (B, C) on the CPU. Raises CheckpointError if the model can't take images of the run's size."""
+        """fp32 logits (B, C) on the CPU.
+
+        Raises CheckpointError if the model can't take images of the run's size, or returns another
+        shape.
+        """
         pixels = self.prepare(images)
         with invalid_content_errors(self.path):
-            return compute_logits(self.model, pixels, self.flip).cpu()
+            logits = compute_logits(self.model, pixels, self.flip).cpu()
+        # An ONNX file may have more outputs than it names classes, but not fewer.
+        if logits.shape[:-1] != pixels.shape[:1] or logits.shape[1] < max(len(self.classes), 1):
+            expected = len(pixels), max(len(self.classes), 1)
+            raise CheckpointError(
+                f"{self.path}: Its model returns outputs of shape {tuple(logits.shape)}, "
+                f"not {expected}.\n"
+                "Use another checkpoint or exported file."
+            )
+        return logits
 
     @torch.no_grad()
     def features(self, images: Sequence[AnyImage]) -> Tensor:
@@ -103,14 +121,23 @@ class Predictor:
     ) -> Iterator[dict[str, Any]]:
         """A row for each image: image (path of a file, else position in `images`), top (class, probability), logits.
 
+        A logit of -inf is None. Raises CheckpointError for outputs without finite probabilities.
         bad: receives the error of each file that can't be read, which is left out; None raises the first one.
         """
         if isinstance(images, str | Path):
             raise TypeError(f"predict takes a list of images, not {images!r}")
         for names, logits in self.in_batches(images, self.logits, bad):
+            has_probabilities = logits.logsumexp(dim=1).isfinite().tolist()
             ranked = top_classes(logits, self.classes, top)
-            for name, best, outputs in zip(names, ranked, logits.tolist(), strict=True):
-                yield {"image": name, "top": best} | ({"logits": outputs} if with_logits else {})
+            rows = zip(names, ranked, logits.tolist(), has_probabilities, strict=True)
+            for name, best, outputs, is_finite in rows:
+                if not is_finite:
+                    raise CheckpointError(
+                        f"{self.path}: The outputs of its {self.weights} weights are NaN or "
+                        f"infinite for {name}.\nUse another checkpoint or exported file."
+                    )
+                finite = [value if math.isfinite(value) else None for value in outputs]
+                yield {"image": name, "top": best} | ({"logits": finite} if with_logits else {})
 
     def in_batches(
         self,
@@ -119,10 +146,11 @@ class Predictor:
         bad: list[DataError] | None = None,
     ) -> Iterator[tuple[list[str | int], Tensor]]:
         """Yield the names of a batch of images and what `compute` (`logits` or `features`) returns for them."""
-        for start in range(0, len(images), _BATCH):
+        size = max(min(_BATCH, _MAX_PIXELS // math.prod(self.transform.crop)), 1)
+        for start in range(0, len(images), size):
             names: list[str | int] = []
             batch: list[Tensor] = []
-            for number, image in enumerate(images[start : start + _BATCH], start):
+            for number, image in enumerate(images[start : start + size], start):
                 try:
                     batch.append(read_image(image, self.exif))
                 except DataError as error:
@@ -133,6 +161,26 @@ class Predictor:
                     names.append(str(image) if isinstance(image, str | Path) else number)
             if batch:
                 yield names, compute(batch)
+
+
+def check_sizes(config: EvalConfig, path: Path) -> None:
+    """Raise CheckpointError for sizes that no config may have, or that need gigabytes for an image.
+
+    path: of the checkpoint, whose config was read without a check of its ranges.
+    """
+    for key in ("crop_px", "resize_px", "crop_pct"):
+        try:
+            check_value(f"eval.{key}", getattr(config, key))
+        except ValueError as error:
+            text = f"{path}: eval.{key}: {error}.\nUse another checkpoint."
+            raise CheckpointError(text) from None
+    transform = EvalTransform(config)
+    for height, width in (transform.crop, transform.resized_size(1000, 1000)):
+        if height * width > _MAX_PIXELS:
+            raise CheckpointError(
+                f"{path}: Its eval section makes images of {height} x {width} px, and a prediction "
+                f"takes at most {_MAX_PIXELS:,} pixels.\nUse a checkpoint of smaller images."
+            )
 
 
 def check_packages(*names: str) -> None:

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEMO, EVENTS, REPOSITORY, TRAIN, arguments, evaluations, losses, run, train_here
+from helpers import DEMO, EVENTS, REPOSITORY, TRAIN, arguments, evaluations, losses, newest, run, train_here
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from imagenet_cls.checkpoint.format import write_manifest
+from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.lists import check_paths
@@ -238,6 +241,33 @@ def test_nonfinite_result_is_never_the_best(digits: Path, tmp_path: Path) -> Non
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     state = json.loads((checkpoint / "state.json").read_text())
     assert checkpoint.name == "step-0000022" and state["progress"]["best"] == {}
+
+
+@pytest.mark.parametrize("options", [(), ("--json", "--logits"), ("--csv",)])
+def test_prediction_that_is_nan_exits_with_4(
+    call: Callable, digits: Path, finished: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    checkpoint = Path(shutil.copytree(newest(finished), tmp_path / "nan"))
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({**weights, "5.bias": weights["5.bias"] * math.nan}, checkpoint / "model.safetensors")
+    write_manifest(checkpoint)
+    image = next((digits / "train" / "7").glob("*.jpg"))
+    code, out, err = call(predict_command, checkpoint, image, "--allow-import", "helpers:plain", *options)
+    assert code == 4 and str(image) in err and "nan" not in out.lower()
+
+
+def test_infinite_logit_is_null_in_json(call: Callable, digits: Path, finished: Path, tmp_path: Path) -> None:
+    """Of a class that the model excludes."""
+    checkpoint = Path(shutil.copytree(newest(finished), tmp_path / "masked"))
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["5.bias"][3] = -math.inf
+    save_file(weights, checkpoint / "model.safetensors")
+    write_manifest(checkpoint)
+    image = next((digits / "train" / "7").glob("*.jpg"))
+    words = (checkpoint, image, "--allow-import", "helpers:plain", "--json", "--logits")
+    code, out, _ = call(predict_command, *words)
+    logits = json.loads(out, parse_constant=pytest.fail)["logits"]
+    assert code == 0 and [i for i, value in enumerate(logits) if value is None] == [3]
 
 
 def test_run_that_fails_in_its_first_step_needs_no_overwrite(

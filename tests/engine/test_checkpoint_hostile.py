@@ -312,6 +312,26 @@ def test_safetensors_header_with_wrong_sizes_is_an_error_and_costs_no_memory(
         read_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"crop_px": 20_000},
+        {"crop_px": 1_000_000},
+        {"crop_px": [20_000, 16]},
+        {"crop_px": 0},
+        {"resize_px": 100_000},
+        {"crop_pct": 1e-5, "resize_px": None},
+    ],
+    ids=str,
+)
+def test_sizes_of_images_that_cost_gigabytes_exit_with_4(
+    values: dict[str, Any], trained: Path, tmp_path: Path, call: Callable, commands: Callable, little_memory: None
+) -> None:
+    folder = changed(trained, tmp_path / "odd", section="config", values={"eval": values}, name="helpers:plain")
+    code, _, err = call(*commands(folder)["predict"])
+    assert code == 4 and "odd" in err
+
+
 def test_compressed_file_is_an_error(tmp_path: Path) -> None:
     """torch reads compressed files, but writes none."""
     stored, compressed = tmp_path / "stored.pth", tmp_path / "compressed.pth"
