@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.data.archive_files import Spans, opened, shown, tar_members, zip_members
-from imagenet_cls.data.classes import join_names, read_classes
+from imagenet_cls.data.classes import join_names, label_positions, read_classes
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
 from imagenet_cls.data.index import IMAGE_SUFFIXES, SPLIT_NAMES, ImageIndex, index_scan
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
-from imagenet_cls.data.lists import NUMBER, label_positions
 from imagenet_cls.errors import DataError, format_value
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
@@ -119,13 +118,8 @@ def _with_labels_resolved(
     own = read_classes(class_file) if class_file.is_file() else None
     if own is not None and classes is not None and own != list(classes):
         raise DataError(f"{class_file}: not the training classes\nuse the same classes.txt for both parts")
-    names = own or classes
-    if names is None:
-        position, names = label_positions(set(labels), None, index.root)
-    elif all(map(NUMBER.fullmatch, labels)):  # indices, also where classes are named by other numbers
-        position = {label: int(label) for label in labels if 0 <= int(label) < len(names)}
-    else:
-        position = {name: i for i, name in enumerate(names)}
+    # In WebDataset `KEY.cls` holds an integer, so that numbers are positions in a classes.txt.
+    position, names = label_positions(set(labels), own or classes, index.root, by_position=own is not None)
     unknown = next((i for i, label in enumerate(labels) if label not in position), None)
     if unknown is not None:
         image = index.describe(int(np.argmax(index.targets == unknown)))

@@ -1,15 +1,18 @@
-"""The classes of a dataset and their order: text files of classes, and class folders matched to other classes."""
+"""The classes of a dataset and their order: text files of classes, labels, and class folders matched to classes."""
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.errors import DataError, printable, shorten
+from imagenet_cls.errors import DataError, format_value, printable, shorten
 from imagenet_cls.files import check_regular
 
 NO_VALIDATION = "data.val=null data.val_fraction=0.1"
+# Longer numbers are names of classes.
+NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 def chosen_classes(data: DataConfig) -> tuple[str, ...] | None:
@@ -41,6 +44,50 @@ def read_text(file: Path, remedy: str, length: int = -1) -> str:
             return opened.read(length)
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}\n{remedy}") from None
+
+
+def label_positions(
+    labels: set[str], classes: Sequence[str] | None, place: Path | str, by_position: bool = False
+) -> tuple[dict[str, int], list[str]]:
+    """The class of each known label of a part, and the names of the classes.
+
+    Labels are names of `classes` if all of them are. Otherwise, if all are numbers, they are
+    positions in `classes`. Without `classes`, labels that are all numbers name the classes 0 to
+    K - 1; other labels name their classes, sorted.
+
+    place: of the part, for messages. by_position: numbers are positions in `classes`, even if they
+    are names, too. Raises DataError for numbers that leave out a class, and for numbers of which
+    only some are names, or only some have at most 9 digits.
+    """
+    numbers = {label for label in labels if NUMBER.fullmatch(label)}
+    if classes is None:
+        others = sorted(labels - numbers)
+        if not numbers or not all(other.removeprefix("-").isdecimal() for other in others):
+            names = sorted(labels)
+            return {name: i for i, name in enumerate(names)}, names
+        found = {label: int(label) for label in numbers}
+        highest = max(found.values())
+        if others or min(found.values()) < 0 or len(set(found.values())) <= highest:
+            what = f"labels must be the numbers 0 to {highest}, each at least once"
+            what += f", and one is {format_value(others[0])}" if others else ""
+            raise DataError(
+                f"{place}: {what}\n"
+                "count classes from 0, or list all of them, one per line, in a classes.txt next to this file"
+            )
+        return found, [str(number) for number in range(highest + 1)]
+    position = {name: i for i, name in enumerate(classes)}
+    if numbers != labels or (labels <= position.keys() and not by_position):
+        return position, list(classes)
+    named = sorted(labels & position.keys())
+    if named and not by_position:
+        number = min(labels - position.keys())
+        raise DataError(
+            f"{place}: its labels are numbers, and only some of them are names of classes: "
+            f"{format_value(named[0])} is one, {format_value(number)} is not\n"
+            "use the names of the classes as labels, or their positions where no name is a number"
+        )
+    found = {label: int(label) for label in labels if 0 <= int(label) < len(classes)}
+    return found, list(classes)
 
 
 def is_numbered(found: Sequence[str], classes: Sequence[str]) -> bool:

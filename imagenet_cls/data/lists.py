@@ -7,14 +7,22 @@ import io
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.classes import chosen_classes, join_names, match_classes, read_classes, read_text
+from imagenet_cls.data.archives import find_archives
+from imagenet_cls.data.classes import (
+    NUMBER,
+    chosen_classes,
+    join_names,
+    label_positions,
+    match_classes,
+    read_classes,
+    read_text,
+)
 from imagenet_cls.data.index import ImageIndex, check_not_parts, class_folders, is_image
 from imagenet_cls.errors import DataError, command_line, format_value
 
@@ -22,8 +30,6 @@ from imagenet_cls.errors import DataError, command_line, format_value
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category")
 BAD_IMAGES_FILE = "bad_images.txt"
-# Longer numbers are names of classes.
-NUMBER = re.compile(r"-?[0-9]{1,9}")
 # One of this many training images may be left out; of fewer, one.
 IMAGES_PER_EXCLUDED = 10_000
 REMEDY = "set data.root, data.train and data.val to the lists"
@@ -36,8 +42,6 @@ def check_paths(data: DataConfig, subset: bool = False) -> None:
 
     subset: the validation folder need not have all classes. Imports no torch.
     """
-    from imagenet_cls.data.archives import find_archives  # imports this module
-
     root = Path(data.root).expanduser()
     if data.name == "folder":
         folders = [part for part in (data.train, data.val) if part is not None and find_archives(root, part) is None]
@@ -62,11 +66,12 @@ def check_paths(data: DataConfig, subset: bool = False) -> None:
 def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
     """Index the images that `file` names, in its order, with paths relative to `folder` (or absolute).
 
-    A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the first two. Another one
-    has `path label` lines, split at the last white space. Labels are class names, or numbers 0 .. C-1. The classes are,
-    in this order of precedence: `classes` (the training classes, for a validation list); the lines of a `classes.txt`
-    next to `file`; the names, sorted; for numbers, their decimal strings. Raises DataError with file and line for a
-    malformed line, a label that is unknown or out of range, and a first image that is missing.
+    A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the first
+    two. Another one has `path label` lines, split at the last white space. The classes are, in this
+    order of precedence: `classes` (the training classes, for a validation list); the lines of a
+    `classes.txt` next to `file`; those of the labels. For labels see `label_positions`. Raises
+    DataError with file and line for a malformed line, a label that is unknown or out of range, and
+    a first image that is missing.
     """
     file, folder = Path(file), Path(folder)
     rows = read_rows(file)
@@ -139,27 +144,6 @@ def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> 
             "correct the list, or list all classes, one per line, in a classes.txt next to the training list"
         )
     return np.fromiter((position[label] for _, _, label in rows), np.int64, len(rows)), names
-
-
-def label_positions(labels: set[str], classes: Sequence[str] | None, file: Path) -> tuple[dict[str, int], list[str]]:
-    """The class of each known label, and the names of the classes; without `classes`, those that the labels name.
-
-    Raises DataError for numbers that leave out a class. file: for this error.
-    """
-    numbers = all(map(NUMBER.fullmatch, labels))
-    if classes is None and numbers:
-        highest = max(map(int, labels))
-        if min(map(int, labels)) < 0 or len(set(map(int, labels))) <= highest:
-            raise DataError(
-                f"{file}: labels must be the numbers 0 to {highest}, each at least once\n"
-                "count classes from 0, or list all of them, one per line, in a classes.txt next to this file"
-            )
-        classes = [str(number) for number in range(highest + 1)]
-    names = sorted(labels) if classes is None else list(classes)
-    position = {name: i for i, name in enumerate(names)}
-    if numbers and not labels <= position.keys():
-        position = {label: int(label) for label in labels if 0 <= int(label) < len(names)}
-    return position, names
 
 
 def read_bad_images(path: Path) -> dict[str, str]:

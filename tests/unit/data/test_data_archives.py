@@ -230,6 +230,30 @@ def test_numbers_in_shards_are_indices_of_the_classes(image_folder: Path, tmp_pa
         assert {name: target for name, target, _ in contents(source)} == expected
 
 
+def test_numbers_in_shards_are_names_if_all_are_names_of_classes(tmp_path: Path) -> None:
+    """Sorted, class 10 has index 2."""
+    for name in (*map(str, range(12)), "other"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "train" / name / "1.jpg").write_bytes(IMAGE)
+    data = DataConfig(root=str(tmp_path))
+    files = [(f"{i}.jpg", IMAGE) for i in range(24)]
+    write_shards(tmp_path / "val", files, lambda name: str(int(name[:-4]) % 12))
+    val = open_datasets(data).val
+    assert val is not None and len(val) == 24
+    for name, target, _ in contents(val):
+        assert val.classes[target] == str(int(name[:-4]) % 12)
+    write_shards(tmp_path / "val", files[:13], lambda name: name[:-4])
+    with pytest.raises(DataError, match="'12' is not"):
+        open_datasets(data)
+
+
+def test_long_number_in_numbered_shards_adds_no_class(tmp_path: Path) -> None:
+    labels = {"0.jpg": "0", "1.jpg": "1", "2.jpg": "1000000000"}
+    write_shards(tmp_path / "train", [(name, IMAGE) for name in labels], labels.__getitem__)
+    with pytest.raises(DataError, match="1000000000"):
+        open_datasets(DataConfig(root=str(tmp_path), val="train"))
+
+
 def test_large_zip_is_read_by_its_64_bit_directory(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,9 +90,23 @@ def test_index_list_malformed_list_raises(
     assert len(str(error.value).splitlines()) <= 3 and len(str(error.value)) < 700
 
 
-def test_index_list_number_too_long_to_convert_is_a_name(folder: Path) -> None:
-    index = index_list(write(folder, "t.txt", f"images/b.jpg {LONG}\nimages/c.jpg 0\n"), folder)
-    assert len(index.classes) == 2
+def test_index_list_numbers_too_long_to_convert_are_names(folder: Path) -> None:
+    index = index_list(write(folder, "t.txt", f"images/b.jpg {LONG}\nimages/c.jpg {LONG}1\n"), folder)
+    assert index.classes == (LONG, f"{LONG}1")
+
+
+@pytest.mark.parametrize("label", ["1000000000", "4611686018427387904"])
+def test_index_list_long_number_among_short_ones_adds_no_class(folder: Path, label: str) -> None:
+    text = f"images/b.jpg 0\nimages/c.jpg 1\nimages/b.jpg {label}\n"
+    with pytest.raises(DataError, match=label):
+        index_list(write(folder, "t.txt", text), folder)
+
+
+def test_index_list_numbers_of_which_only_some_are_names_raise(folder: Path) -> None:
+    """1 is the name of class 0, and 2, which is no name, could be the position of `x`."""
+    file = write(folder, "t.txt", "images/b.jpg 1\nimages/c.jpg 2\n")
+    with pytest.raises(DataError, match="'1' is one, '2' is not"):
+        index_list(file, folder, ["1", "7", "x"])
 
 
 def test_index_list_missing_file_or_repeated_class_raises(folder: Path) -> None:
