@@ -17,9 +17,9 @@ def export_command(argv: Sequence[str]) -> None:
     parser.add_argument("--format", choices=tuple(SUFFIXES), required=True, help="onnx, or torch for torch.export")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: model.onnx or model.pt2, in this folder")
     parser.add_argument(
-        "--preprocess", choices=("none", "normalize", "resize"), nargs="?", const="normalize", default="none",
-        help="what the graph does. none: its input is normalized float32; normalize: uint8, resized and cropped; "
-        "resize: uint8 of any size, resized, cropped and normalized. Default: none; without a value: normalize",
+        "--preprocess", choices=("none", "normalize"), nargs="?", const="normalize", default="none",
+        help="what the graph does. none: its input is normalized float32; normalize: its input is "
+        "uint8. Both are resized and cropped. Default: none; without a value: normalize",
     )  # fmt: skip
     parser.add_argument("--opset", type=cli.positive, metavar="N", help="of ONNX; default: that of torch")
     arguments = parser.parse_args(argv)

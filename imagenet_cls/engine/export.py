@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.format import size_bytes
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.export_transform import MAX_PIXEL_DIFFERENCE, ExportTransform
 from imagenet_cls.data.transforms import to_channels
 from imagenet_cls.engine.predictor import OnnxModel, Predictor
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
@@ -36,8 +35,7 @@ _EXAMPLE_BATCH = 2  # the exporter takes sizes of 0 and 1 for constants
 class ExportedModel(nn.Module):
     """A model with one input, `images`.
 
-    preprocess: `none`: the images are normalized float32 (N, C, *crop_px). `normalize`: they are uint8. `resize`: they
-    are uint8 (N, C, H, W) of any size, and the graph also resizes and crops them.
+    preprocess: `none`: the images are normalized float32 (N, C, *crop_px). `normalize`: they are uint8.
     """
 
     shift: Tensor
@@ -47,13 +45,11 @@ class ExportedModel(nn.Module):
         super().__init__()
         self.model = predictor.model.requires_grad_(False)
         self.normalizes = preprocess != "none"
-        self.resize = ExportTransform(predictor.transform) if preprocess == "resize" else nn.Identity()
         if self.normalizes:
             self.register_buffer("shift", predictor.preprocess.shift)
             self.register_buffer("scale", predictor.preprocess.scale)
 
     def forward(self, images: Tensor) -> Tensor:
-        images = self.resize(images)
         if self.normalizes:
             images = images.to(torch.float32).sub(self.shift).mul(self.scale)
         return self.model(images).float()
@@ -61,11 +57,10 @@ class ExportedModel(nn.Module):
 
 @dataclass(frozen=True)
 class Export:
-    """The content of a file, and functions from its input to logits (`run`) and to resized, cropped pixels."""
+    """The content of a file, and a function from its input to logits."""
 
     content: bytes
     run: Callable[[Tensor], Tensor]
-    resize: Callable[[Tensor], Tensor]
     preprocess: str
 
 
@@ -77,37 +72,31 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
     exported = ExportedModel(predictor, preprocess).eval()
     if format == "onnx" and size_bytes(exported.state_dict()) >= _ONNX_BYTES:
         raise UsageError(f"{predictor.path}: an ONNX file holds at most 2 GiB.\nUse --format torch.")
-    dynamic_sides = {} if preprocess != "resize" else {2: torch.export.Dim("height"), 3: torch.export.Dim("width")}
     shape = (_EXAMPLE_BATCH, len(predictor.mean), *predictor.transform.crop)
     images = torch.zeros(shape, dtype=torch.uint8 if exported.normalizes else torch.float32)
-
-    def export(module: nn.Module, values: dict[str, Any]) -> tuple[bytes, Callable[[Tensor], Tensor]]:
-        dynamic = ({0: torch.export.Dim("batch"), **dynamic_sides},)
-        remedy = "Control flow in the model must not depend on pixel values or the batch size."
-        with _export_errors(predictor, format, remedy):
-            program = torch.export.export(module, (images,), dynamic_shapes=dynamic)
-        if format == "torch":
-            file = io.BytesIO()
-            torch.export.save(program, file, extra_files={METADATA: json.dumps(values)})
-            return file.getvalue(), program.module()
-        remedy = "Replace that operator in the model, or give another --opset, or use --format torch."
-        with _export_errors(predictor, format, remedy):
-            onnx = torch.onnx.export(
-                program, dynamo=True, opset_version=opset, input_names=["images"], output_names=["logits"],
-                dynamic_shapes=dynamic, verbose=False,
-            )  # fmt: skip
-            assert onnx is not None
-            onnx.model.metadata_props.update({key: json.dumps(value) for key, value in values.items()})
-            content = onnx.model_proto.SerializeToString()
-            run = OnnxModel(content)
-        found = onnx.model.opset_imports[""]
-        if opset not in (None, found):  # torch keeps its own version if it can't convert the model
-            raise UsageError(f"--opset {opset}: torch exports this model with {found} instead.\nGive --opset {found}.")
-        return content, run
-
-    content, run = export(exported, metadata(predictor, preprocess))
-    resize = export(exported.resize, {})[1] if preprocess == "resize" else exported.resize
-    return Export(content, run, resize, preprocess)
+    values = metadata(predictor, preprocess)
+    dynamic = ({0: torch.export.Dim("batch")},)
+    remedy = "Control flow in the model must not depend on pixel values or the batch size."
+    with _export_errors(predictor, format, remedy):
+        program = torch.export.export(exported, (images,), dynamic_shapes=dynamic)
+    if format == "torch":
+        file = io.BytesIO()
+        torch.export.save(program, file, extra_files={METADATA: json.dumps(values)})
+        return Export(file.getvalue(), program.module(), preprocess)
+    remedy = "Replace that operator in the model, or give another --opset, or use --format torch."
+    with _export_errors(predictor, format, remedy):
+        onnx = torch.onnx.export(
+            program, dynamo=True, opset_version=opset, input_names=["images"], output_names=["logits"],
+            dynamic_shapes=dynamic, verbose=False,
+        )  # fmt: skip
+        assert onnx is not None
+        onnx.model.metadata_props.update({key: json.dumps(value) for key, value in values.items()})
+        content = onnx.model_proto.SerializeToString()
+        run = OnnxModel(content)
+    found = onnx.model.opset_imports[""]
+    if opset not in (None, found):  # torch keeps its own version if it can't convert the model
+        raise UsageError(f"--opset {opset}: torch exports this model with {found} instead.\nGive --opset {found}.")
+    return Export(content, run, preprocess)
 
 
 def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
@@ -118,6 +107,7 @@ def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
         "weights": predictor.weights,
         "classes": predictor.classes,
         "input_size": [len(predictor.mean), *predictor.transform.crop],
+        "resize_size": list(predictor.transform.resized),
         "mean": predictor.mean,
         "std": predictor.std,
         "eval": {key: getattr(config.eval, key) for key in _EVAL_KEYS},
@@ -181,44 +171,32 @@ def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) 
 def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> list[str]:
     """Lines about the difference of the logits of an export and of PyTorch, in batches of `BATCHES`.
 
-    Raises CheckpointError if logits of the same pixels differ by more than the tolerance, pixels by more than
-    `MAX_PIXEL_DIFFERENCE`, or logits of PyTorch are not finite.
+    images: uint8 (C, H, W), of any sizes. Raises CheckpointError if logits differ by more than the
+    tolerance, or if logits of PyTorch are not finite.
     """
-    name, resizes = predictor.config.model.name, export.preprocess == "resize"
-    same_size = [i for i, image in enumerate(images) if not resizes or image.shape == images[0].shape]
-    batches = [[i] for i in (range(len(images)) if resizes else same_size[:1])]
-    batches.append([same_size[i % len(same_size)] for i in range(max(BATCHES))])
-    largest = scale = pixels_differ = 0.0
+    name = predictor.config.model.name
+    largest = scale = 0.0
     lines = []
-    for batch in batches:
-        expected_pixels = torch.stack([predictor.transform(images[i]) for i in batch])
-        inputs = torch.stack([images[i] for i in batch]) if resizes else expected_pixels
-        pixels = export.resize(inputs).to(torch.uint8)
-        pixels_differ = max(pixels_differ, (pixels.float() - expected_pixels.float()).abs().max().item())
+    for size in BATCHES:
+        batch = [i % len(images) for i in range(size)]
+        pixels = torch.stack([predictor.transform(images[i]) for i in batch])
         prepared = predictor.preprocess(pixels).contiguous()
         expected = predictor.model(prepared).float()
         if not expected.isfinite().all():
             remedy = "No file was written. Its weights are the cause, not the export; use another checkpoint."
             raise CheckpointError(f"{predictor.path}: logits of PyTorch are NaN or infinite.\n{remedy}")
-        actual = export.run(inputs if export.preprocess != "none" else prepared)
+        actual = export.run(prepared if export.preprocess == "none" else pixels)
         # NaN must not compare as equal: it is neither larger nor smaller than a tolerance.
         difference = (actual - expected).abs().nan_to_num(nan=float("inf")).max().item()
         largest, scale = max(largest, difference), max(scale, expected.abs().max().item())
-        if resizes:
-            expected = predictor.model(predictor.preprocess(expected_pixels).contiguous()).float()
         for i, torch_logits, exported_class in zip(batch, expected, actual.argmax(dim=1), strict=True):
             margin = torch_logits.max() - torch_logits[exported_class]
             if exported_class != torch_logits.argmax():
                 text = f"another top-1; in PyTorch its logit is {margin:.3g} below the largest"
-                lines.append(f"image {i}, in a batch of {len(batch)}: the exported model has {text}")
+                lines.append(f"image {i}, in a batch of {size}: the exported model has {text}")
     tolerance = TOLERANCE * scale
     verdict = f"logits differ by up to {largest:.3g}; tolerance {tolerance:.3g} ({TOLERANCE:g} of the largest logit)"
-    if resizes:
-        verdict = f"pixels differ by up to {pixels_differ:g} of 255; of the same pixels, {verdict}"
     if not largest <= tolerance:
         shown = [f"{verdict}.", *lines[:1], "No file was written. Other versions of torch or onnxruntime may agree."]
         raise CheckpointError(f"{name}: " + "\n".join(shown))
-    if pixels_differ > MAX_PIXEL_DIFFERENCE:
-        remedy = "No file was written. Resize outside of the graph (--preprocess normalize)."
-        raise CheckpointError(f"{name}: {verdict}.\nPixels may differ by {MAX_PIXEL_DIFFERENCE}.\n{remedy}")
     return [*lines, verdict]

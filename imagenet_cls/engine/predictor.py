@@ -21,10 +21,10 @@ from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.index import is_image
-from imagenet_cls.data.transforms import EvalTransform, to_channels
+from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.engine.trained import TrainedModels, choose_weights, load_checkpoint
-from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.errors import CheckpointError, DataError, UsageError, format_value
 from imagenet_cls.files import check_regular
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
@@ -220,20 +220,17 @@ class OnnxPredictor(Predictor):
             trained = TrainedModels({}, config, len(classes), classes, mean, std, origin=str(file), path=file)
             self._set_up(trained, values["weights"], model, torch.device("cpu"))
             self.in_graph = str(values["preprocess"])
+            if self.in_graph not in ("none", "normalize"):
+                raise CheckpointError(
+                    f"{file}: its graph has the preprocessing {format_value(self.in_graph)}, which is no longer read.\n"
+                    "Export it again: tools/export.py RUN --format onnx --preprocess normalize"
+                )
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
-        """The input of the graph: uint8 if it normalizes, and of any one size if it resizes."""
+        """The input of the graph: uint8 (B, C, *crop_px) if it normalizes, else as in `Predictor`."""
         if self.in_graph == "none":
             return super().prepare(images)
-        pixels = [read_image(image, self.exif) for image in images]
-        if self.in_graph == "resize":
-            return torch.stack([to_channels(image, len(self.mean)) for image in pixels])
-        return torch.stack([self.transform(image) for image in pixels])
-
-    def logits(self, images: Sequence[AnyImage]) -> Tensor:
-        """fp32 logits (B, C). Images that the graph resizes are passed one by one, since their sizes differ."""
-        batches = [[image] for image in images] if self.in_graph == "resize" else [images]
-        return torch.cat([super(OnnxPredictor, self).logits(batch) for batch in batches])
+        return torch.stack([self.transform(read_image(image, self.exif)) for image in images])
 
 
 def load_model(
