@@ -1,12 +1,13 @@
 """Pack a dataset into WebDataset shards, which `data.name=folder` reads: tars with KEY.jpg and, behind it, KEY.cls."""
 
+import contextlib
 import io
 import json
 import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from PIL import Image
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import index_archives
-from imagenet_cls.data.classes import join_names
+from imagenet_cls.data.classes import join_names, label_positions, read_classes
 from imagenet_cls.data.index import is_image
 from imagenet_cls.errors import (
     DataError,
@@ -29,11 +30,21 @@ from imagenet_cls.errors import (
     printable,
     shorten,
 )
-from imagenet_cls.files import TEMPORARY, explain_write_errors, fsync, take_lock, write_file
+from imagenet_cls.files import (
+    TEMPORARY,
+    check_regular,
+    explain_write_errors,
+    fsync,
+    take_lock,
+    write_file,
+)
 from imagenet_cls.parallel.environment import RankInfo, cpu_threads
 
-PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-")}
-parquet_errors = partial(explain_content_errors, DataError, what="broken or cut short", remedy="download it again")
+# Of a part, the files with the first prefix that any has.
+PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-", "test-")}
+# In shards. WebDataset's and timm's readers look for `jpg`.
+SUFFIXES = {"jpeg": "jpg", "jpe": "jpg", "jfif": "jpg", "mpo": "jpg", "jpeg2000": "jp2"}
+SHARD_FORMAT = 2  # 1: images have the suffixes of their files
 PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
 
 Sample = tuple[str, bytes, int, str]  # name of an image below its class, the file, target; its place, for messages
@@ -60,7 +71,8 @@ def pack_command(argv: Sequence[str]) -> None:
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="a folder or archive with train and val; a config; or a folder with the "
-        "Parquet files of a dataset of Hugging Face: train-*.parquet, validation-*.parquet, perhaps in data/",
+        "Parquet files of a dataset of Hugging Face: train-*.parquet, and validation-*.parquet or test-*.parquet, "
+        "perhaps in data/",
     )  # fmt: skip
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with a config, such as data.root=/my/images")
@@ -94,13 +106,29 @@ def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[st
     if data := cli.load_data_config(source, overrides):
         return indexed_parts(data, per_shard)
     root = Path(source).expanduser()
-    parts: dict[str, Part] = {}
+    files, parts = parquet_files(root), dict[str, Part]()
     for name, prefixes in PARQUET_PARTS.items():
-        found = [path for folder in (root, root / "data") for path in sorted(folder.glob("*.parquet"))]
-        files = [path for path in found if path.name.startswith(prefixes)]
-        if files:
-            parts[name] = parquet_part(files, parts["train"].classes if parts else None, per_shard)
+        by_prefix = ([path for path in files if path.name.startswith(prefix)] for prefix in prefixes)
+        if chosen := next(filter(None, by_prefix), None):
+            parts[name] = parquet_part(chosen, parts["train"].classes if parts else None, per_shard)
+            print(printable(f"{name}: {join_names([path.name for path in chosen])}"))
+            files = [path for path in files if path not in chosen]
+    if parts and files:
+        print(printable(f"not packed: {join_names([path.name for path in files])}"))
     return parts or indexed_parts(DataConfig(root=str(root)), per_shard)
+
+
+def parquet_files(root: Path) -> list[Path]:
+    """The Parquet files in a folder and in `data` in it, sorted. Raises DataError for one that can't be listed."""
+    found: list[Path] = []
+    for folder in (root, root / "data"):
+        try:
+            found += sorted(path for path in folder.iterdir() if path.suffix == ".parquet")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise DataError(f"{folder}: {error.strerror}\ncheck its permissions, or use another SOURCE") from None
+    return found
 
 
 def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
@@ -125,41 +153,67 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
     return parts
 
 
-def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard: int) -> Part:
-    """The rows of Parquet files with the columns `image` (of `bytes` and `path`) and `label`, by whole row groups.
-
-    classes: the training classes, which the names in a file are matched to; None: the names in the first file that has
-    them, else the numbers that are labels.
-    """
+@contextlib.contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A ParquetFile. Raises DataError if it can't be read."""
     try:
         from pyarrow import parquet
     except ImportError:
         raise UsageError("Parquet files need pyarrow.\nInstall it: pip install pyarrow") from None
+    try:
+        check_regular(path)
+        path.open("rb").close()  # pyarrow's errors hide the reason
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}\ncheck its permissions, or use another SOURCE") from None
+    explain = explain_content_errors(DataError, path, "broken or cut short", "download it again")
+    with explain, parquet.ParquetFile(path) as file:
+        yield file
+
+
+def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard: int) -> Part:
+    """The rows of Parquet files with the columns `image` (of `bytes` and `path`) and `label`, by whole row groups.
+
+    classes: the training classes; None: the names in the first file that stores them, else the lines
+    of a classes.txt beside the files, else those of the labels. Integers are positions in the names
+    of their file, else in the classes; for texts see `label_positions`.
+    """
     groups: list[RowGroup] = []
-    targets: dict[Path, list[int]] = {}  # of the labels in files that store names
-    highest = -1
+    names: dict[Path, list[str]] = {}
+    labels: dict[Path, list[int | str]] = {}  # the different ones, in files that store no names
     for path in files:
-        with parquet_errors(path), parquet.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             if file.metadata.num_rows == 0:
                 continue
             _check_columns(path, file.schema_arrow)
-            stored = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
-            names = stored.get("info", {}).get("features", {}).get("label", {}).get("names")
-            classes = names if classes is None else classes
-            if classes is None:
-                labels = file.read(columns=["label"])["label"].drop_null().to_pylist()
-                highest = max([highest, *labels])
-            elif names is not None:
-                if sorted(names) != sorted(classes):
-                    others = join_names(sorted(set(names) ^ set(classes)))
-                    text = f"its {len(names)} classes are not the {len(classes)} of the files before"
-                    raise DataError(f"{path}: {text}; not in both: {others}\ngive files of one dataset")
-                position = {name: i for i, name in enumerate(classes)}
-                targets[path] = [position[name] for name in names]
+            stored = _class_names(path, file.schema_arrow)
+            if stored is None:
+                labels[path] = file.read(columns=["label"])["label"].drop_null().unique().to_pylist()
+            else:
+                names[path] = stored
             groups += [(path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)]
+    folder = files[0].parent
     if not groups:
-        raise DataError(f"{files[0].parent}: no rows in {join_names([path.name for path in files])}\ngive other files")
-    classes = classes or [str(number) for number in range(highest + 1)]
+        raise DataError(f"{folder}: no rows in {join_names([path.name for path in files])}\ngive other files")
+    if classes is None and names:
+        classes = next(iter(names.values()))
+    elif classes is None and (folder / "classes.txt").is_file():
+        classes = read_classes(folder / "classes.txt")
+    targets: dict[Path, dict[int | str, int]] = {}
+    for path, stored in names.items():
+        assert classes is not None
+        if sorted(stored) != sorted(classes):
+            others = join_names(sorted(set(stored) ^ set(classes)))
+            text = f"its {len(stored)} classes are not the {len(classes)} of the files before"
+            raise DataError(f"{path}: {text}; not in both: {others}\ngive files of one dataset")
+        position = {name: i for i, name in enumerate(classes)}
+        targets[path] = {i: position[name] for i, name in enumerate(stored)}
+    found = {label for different in labels.values() for label in different}
+    if found:
+        are_integers = all(isinstance(label, int) for label in found)
+        texts = {str(label) for label in found}
+        position, classes = label_positions(texts, classes, folder, by_position=are_integers)
+        for path, different in labels.items():
+            targets[path] = {label: position[str(label)] for label in different if str(label) in position}
     shards: list[list[RowGroup]] = []
     for group in groups:
         if not shards or sum(rows for _, _, rows in shards[-1]) >= per_shard:
@@ -168,21 +222,30 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
 
     def samples(shard: Sequence[RowGroup]) -> Iterator[Sample]:
         for path, group, _ in shard:
-            with parquet_errors(path), parquet.ParquetFile(path) as file:
+            with open_parquet(path) as file:
                 rows = file.read_row_group(group, columns=["image", "label"]).to_pylist()
             for number, row in enumerate(rows):
                 place = f"{path}: row {number} of row group {group}"
-                name, data, label = _parquet_row(row, len(classes), place)
-                target = targets[path][label] if path in targets else label
+                name, data, target = _parquet_row(row, targets.get(path, {}), place)
                 yield name or f"{path.stem}-{group}-{number}", data, target, place
 
     source = str([[path.name, path.stat().st_size] for path in files])
     count = sum(rows for _, _, rows in groups)
-    return Part(classes, source, count, [partial(samples, shard) for shard in shards])
+    return Part(classes or (), source, count, [partial(samples, shard) for shard in shards])
+
+
+def _class_names(path: Path, schema: Any) -> list[str] | None:
+    """The names of the classes that Hugging Face's `datasets` stores in a file, or None."""
+    stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    names = stored.get("info", {}).get("features", {}).get("label", {}).get("names")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        what = f"the names of its classes are not a list of texts: {format_value(names)}"
+        raise DataError(f"{path}: {what}\nstore them as the ClassLabel of `datasets` does, or without names")
+    return names
 
 
 def _check_columns(path: Path, schema: Any) -> None:
-    """Raise DataError for an Arrow schema without a column of images and one of numbers."""
+    """Raise DataError for an Arrow schema without a column of images and one of labels."""
     from pyarrow import types
 
     if not {"image", "label"} <= set(schema.names):
@@ -194,22 +257,22 @@ def _check_columns(path: Path, schema: Any) -> None:
     content = image.field("bytes").type if types.is_struct(image) and image.get_field_index("bytes") >= 0 else None
     if content is None or not (types.is_binary(content) or types.is_large_binary(content)):
         wrong, needed = f"`image` has type {image}", "a struct with `bytes`, the file"
-    elif not types.is_integer(label):
-        wrong, needed = f"`label` has type {label}", "integers"
+    elif not (types.is_integer(label) or types.is_string(label) or types.is_large_string(label)):
+        wrong, needed = f"`label` has type {label}", "integers or strings"
     else:
         return
     raise DataError(f"{path}: column {shorten(printable(wrong), 200)}\nconvert it to {needed}")
 
 
-def _parquet_row(row: dict[str, Any], num_classes: int, place: str) -> tuple[str, bytes, int]:
-    """Name (perhaps empty), file and label."""
+def _parquet_row(row: dict[str, Any], targets: Mapping[int | str, int], place: str) -> tuple[str, bytes, int]:
+    """Name (perhaps empty), file and target. targets: of the labels."""
     image, label = row["image"] or {}, row["label"]
     if not image.get("bytes"):
         raise DataError(f"{place}: no image: `bytes` is empty\ngive files that hold the images, not only their paths")
-    if label is None or not 0 <= label < num_classes:
-        what = "no label" if label is None else f"label {label} is not one of 0 to {num_classes - 1}"
-        raise DataError(f"{place}: {what}\npack labeled parts only")
-    return image.get("path") or "", image["bytes"], label
+    if label not in targets:
+        what = "no label" if label is None else f"label {format_value(label)} is none of the classes"
+        raise DataError(f"{place}: {what}\npack labeled parts only: move the files of others elsewhere")
+    return image.get("path") or "", image["bytes"], targets[label]
 
 
 def write_part(
@@ -220,10 +283,11 @@ def write_part(
     Raises DataError, OSError, and UsageError for a folder with other data or options.
     """
     folder, partial_folder = out / name, out / f".{name}.partial"
-    plan = json.dumps([part.source, list(part.classes), max_px, quality, per_shard])
+    plan = json.dumps([part.source, list(part.classes), max_px, quality, per_shard, SHARD_FORMAT])
     for place in (folder, partial_folder):
         if place.exists() and (not (place / PLAN_FILE).exists() or (place / PLAN_FILE).read_text() != plan):
-            raise UsageError(f"{place} was made of other data, or with other options.\nGive another OUT, or remove it.")
+            what = "was made of other data, with other options, or by an earlier version"
+            raise UsageError(f"{place} {what}.\nGive another OUT, or remove it.")
     if not folder.exists():
         partial_folder.mkdir(exist_ok=True)
         write_file(partial_folder / PLAN_FILE, plan)
@@ -279,7 +343,8 @@ def shrunk(data: bytes, max_px: int, quality: int) -> bytes:
 def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: int) -> Sample:
     """The sample as a shard has it: CLASS/NAME.SUFFIX, with no dot but the last; an image that is too large shrunk.
 
-    Raises DataError where an image that has to be shrunk, or whose format its name does not tell, can't be read.
+    The suffix is in lower case, and `jpg` for JPEG files. Raises DataError where an image that has to
+    be shrunk, or whose format its name does not tell, can't be read.
     """
     name, data, target, place = sample
     folder, _, base = os.path.normpath(f"/{name}")[1:].rpartition("/")
@@ -287,15 +352,16 @@ def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: 
     if max_px is not None or not dot:
         try:
             with Image.open(io.BytesIO(data)) as image:
-                suffix, size = suffix or {"MPO": "jpg"}.get(str(image.format), str(image.format).lower()), image.size
+                suffix, size = suffix or str(image.format), image.size
             if max_px is not None and max(size) > max_px:
-                data, suffix = shrunk(data, max_px, quality), suffix if suffix.lower() in ("jpg", "jpeg") else "jpg"
-            if not is_image(b"image." + suffix.encode()):
-                raise DataError(f"a {suffix} file, which training does not read")
+                data, suffix = shrunk(data, max_px, quality), "jpg"
         except Exception as error:  # damaged files make decoders raise anything
             is_unknown = isinstance(error, Image.UnidentifiedImageError)
             reason = "not an image of a known format" if is_unknown else first_line(error)
             raise DataError(f"{printable(place)}: {reason}\nreplace the file") from None
+    suffix = SUFFIXES.get(suffix.lower(), suffix.lower())
+    if not is_image(b"image." + suffix.encode()):
+        raise DataError(f"{printable(place)}: a {suffix} file, which training does not read\nreplace the file")
     folder = folder or classes[target].replace("/", "_")
     folder = re.sub(r"(^|/)\.", r"\1_", folder)  # hidden files are not read
     return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target, place

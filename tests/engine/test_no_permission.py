@@ -11,6 +11,7 @@ from helpers import arguments
 
 from imagenet_cls.commands.average_checkpoints import average_command
 from imagenet_cls.commands.cli import main
+from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.prepare_imagenet import prepare_command
 from imagenet_cls.commands.print_config import print_config_command
@@ -43,6 +44,9 @@ CASES: list[tuple[int, str, Callable, Sequence[str]]] = [
     (5, "images/train/3", predict_command, ["run", "images/train"]),
     (2, "run", report_command, ["run"]),
     (5, "locked", prepare_command, ["locked", "imagenet"]),
+    (3, "locked", pack_command, ["locked", "packed"]),
+    (3, "locked", pack_command, ["locked/images", "packed"]),
+    (3, "hub/train-0.parquet", pack_command, ["hub", "packed"]),
 ]
 
 
@@ -76,4 +80,6 @@ def test_path_without_permission_has_the_exit_code_of_its_kind(
     shutil.copy(image, tmp_path / "photo.jpg")
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked/list.txt").touch()
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/train-0.parquet").touch()
     rank_server.call(try_all, 1, tmp_path)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,9 @@ def test_packed_folder_is_the_same_dataset(image_folder: Path, tmp_path: Path, c
     )
     for name in ("train", "val"):
         ours, theirs = getattr(packed, name), getattr(folder, name)
-        assert ours.digest() == theirs.digest() and [ours.read(i) for i in range(9)] == [
-            theirs.read(i) for i in range(9)
-        ]
+        assert ours.classes == theirs.classes and ours.index.targets.tolist() == theirs.index.targets.tolist()
+        for i in range(len(ours)):
+            assert ours.name(i) == theirs.name(i).replace(".JPEG", ".jpg") and ours.read(i) == theirs.read(i)
     before = shards_in(tmp_path / "out")
     assert call(pack_command, image_folder, tmp_path / "out", "--images-per-shard", 16)[0] == 0
     assert shards_in(tmp_path / "out") == before
@@ -96,7 +97,7 @@ def test_pack_shrinks_only_large_images(tmp_path: Path, photographs: list[Image.
     assert call(pack_command, config, tmp_path / "out", "--max-px", 128)[0] == 0
     source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
     assert isinstance(source, FolderSource) and source.classes == ("a class",)
-    assert [source.name(i) for i in range(3)] == ["a class/large.jpg", "a class/large_v2.JPEG", "a class/small.PNG"]
+    assert [source.name(i) for i in range(3)] == ["a class/large.jpg", "a class/large_v2.jpg", "a class/small.png"]
     assert source.read(2) == (folder / "small.PNG").read_bytes()
     for i in range(2):
         with Image.open(io.BytesIO(source.read(i))) as image:
@@ -172,7 +173,7 @@ def test_parquet_becomes_shards_with_its_names(
     source, val = opened.train, opened.val
     assert isinstance(source, FolderSource) and isinstance(val, FolderSource) and val.classes == tuple(names)
     assert source.classes == tuple(names) and source.index.targets.tolist() == [0, 2, 1, 2, 0]
-    assert source.name(0) == "tench, Tinca tinca/train-00000-of-00001-0-0.jpeg" and source.name(2).startswith("a_b/")
+    assert source.name(0) == "tench, Tinca tinca/train-00000-of-00001-0-0.jpg" and source.name(2).startswith("a_b/")
     files = sorted((image_folder / "train").rglob("*.JPEG"))
     assert [source.read(i) for i in range(5)] == [path.read_bytes() for path in files[:5]]
 
@@ -193,12 +194,16 @@ def test_unnamed_mpo_file_of_parquet_is_a_jpeg(write_parquet: Callable[..., Path
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "PCX": ({"labels": [0], "names": ["a"], "image": [{"bytes": encoded("PCX"), "path": "x"}]}, "a pcx file"),
-    "label out of range": ({"labels": [0, 5], "names": ["a", "b"]}, "label 5 is not one of 0 to 1"),
+    "label out of range": ({"labels": [0, 5], "names": ["a", "b"]}, "row 1 of row group 0: label 5"),
     "without a label": ({"labels": [0, -1], "names": ["a", "b"]}, "label -1"),
     "null label": ({"labels": [0, None], "names": ["a", "b"]}, "row 1 of row group 0: no label"),
     "null label, no names": ({"labels": [0, None]}, "row 1 of row group 0: no label"),
     "only null labels": ({"labels": [None]}, "column `label` has type null"),
-    "labels are text": ({"labels": ["a", "b"]}, "column `label` has type string"),
+    "labels are fractions": ({"labels": [0.5, 1.0]}, "column `label` has type double"),
+    "label of 63 bits": ({"labels": [0, 1, 2**62]}, str(2**62)),
+    "numbers that leave one out": ({"labels": ["0", "2"]}, "0 to 2"),
+    "names are numbers": ({"labels": [0, 1], "names": [5, 6]}, "[5, 6]"),
+    "names are a mapping": ({"labels": [0, 1], "names": {"0": "a", "1": "b"}}, "not a list of texts"),
     "no rows": ({"labels": []}, "no rows in train-00000-of-00001.parquet"),
     "no bytes": ({"labels": [0], "names": ["a"], "image": [{"bytes": b"", "path": "x"}]}, "no image"),
     "image is text": ({"labels": [0], "names": ["a"], "image": ["x.jpg"]}, "`image` has type string"),
@@ -233,6 +238,49 @@ def test_class_names_of_parquet_parts_are_matched(
     code, _, error = call(pack_command, root, tmp_path / "other")
     assert code == 3 and "validation-00000-of-00001.parquet" in error and "b, c" in error
     assert not (tmp_path / "other").exists()
+
+
+def test_string_labels_and_a_test_part_are_packed(
+    write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
+    write_parquet(["dog", "cat", "dog"])
+    root = write_parquet(["dog", "cat"], part="test")
+    code, out, _ = call(pack_command, root, tmp_path / "out")
+    assert code == 0 and "test-00000-of-00001.parquet" in out
+    sets = open_datasets(DataConfig(root=str(tmp_path / "out")))
+    assert isinstance(sets.train, FolderSource) and isinstance(sets.val, FolderSource)
+    assert sets.train.classes == sets.val.classes == ("cat", "dog")
+    assert sets.train.index.targets.tolist() == [1, 0, 1] and sets.val.index.targets.tolist() == [1, 0]
+    write_parquet([-1, -1], part="test")
+    code, out, _ = call(pack_command, write_parquet(["cat"], part="validation"), tmp_path / "other")
+    assert code == 0 and "not packed: test-00000-of-00001.parquet" in out
+
+
+def test_integers_without_names_are_positions_in_classes_txt(
+    write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
+    write_parquet([0, 2], part="validation")
+    root = write_parquet([2, 0])
+    (root / "data" / "classes.txt").write_text("2\n1\n0\n")
+    assert call(pack_command, root, tmp_path / "out")[0] == 0
+    sets = open_datasets(DataConfig(root=str(tmp_path / "out")))
+    assert isinstance(sets.train, FolderSource) and isinstance(sets.val, FolderSource)
+    assert sets.train.classes == ("2", "1", "0")
+    assert sets.train.index.targets.tolist() == [2, 0] and sets.val.index.targets.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("suffix", ["JPEG", "PNG"])
+def test_shards_have_the_suffixes_that_other_readers_expect(
+    suffix: str, tmp_path: Path, image_folder: Path, call: Call
+) -> None:
+    """WebDataset's and timm's readers take a file as an image if its suffix is `jpg` or `png`."""
+    for part in ("train", "val"):
+        (tmp_path / "data" / part / "a").mkdir(parents=True)
+        image = min((image_folder / "train").rglob("*.JPEG"))
+        (tmp_path / "data" / part / "a" / f"1.{suffix}").write_bytes(image.read_bytes())
+    assert call(pack_command, tmp_path / "data", tmp_path / "out")[0] == 0
+    with tarfile.open(tmp_path / "out" / "train" / "train-00000.tar") as tar:
+        assert tar.getnames() == ["a/1.png" if suffix == "PNG" else "a/1.jpg", "a/1.cls"]
 
 
 def test_broken_parquet_files_are_errors(write_parquet: Callable[..., Path], tmp_path: Path, call: Call) -> None:
