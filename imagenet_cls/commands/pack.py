@@ -351,7 +351,9 @@ def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: 
     stem, dot, suffix = base.rpartition(".") if is_image(os.fsencode(base)) else (base, "", "")
     if max_px is not None or not dot:
         try:
-            with Image.open(io.BytesIO(data)) as image:
+            from imagenet_cls.data.decode import open_image  # imports torch, which --help should not
+
+            with open_image(data) as image:
                 suffix, size = suffix or str(image.format), image.size
             if max_px is not None and max(size) > max_px:
                 data, suffix = shrunk(data, max_px, quality), "jpg"

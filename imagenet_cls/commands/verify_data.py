@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,7 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archive_files import opened, tar_members, zip_members
 from imagenet_cls.data.archives import index_archives, is_archive
 from imagenet_cls.data.classes import join_names
-from imagenet_cls.data.index import ImageIndex, is_image, scan_images
+from imagenet_cls.data.index import ImageIndex, describe_unread, is_image, scan_images
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.errors import DataError, ResourceError, UsageError, command_line, first_line
 from imagenet_cls.files import is_device_or_fifo, write_output
@@ -54,9 +55,10 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     """
     config = cli.load_data_config(data, overrides)
     root = Path(config.root if config else data).expanduser()
-    images = images_of(config, root) if config else images_below(root)
+    images, unread = images_of(config, root) if config else images_below(root)
     if not images:
-        raise DataError(f"{root}: no image in it\nname the folder that holds the dataset, or a config")
+        others = f", and other files: {describe_unread(unread)}" if unread else ""
+        raise DataError(f"{root}: no image in it{others}\nname the folder that holds the dataset, or a config")
     keys = sorted(images)
     path = out or (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
     if not os.access(path if is_device_or_fifo(path) else path.parent, os.W_OK):
@@ -76,6 +78,8 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         lines = "".join(f"{name}\t{reason}\n" for name, reason in bad)
         write_output(path, lines.encode("utf-8", "surrogateescape"))
     print(f"{len(keys):,} images, {len(bad):,} bad" + (f"; wrote {path}" if written else ""))
+    if unread:
+        print(f"files that are not read, by suffix: {describe_unread(unread)}")
     if bad:
         names = list(dict.fromkeys(name for name, _ in bad))
         remedy = f"leave those of the training part out: data.exclude={path}"
@@ -84,15 +88,20 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         raise DataError(f"{len(bad)} of {len(keys)} images are bad: {join_names(names)}\nreplace them; or {remedy}")
 
 
-def images_below(root: Path) -> dict[Key, Image]:
-    """The images at any depth below a folder, also in archives there, or in the archive `root`. Raises DataError."""
+def images_below(root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
+    """The images at any depth below a folder, also in archives there, or in the archive `root`.
+
+    Also returns the number of other files by suffix. Raises DataError.
+    """
     if root.is_file():
         if not is_archive(root.name):
             raise DataError(f"{root}: a file, but no .tar or .zip\ngive a folder, an archive that ends so, or a config")
         return _images([index_archives(root.parent, root.name, [root])], root)
     folders: dict[bytes, os.stat_result | None] = {}
-    names = np.array(scan_images(os.fsencode(root), b".", folders), bytes)
-    indexes = [ImageIndex(root, names, np.zeros(len(names), np.int64), ())]
+    found, unread = scan_images(os.fsencode(root), b".", folders)
+    unread = Counter({suffix: count for suffix, count in unread.items() if not is_archive(os.fsdecode(suffix))})
+    names = np.array(found, bytes)
+    indexes = [ImageIndex(root, names, np.zeros(len(names), np.int64), (), unread=unread)]
     for folder in sorted(root / os.fsdecode(name) for name in folders):
         names_here = sorted(name for name in os.listdir(folder) if is_archive(name) and name[0] != ".")  # noqa: PTH208
         archives = [folder / name for name in names_here if (folder / name).is_file() and has_images(folder / name)]
@@ -112,8 +121,11 @@ def has_images(archive: Path) -> bool:
         return any(is_image(name.rpartition(b"/")[2]) or name.endswith(b".tar") for name, *_ in members)
 
 
-def images_of(data: DataConfig, root: Path) -> dict[Key, Image]:
-    """The images of a config's training and validation parts. Raises UsageError for a dataset not made of files."""
+def images_of(data: DataConfig, root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
+    """The images of a config's training and validation parts, and the number of other files there by suffix.
+
+    Raises UsageError for a dataset not made of files.
+    """
     from imagenet_cls.data.datasets import open_datasets
     from imagenet_cls.data.sources import FolderSource
 
@@ -122,20 +134,23 @@ def images_of(data: DataConfig, root: Path) -> dict[Key, Image]:
         raise UsageError(f"data.name {data.name!r} is not made of image files\n{remedy}")
     sets = open_datasets(replace(data, exclude=None), subset=True)
     assert isinstance(sets.train, FolderSource) and isinstance(sets.val, FolderSource)
-    return _images([sets.train.index, sets.val.index], root)
+    images, unread = _images([sets.train.index, sets.val.index], root)
+    return images, unread if data.val is not None else Counter(sets.train.index.unread)
 
 
-def _images(indexes: Sequence[ImageIndex], root: Path) -> dict[Key, Image]:
-    """Each image once, with its path relative to `root`."""
+def _images(indexes: Sequence[ImageIndex], root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
+    """Each image once, with its path relative to `root`, and the number of other files by suffix."""
     from imagenet_cls.data.sources import FolderSource  # imports torch, which --help should not
 
     images: dict[Key, Image] = {}
+    unread = Counter[bytes]()
     for index in indexes:
+        unread.update(index.unread)
         source, spans = FolderSource(index), index.spans
         for i in range(len(index)):
             archive, offset = ("", 0) if spans is None else (spans.archive(i), int(spans.offset[i]))
             images[os.path.relpath(index.path(i), root), archive, offset] = source, i
-    return images
+    return images, unread
 
 
 def image_problem(source: "FolderSource", i: int) -> str | None:

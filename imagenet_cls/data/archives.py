@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,7 +22,15 @@ import numpy as np
 from imagenet_cls.data.archive_files import Spans, opened, shown, tar_members, zip_members
 from imagenet_cls.data.classes import join_names, label_positions, read_classes
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
-from imagenet_cls.data.index import IMAGE_SUFFIXES, SPLIT_NAMES, ImageIndex, index_scan
+from imagenet_cls.data.index import (
+    IMAGE_SUFFIXES,
+    SPLIT_NAMES,
+    ImageIndex,
+    index_scan,
+    suffix_of,
+    unread_arrays,
+    unread_from_arrays,
+)
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.errors import DataError, format_value
 
@@ -29,6 +38,7 @@ TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 _THREADS = 16  # they wait for the disk
 _CHUNK = 65_536  # names that are Python objects at a time
+_LABELS = (b".cls", b".json")
 _LAYOUTS = "an archive holds CLASS/NAME.jpg; a shard KEY.jpg, and beside each KEY.cls or KEY.json with `label`"
 
 
@@ -99,6 +109,8 @@ def index_archives(
         write_scan(place, scan)
     arrays = dict(scan.arrays)
     labels = arrays.pop("labels", None)
+    unread = unread_from_arrays(arrays)
+    del arrays["unread_suffixes"], arrays["unread_counts"]
     statuses = [scan.folders[os.fsencode(path)] for path in listed[: len(archives)]]
     spans = Spans(
         tuple(map(str, archives)),
@@ -107,7 +119,7 @@ def index_archives(
     )
     if labels is None:
         return index_scan(scan, place, classes if must_match else None, spans)
-    index = ImageIndex(place, scan.names, labels.astype(np.int64), (), spans)
+    index = ImageIndex(place, scan.names, labels.astype(np.int64), (), spans, unread)
     return _with_labels_resolved(index, scan.classes, archives[0].with_name("classes.txt"), classes)
 
 
@@ -144,13 +156,18 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The images of a piece, in its order. group: index into `groups`: the folders, or in a shard the labels."""
+    """The images of a piece, in its order.
+
+    group: index into `groups`: the folders, or in a shard the labels. unread: the number of other
+    files, by folder (with `/` at its end) and suffix.
+    """
 
     names: np.ndarray
     group: np.ndarray
     groups: list[bytes]
     is_shard: bool
     arrays: dict[str, np.ndarray]
+    unread: Counter[tuple[bytes, bytes]]
 
 
 def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None) -> Scan:
@@ -190,9 +207,11 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     for key in ("offset", "size", "packed"):
         arrays[key] = _joined([rows.arrays.pop(key) for rows in scanned])
     names = _joined([rows.names for rows in scanned])
+    unread: Counter[tuple[bytes, bytes]] = sum((rows.unread for rows in scanned), Counter())
     del scanned
     if shards[0]:
-        return Scan([os.fsdecode(label) for label in table], [], names, statuses, started, arrays | {"labels": group})
+        arrays |= {"labels": group} | _unread_arrays(unread)
+        return Scan([os.fsdecode(label) for label in table], [], names, statuses, started, arrays)
     inside = os.fsencode(part) if root.is_file() and os.path.normpath(part) != "." else b""
     classes, counts, order, skipped = _order_of_folders(place, list(table), group, names, inside)
     del group
@@ -200,11 +219,21 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     equal = np.flatnonzero(names[1:] == names[:-1])
     if len(equal):
         raise DataError(f"{place}: {shown(names[equal[0]])} is in it twice\nmake the archive again")
+    prefix = names[0][:skipped]
     if skipped:
         characters = names.view(np.uint8).reshape(len(names), -1)[:, skipped:]
         names = np.ascontiguousarray(characters).view(f"S{characters.shape[1]}")[:, 0]
-    arrays = {key: values[order] for key, values in arrays.items()}
+    arrays = {key: values[order] for key, values in arrays.items()} | _unread_arrays(unread, prefix)
     return Scan(classes, counts, names, statuses, started, arrays)
+
+
+def _unread_arrays(unread: Counter[tuple[bytes, bytes]], prefix: bytes = b"") -> dict[str, np.ndarray]:
+    """Numbers of files by suffix, of the folders that begin with `prefix`, as arrays of a `Scan`."""
+    counts = Counter[bytes]()
+    for (folder, suffix), count in unread.items():
+        if folder.startswith(prefix):
+            counts[suffix] += count
+    return unread_arrays(counts)
 
 
 def _pieces(path: Path, number: int) -> list[_Piece]:
@@ -230,14 +259,18 @@ def _scan_piece(piece: _Piece) -> _Rows:
     folders: dict[bytes, int] = {}
     folder, offset, size, packed = array("i"), array("q"), array("I"), array("I")
     others: dict[bytes, tuple[int, int, bytes]] = {}
+    unread = Counter[tuple[bytes, bytes]]()
     is_zip = piece.path.lower().endswith(".zip")
     with opened(piece.path) as file:
         members = zip_members(file, piece.path) if is_zip else tar_members(file, piece.path, piece.start, piece.end)
         for name, start, length, compressed, content in members:
             suffix = name[name.rfind(b".") :]
             if suffix not in IMAGE_SUFFIXES and suffix.lower() not in IMAGE_SUFFIXES:
-                if suffix in (b".cls", b".json") and not is_zip:
-                    others[name.removeprefix(b"./")] = start, length, content
+                name = name.removeprefix(b"./")
+                if suffix in _LABELS and not is_zip:
+                    others[name] = start, length, content
+                if not name.endswith(b"/") and b"/." not in b"/" + name:
+                    unread[name[: name.rfind(b"/") + 1], suffix_of(name)] += 1
                 continue
             if b"/." in name or name[0] in b"./":
                 name = _checked_name(name, piece.path)
@@ -254,12 +287,14 @@ def _scan_piece(piece: _Piece) -> _Rows:
         labels = _labels(file, piece.path, names, others) if others and not parts else []
     parts.append(np.array(names or [b""])[: len(names)])
     arrays = {"offset": np.asarray(offset), "size": np.asarray(size), "packed": np.asarray(packed)}
-    rows = _Rows(_joined(parts), np.asarray(folder), list(folders), False, arrays)
+    rows = _Rows(_joined(parts), np.asarray(folder), list(folders), False, arrays, unread)
     if not any(labels):
         return rows
     chosen = np.array([label is not None for label in labels])
     groups, group = _unique(label for label in labels if label is not None)
-    return _Rows(rows.names[chosen], group, groups, True, {key: array[chosen] for key, array in arrays.items()})
+    unread = Counter({key: count for key, count in unread.items() if key[1] not in _LABELS})
+    arrays = {key: array[chosen] for key, array in arrays.items()}
+    return _Rows(rows.names[chosen], group, groups, True, arrays, unread)
 
 
 def _unique(values: Iterable[bytes]) -> tuple[list[bytes], np.ndarray]:

@@ -15,7 +15,8 @@ from imagenet_cls.config.schema import COUNT, DataConfig
 from imagenet_cls.data.archives import check_level, find_archives, index_archives
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
 from imagenet_cls.data.classes import chosen_classes
-from imagenet_cls.data.index import ImageIndex, class_folders, index_folder
+from imagenet_cls.data.decode import has_heif
+from imagenet_cls.data.index import HEIF_SUFFIXES, ImageIndex, class_folders, index_folder
 from imagenet_cls.data.lists import check_none_excluded, exclude_images, index_list
 from imagenet_cls.data.sources import (
     FolderSource,
@@ -157,6 +158,8 @@ def _open_files(
     if "train" in parts and data.fraction < 1:
         train = indexes["train"]
         indexes["train"] = train.select(fraction_rows(train.names, train.targets, data.fraction))
+    for index in indexes.values():
+        _check_heif(index)
     listed = "CONFIG" if "train" in indexes and indexes["train"].spans is not None else str(root)
     verify = f"{command_line('verify-data')} {listed}"
     remedies = {
@@ -168,6 +171,19 @@ def _open_files(
     for part, index in indexes.items():
         sources[part] = FolderSource(index, remedies[part], data.decode, min_px[part], data.exif)
     return sources, note, classes
+
+
+def _check_heif(index: ImageIndex) -> None:
+    """Raise DataError for HEIF images that can't be decoded, at the start and not in the middle of an epoch."""
+    if has_heif():
+        return
+    suffixes = [form for suffix in HEIF_SUFFIXES for form in (suffix, suffix.upper())]
+    rows = np.flatnonzero(np.any([np.char.endswith(index.names, suffix) for suffix in suffixes], axis=0))
+    if len(rows):
+        raise DataError(
+            f"{index.root}: {len(rows)} HEIF images, which need pillow-heif, such as {index.describe(rows[0])}\n"
+            "install it (pip install pillow-heif), convert the images, or move them elsewhere"
+        )
 
 
 def _index_files(

@@ -4,6 +4,8 @@ import io
 import struct
 import warnings
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -29,6 +31,9 @@ _TURNS: dict[int, tuple[bool, list[int]]] = {
     8: (True, [1]),
 }  # fmt: skip
 
+# Kinds of a file that begins as those of ISO/IEC 14496-12, for images coded with HEVC (HEIF).
+_HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
+
 _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive Huffman: what torchvision decodes
 
 
@@ -48,6 +53,25 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     return _decode_with_pillow(data)
 
 
+def open_image(data: bytes) -> Image.Image:
+    """Pillow's image of a file, of HEIF files with pillow-heif. Raises what Pillow raises."""
+    if data[8:12] in _HEIF_BRANDS and has_heif():
+        _register_heif()
+    return Image.open(io.BytesIO(data))
+
+
+def has_heif() -> bool:
+    """Whether pillow-heif is installed, which Pillow needs for HEIF files."""
+    return find_spec("pillow_heif") is not None
+
+
+@cache
+def _register_heif() -> None:
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+
+
 def decode_upright(data: bytes) -> torch.Tensor:
     """As `decode_rgb`, but rotated and mirrored as the EXIF orientation says: Pillow's `ImageOps.exif_transpose`."""
     image = decode_rgb(data)
@@ -57,11 +81,11 @@ def decode_upright(data: bytes) -> torch.Tensor:
 
 
 def exif_orientation(data: bytes) -> int:
-    """The EXIF orientation of an image file, 1 to 8; 1 for a TIFF file, to which Pillow always applies it."""
+    """The EXIF orientation of an image file, 1 to 8; 1 for TIFF and HEIF files, to which it is always applied."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with Image.open(io.BytesIO(data)) as image:
+            with open_image(data) as image:
                 found = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION, 1)
         except Exception:  # of any type, for damaged EXIF blocks
             return 1
@@ -111,13 +135,15 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # EXIF blocks that cannot be parsed, sizes between Pillow's two limits
         try:
-            with Image.open(io.BytesIO(data)) as image:
+            with open_image(data) as image:
                 return rgb_tensor(image)
         except Image.UnidentifiedImageError:
             reason = "not an image of a known format" if data else "an empty file"
+            if data[8:12] in _HEIF_BRANDS and not has_heif():
+                reason = "a HEIF image, which needs pillow-heif: pip install pillow-heif"
         except Image.DecompressionBombError:
             reason = f"more than the {MAX_PIXELS} pixels allowed"
-        except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
+        except (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error) as error:
             # Pillow's decoders and format plug-ins raise all of these for damaged files.
             reason = f"damaged or truncated ({first_line(error)})"
     raise DataError(reason)

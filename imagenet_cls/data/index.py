@@ -3,8 +3,9 @@
 import contextlib
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -14,15 +15,20 @@ import numpy as np
 
 from imagenet_cls.data.classes import NO_VALIDATION, join_names, match_classes
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
-from imagenet_cls.errors import DataError, command_line
+from imagenet_cls.errors import DataError, command_line, printable, shorten
 
 if TYPE_CHECKING:
     from imagenet_cls.data.archive_files import Spans
 
-# torchvision's ImageFolder takes these, except .gif. Compared in lower case.
-IMAGE_SUFFIXES = frozenset(
+# Read by the first versions; torchvision's ImageFolder takes these, except .gif. In lower case.
+FIRST_SUFFIXES = frozenset(
     {b".jpg", b".jpeg", b".png", b".bmp", b".gif", b".webp", b".ppm", b".pgm", b".tif", b".tiff"}
 )
+HEIF_SUFFIXES = frozenset({b".heic", b".heif"})
+# A fixed list, so that a dataset does not depend on the installed packages. Pillow's own has EPS,
+# whose reader starts Ghostscript.
+IMAGE_SUFFIXES = FIRST_SUFFIXES | {b".jfif", b".jpe", b".avif", b".jp2", b".j2k"} | HEIF_SUFFIXES
+_MAX_SUFFIXES = 5  # in a message
 COMMON_SUFFIXES = (b".JPEG", b".jpg", b".jpeg", b".png")  # ImageNet's first
 HIDDEN = ord(".")
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
@@ -35,7 +41,8 @@ class ImageIndex:
 
     root: the folder that paths are relative to. names: (N,) paths of dtype S; reference counts would copy a list of
     Python objects into each forked worker. targets: int64 (N,). classes: name of each target. spans: where the images
-    lie in archives; None: they are files.
+    lie in archives; None: they are files. unread: the number of files, by suffix, that are beside
+    the images and do not count as images (`describe_unread`).
     """
 
     root: Path
@@ -43,6 +50,7 @@ class ImageIndex:
     targets: np.ndarray
     classes: tuple[str, ...]
     spans: "Spans | None" = None
+    unread: Mapping[bytes, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -104,7 +112,8 @@ def index_scan(scan: Scan, root: Path, classes: Sequence[str] | None, spans: "Sp
     found = scan.classes
     positions = range(len(found)) if classes is None else match_classes(found, classes, root)
     targets = np.repeat(np.array(positions, np.int64), scan.counts)
-    return ImageIndex(root, scan.names, targets, tuple(found if classes is None else classes), spans)
+    names = tuple(found if classes is None else classes)
+    return ImageIndex(root, scan.names, targets, names, spans, unread_from_arrays(scan.arrays))
 
 
 def scan_classes(root: Path) -> Scan:
@@ -113,15 +122,16 @@ def scan_classes(root: Path) -> Scan:
     folders: dict[bytes, os.stat_result | None] = {b"": None}
     with contextlib.suppress(OSError):  # `class_folders` raises an error that explains it
         status = open_status(base)
-        _, _, is_cacheable = list_folder(base)
+        _, _, _, is_cacheable = list_folder(base)
         folders[b""] = status if is_cacheable else None
     classes = class_folders(root)
-    counts, names = [], []
+    counts, names, unread = [], [], Counter[bytes]()
     for name in classes:
-        images = scan_images(base, os.fsencode(name), folders)
+        images, others = scan_images(base, os.fsencode(name), folders)
+        unread += others
         counts.append(len(images))
         names.append(np.array(images, f"S{max(map(len, images), default=1)}"))
-    return Scan(classes, counts, np.concatenate(names), folders, started)
+    return Scan(classes, counts, np.concatenate(names), folders, started, unread_arrays(unread))
 
 
 def is_image(name: bytes) -> bool:
@@ -129,33 +139,68 @@ def is_image(name: bytes) -> bool:
     return name[name.rfind(b".") :].lower() in IMAGE_SUFFIXES and not name.startswith(b".")
 
 
-def scan_images(base: bytes, folder: bytes, folders: dict[bytes, os.stat_result | None]) -> list[bytes]:
+def suffix_of(name: bytes) -> bytes:
+    """The suffix of a path in lower case, with its dot; empty without one."""
+    base = name[name.rfind(b"/") + 1 :]
+    return base[base.rfind(b".") :].lower() if b"." in base else b""
+
+
+def unread_arrays(unread: Mapping[bytes, int]) -> dict[str, np.ndarray]:
+    """Numbers of files by suffix as arrays of a `Scan`."""
+    counts = np.array(list(unread.values()), np.int64)
+    return {"unread_suffixes": np.array(list(unread), bytes), "unread_counts": counts}
+
+
+def unread_from_arrays(arrays: Mapping[str, np.ndarray]) -> dict[bytes, int]:
+    """What `unread_arrays` got."""
+    pairs = zip(arrays["unread_suffixes"].tolist(), arrays["unread_counts"].tolist(), strict=True)
+    return dict(pairs)
+
+
+def describe_unread(unread: Mapping[bytes, int]) -> str:
+    """Numbers of files by suffix, the largest first: `12 .txt, 3 .svg, 1 without a suffix`."""
+    ranked = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
+    texts = []
+    for suffix, count in ranked[:_MAX_SUFFIXES]:
+        shown = shorten(printable(os.fsdecode(suffix)), 20) or "without a suffix"
+        texts.append(f"{count:,} {shown}")
+    if more := sum(count for _, count in ranked[_MAX_SUFFIXES:]):
+        texts.append(f"{more:,} others")
+    return ", ".join(texts)
+
+
+def scan_images(
+    base: bytes, folder: bytes, folders: dict[bytes, os.stat_result | None]
+) -> tuple[list[bytes], Counter[bytes]]:
     """The images at any depth below `base/folder`, as paths relative to `base`, in the order of `index_folder`.
 
-    Links are followed. folders: each folder is added to it, as in `Scan`. Raises DataError.
+    Also returns the number of other files by suffix. Links are followed. folders: each folder is added
+    to it, as in `Scan`. Raises DataError.
     """
-    found, pending = [], [folder]
+    found, pending, unread = [], [folder], Counter[bytes]()
     while pending:
         path = pending.pop()
         full_path = os.path.join(base, path)  # noqa: PTH118
         try:
             status = open_status(full_path)
-            images, subfolders, is_cacheable = list_folder(full_path)
+            images, subfolders, others, is_cacheable = list_folder(full_path)
         except OSError as error:
             shown = os.path.normpath(os.fsdecode(full_path))
             raise DataError(f"{shown}: {error.strerror}\ncheck its permissions, or use another folder") from None
         folders[path] = status if is_cacheable else None
         found.append((path, images))
+        unread.update(map(suffix_of, others))
         pending += [os.path.normpath(os.path.join(path, name)) for name in subfolders]  # noqa: PTH118
     names = []
     for path, images in sorted(found):
         prefix = path + b"/"
         names += [prefix + name for name in images]
-    return names
+    return names, unread
 
 
-def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], bool]:
-    """Names of the images, sorted, and of the subfolders, without hidden ones; and whether the folder can be cached.
+def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], list[bytes], bool]:
+    """Names of the images, sorted, of the subfolders, and of other files, without hidden ones; and whether the folder
+    can be cached.
 
     It can't if it holds a link that leads to no folder and is not named as an image: its target may become a folder,
     which changes no time of this folder. Links are followed. Raises OSError.
@@ -167,8 +212,8 @@ def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], bool]:
     except OSError:
         images = []
     if len(images) == len(found):
-        return sorted(images), [], True
-    images, folders, is_cacheable = [], [], True
+        return sorted(images), [], [], True
+    images, folders, others, is_cacheable = [], [], [], True
     for entry in found:
         try:
             is_folder = entry.is_dir()
@@ -178,9 +223,10 @@ def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], bool]:
             folders += [entry.name] if entry.name[0] != HIDDEN else []
         elif is_image(entry.name):
             images.append(entry.name)
-        elif entry.is_symlink():
-            is_cacheable = False
-    return sorted(images), folders, is_cacheable
+        else:
+            others += [entry.name] if entry.name[0] != HIDDEN else []
+            is_cacheable = is_cacheable and not entry.is_symlink()
+    return sorted(images), folders, others, is_cacheable
 
 
 def class_folders(root: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """The state of a run: what a checkpoint contains of it, and how a run resumes from a checkpoint."""
 
+import os
 import shutil
 from collections.abc import Collection
 from copy import deepcopy
@@ -26,7 +27,8 @@ from imagenet_cls.config.check import ineffective_keys
 from imagenet_cls.config.keys import keys_with
 from imagenet_cls.config.load import comparable_values, removed_key_warnings
 from imagenet_cls.config.schema import OptimizerConfig
-from imagenet_cls.data.sources import describe_sizes
+from imagenet_cls.data.index import FIRST_SUFFIXES, IMAGE_SUFFIXES, suffix_of
+from imagenet_cls.data.sources import FolderSource, describe_sizes
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError, format_value
@@ -71,6 +73,7 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
         "num_classes": parts.num_classes,
         "data_digest": parts.data.train.digest(),
         "val_digest": parts.data.val.digest(),
+        "image_suffixes": sorted(map(os.fsdecode, IMAGE_SUFFIXES)),
         "data_sizes": describe_sizes(parts.data.train),
         "val_sizes": describe_sizes(parts.data.val),
         "teacher_digest": parts.teacher_digest,
@@ -200,9 +203,14 @@ def check_resumable(
         if before.get(name) != now.get(name)
     }
     if fixed := [line for name, line in changed.items() if name in _FIXED]:
+        remedy = "Restore them"
+        new_images = images_not_read_before(state, parts) if "training images" in changed else []
+        if new_images:
+            fixed.append(f"{len(new_images)} images are of kinds that were not read before, such as {new_images[0]}")
+            remedy = "Move images that were not read before elsewhere"
         raise CheckpointError(
             f"a run can't resume with another optimizer or other training images: {'; '.join(fixed)}\n"
-            "Restore them, or start a new run from the checkpoint's weights: model.checkpoint=CHECKPOINT"
+            f"{remedy}, or start a new run from the checkpoint's weights: model.checkpoint=CHECKPOINT"
         )
     free = keys_with("recipe", False) | _ENVIRONMENT
     if parts.config.schedule.name == "plateau":  # which depends on when evaluations are made
@@ -219,6 +227,16 @@ def check_resumable(
     if any(_includes(_ROUNDING, name) for name in changed):
         lines.append("the samples are the same, but rounding may differ: results may not be bitwise identical")
     return lines
+
+
+def images_not_read_before(state: dict[str, Any], parts: TrainingParts) -> list[Path]:
+    """The training images in folders and archives with suffixes that the version of a checkpoint did not read."""
+    source = parts.data.train
+    before = set(map(os.fsencode, state.get("image_suffixes", []))) or FIRST_SUFFIXES
+    if parts.config.data.name != "folder" or not isinstance(source, FolderSource):
+        return []
+    index = source.index
+    return [index.path(i) for i, name in enumerate(index.names.tolist()) if suffix_of(name) not in before]
 
 
 def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:

@@ -1,11 +1,13 @@
 """What a run prints at its start and at its end."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from imagenet_cls.checkpoint.format import Progress, checkpoint_path
+from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.sources import FolderSource, ImageSource, SubsetSource, targets_of
 from imagenet_cls.data.turbojpeg import find_turbojpeg
@@ -39,6 +41,7 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
         "training": describe_images(parts.data.train),
         "validation": describe_images(parts.data.val),
+        "files not read": describe_unread(_unread_files(parts)),
         "validation classes": "" if present is None else f"{len(present)} of {parts.num_classes}",
         "data workers": describe_workers(config, plan, group),
         "decoder": describe_decoder(parts.data.train),
@@ -70,6 +73,18 @@ def describe_images(source: ImageSource) -> str:
     low, high = (f"{counts[i]} (class {source.classes[i]})" for i in (counts.argmin(), counts.argmax()))
     each = f"{counts[0]} in each" if counts.min() == counts.max() else f"from {low} to {high}"
     return f"{len(source)} images in {_count(number, 'class')}, {each}"
+
+
+def _unread_files(parts: TrainingParts) -> Counter[bytes]:
+    """The number of files, by suffix, that lie in the folders or archives of the images and are not read."""
+    sources = [parts.data.train]
+    if parts.config.data.val is not None:  # otherwise both parts were listed at once
+        sources.append(parts.data.val)
+    unread = Counter[bytes]()
+    for source in sources:
+        if isinstance(source, FolderSource):
+            unread.update(source.index.unread)
+    return unread
 
 
 def describe_decoder(source: ImageSource) -> str:

@@ -14,8 +14,9 @@ from helpers import TRAIN, arguments, environment, losses, run, state_digest, tr
 
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.commands.verify_data import verify_command
-from imagenet_cls.data import loader
+from imagenet_cls.data import index, loader
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
+from imagenet_cls.engine import state
 from imagenet_cls.errors import ResourceError
 
 Call = Callable[..., tuple[int, str, str]]
@@ -154,3 +155,21 @@ def test_check_shared_memory_adds_loaders_and_ranks(tmp_path: Path, monkeypatch:
     loader.check_shared_memory([(images, 3 * 1000**2), (images, 3 * 1000**2)], 1)
     with pytest.raises(ResourceError):
         loader.check_shared_memory([(images, 3 * 1000**2), (images, 3 * 1000**2)], 8)
+
+
+def test_files_that_are_not_read_are_counted_at_the_start_and_named_when_they_are_new(
+    folder: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that reads more suffixes than that of the checkpoint has other training images."""
+    bad_image(folder).rename(folder / "train" / "3" / "new.jfif")
+    (folder / "train" / "3" / "notes.txt").touch()
+    words = of_folder(folder, tmp_path / "run", train__max_steps=1)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(index, "IMAGE_SUFFIXES", index.FIRST_SUFFIXES)
+        earlier.setattr(state, "IMAGE_SUFFIXES", index.FIRST_SUFFIXES)
+        code, out, err = call(train_command, *words)
+        assert code == 0 and "1 .jfif, 1 .txt" in out + err
+    code, _, err = call(train_command, *words, "--resume")
+    assert code == 4 and "1 images" in err and "new.jfif" in err
+    (folder / "train" / "3" / "new.jfif").unlink()
+    assert call(train_command, *words, "--resume")[0] == 0

@@ -25,6 +25,7 @@ from imagenet_cls.data import archive_files, archives, index_cache
 from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.imagenet_labels import DEVKIT, GROUND_TRUTH
+from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.lists import check_paths
 from imagenet_cls.data.sources import FolderSource, describe_sizes
 from imagenet_cls.errors import DataError
@@ -538,6 +539,37 @@ def test_classes_a_level_deeper_are_an_error(tmp_path: Path, image_folder: Path,
     write_zip(tmp_path / "both.zip", files)
     with pytest.raises(DataError, match="deeper"):
         held_out(tmp_path, "both.zip")
+
+
+@pytest.mark.parametrize("form", ["tar", "zip", "class tars"])
+def test_files_that_are_no_images_are_counted_as_in_folders(form: str, tmp_path: Path) -> None:
+    for name in ("a/1.jpg", "a/x.txt", "a/y.TXT", "b/1.jpg", "b/deep/z.csv", "b/.hidden.txt"):
+        (tmp_path / "data/train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data/train" / name).write_bytes(IMAGE)
+    expected = index_folder(tmp_path / "data/train").unread
+    assert expected == {b".txt": 2, b".csv": 1}
+    files = [
+        (str(path.relative_to(tmp_path / "data")), path.read_bytes())
+        for path in sorted((tmp_path / "data").rglob("*"))
+        if path.is_file()
+    ]
+    data = DataConfig(root=str(tmp_path / f"all.{form}"), val="train")
+    if form == "class tars":
+        for name in "ab":
+            chosen = [(file.removeprefix(f"train/{name}/"), IMAGE) for file, _ in files if f"/{name}/" in file]
+            write_tar(tmp_path / "tars" / "train" / f"{name}.tar", chosen)
+        data = DataConfig(root=str(tmp_path / "tars"), val="train")
+    else:
+        write = write_tar if form == "tar" else write_zip
+        write(tmp_path / f"all.{form}", [*files, ("val/a/2.jpg", IMAGE), ("val/a/2.csv", b"")])
+    train = open_datasets(data).train
+    assert isinstance(train, FolderSource) and train.index.unread == expected
+
+
+def test_files_of_shards_beside_images_and_labels_are_counted(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train" / "a.tar", [*SAMPLE, ("a.txt", b""), ("a.json", b"{}")])
+    train = open_datasets(DataConfig(root=str(tmp_path), val="train")).train
+    assert isinstance(train, FolderSource) and train.index.unread == {b".txt": 1}
 
 
 def test_tar_of_class_folders_may_hold_other_files(tmp_path: Path, image_folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Decoding: Pillow's pixels for every kind of file, and errors for broken ones."""
 
+import contextlib
 import io
 import struct
 import zlib
@@ -146,3 +147,38 @@ def test_decode_rgb_decompression_bomb_raises_and_takes_no_memory(photographs: l
         with pytest.raises(DataError, match="pixels"):
             decode_rgb(bomb)
     assert peak_kib() - before < 50_000
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
+def test_decode_rgb_of_further_formats_equals_pillow(kind: str, photographs: list[Image.Image]) -> None:
+    data = encode(photographs[0].resize((161, 107)), kind)
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(decode_rgb(data).permute(1, 2, 0).numpy(), np.array(image.convert("RGB")))
+    for end in range(0, len(data), len(data) // 20):
+        damaged = bytearray(data)
+        damaged[end] ^= 255
+        for content in (data[:end], bytes(damaged)):
+            with contextlib.suppress(DataError):  # any other exception is an error
+                decode_rgb(content)
+
+
+def test_heif_image_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install pillow-heif"):
+        decode_rgb(b"\0\0\0\x1cftypheic" + b"\0" * 100)
+
+
+def test_heif_image_is_upright_in_both_cases(photographs: list[Image.Image]) -> None:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    photograph = photographs[0].resize((160, 108))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    pillow_heif.from_pillow(photograph).save(file, quality=90, exif=exif.tobytes())
+    pixels = decode_rgb(file.getvalue())
+    assert pixels.shape == (3, 160, 108) and exif_orientation(file.getvalue()) == 1
+    assert torch.equal(decode_upright(file.getvalue()), pixels)
+    turned = np.asarray(photograph.transpose(Image.Transpose.ROTATE_270), np.float32)
+    assert np.abs(pixels.permute(1, 2, 0).numpy() - turned).mean() < 10
+    with pytest.raises(DataError):
+        decode_rgb(file.getvalue()[:-1000])

@@ -3,15 +3,17 @@
 import contextlib
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import REPOSITORY
 from torchvision.datasets import ImageFolder
 
-from imagenet_cls.data.index import ImageIndex, index_folder
+from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, describe_unread, index_folder
 from imagenet_cls.data.sources import FolderSource, MapSource, describe_sizes
 from imagenet_cls.data.splits import held_out_mask
 from imagenet_cls.errors import DataError
@@ -46,6 +48,23 @@ def test_index_folder_skips_hidden_files_and_takes_gif(tmp_path: Path) -> None:
     touch(tmp_path, "a/1.gif", "a/._1.jpg", "a/.cache/2.jpg", ".ipynb_checkpoints/3.jpg", "b/1.jpg", "b/._2.jpg")
     index = index_folder(tmp_path)
     assert [index.name(i) for i in range(len(index))] == ["a/1.gif", "b/1.jpg"]
+
+
+def test_files_that_are_no_images_are_counted_by_suffix(tmp_path: Path) -> None:
+    touch(tmp_path, *(f"a/{name}" for name in ("1.jfif", "2.JPE", "3.avif", "4.jp2", "5.J2K", "6.heic", "7.HEIF")))
+    touch(tmp_path, "a/1.TXT", "b/deep/2.txt", "b/README", "b/.hidden.svg", "b/x.eps", "b/1.jpg", "notes.csv")
+    index = index_folder(tmp_path)
+    assert len(index) == 8
+    assert index.unread == {b".txt": 2, b"": 1, b".eps": 1}
+    assert describe_unread(index.unread) == "2 .txt, 1 without a suffix, 1 .eps"
+    many = {b".%d" % i: 10 - i for i in range(7)}
+    assert describe_unread(many).endswith("6 .4, 9 others")
+
+
+def test_suffixes_are_listed_on_the_page() -> None:
+    page = (REPOSITORY / "docs" / "data.md").read_text()
+    section = page.partition("## Image files\n")[2].partition("\n## ")[0].partition("\n\n")[0]
+    assert {suffix.encode() for suffix in re.findall(r"`(\.\w+)`", section)} == IMAGE_SUFFIXES
 
 
 def test_digest_depends_on_names_targets_and_classes_only(tmp_path: Path) -> None:

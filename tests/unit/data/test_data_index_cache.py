@@ -62,6 +62,7 @@ def test_cached_index_equals_the_scanned_one(cache: Path, root: Path, monkeypatc
     reversed_classes = content(index_folder(root, ["c", "b", "a"]))
     monkeypatch.setattr(index, "scan_classes", None)  # a call is an error
     assert content(index_folder(root)) == expected
+    assert index_folder(root).unread == {b".txt": 1}
     assert content(index_folder(root, ["c", "b", "a"])) == reversed_classes
     monkeypatch.chdir(root.parent)
     assert content(index_folder("train")) == expected

@@ -269,7 +269,7 @@ def test_integers_without_names_are_positions_in_classes_txt(
     assert sets.train.index.targets.tolist() == [2, 0] and sets.val.index.targets.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("suffix", ["JPEG", "PNG"])
+@pytest.mark.parametrize("suffix", ["JPEG", "jpe", "jfif", "PNG"])
 def test_shards_have_the_suffixes_that_other_readers_expect(
     suffix: str, tmp_path: Path, image_folder: Path, call: Call
 ) -> None:

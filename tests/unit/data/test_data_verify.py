@@ -12,6 +12,7 @@ import pytest
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data import datasets
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.lists import BAD_IMAGES_FILE, exclude_images, read_bad_images
@@ -56,6 +57,33 @@ def test_verify_data_good_folder_writes_a_list_only_over_an_earlier_one(odd_root
     assert verify(good) == 0 and not (good / BAD_IMAGES_FILE).exists()
     (good / BAD_IMAGES_FILE).write_text("plain.JPEG\tempty\n")
     assert verify(good) == 0 and read_bad_images(good / BAD_IMAGES_FILE) == {}
+
+
+def test_verify_data_counts_the_files_that_are_not_read(
+    image_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    jpeg = (image_folder / "train" / "cat" / "000.JPEG").read_bytes()
+    for part in ("train", "val"):
+        (tmp_path / "data" / part / "a").mkdir(parents=True)
+        for name in ("1.JPEG", "2.jfif", "3.svg", "4.svg", "5.txt"):
+            (tmp_path / "data" / part / "a" / name).write_bytes(jpeg)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data: {{root: {tmp_path / 'data'}}}\noptimizer: {{lr: 0.1}}\n")
+    for data in (tmp_path / "data", config):
+        assert verify(data) == 0
+        out = capfd.readouterr().out
+        assert "4 images, 0 bad" in out and "4 .svg, 2 .txt" in out
+
+
+def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "has_heif", lambda: False)
+    for name in ("1.JPEG", "2.HEIC"):
+        (tmp_path / "train" / "a").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / "a" / name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"1 HEIF images.*2\.HEIC"):
+        open_datasets(DataConfig(root=str(tmp_path), val="train"))
 
 
 @pytest.mark.parametrize(
