@@ -175,7 +175,7 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
 
     classes: the training classes; None: the names in the first file that stores them, else the lines
     of a classes.txt beside the files, else those of the labels. Integers are positions in the names
-    of their file, else in the classes; for texts see `label_positions`.
+    of their file, else in the classes; for strings see `label_positions`.
     """
     groups: list[RowGroup] = []
     names: dict[Path, list[str]] = {}
@@ -194,26 +194,7 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
     folder = files[0].parent
     if not groups:
         raise DataError(f"{folder}: no rows in {join_names([path.name for path in files])}\ngive other files")
-    if classes is None and names:
-        classes = next(iter(names.values()))
-    elif classes is None and (folder / "classes.txt").is_file():
-        classes = read_classes(folder / "classes.txt")
-    targets: dict[Path, dict[int | str, int]] = {}
-    for path, stored in names.items():
-        assert classes is not None
-        if sorted(stored) != sorted(classes):
-            others = join_names(sorted(set(stored) ^ set(classes)))
-            text = f"its {len(stored)} classes are not the {len(classes)} of the files before"
-            raise DataError(f"{path}: {text}; not in both: {others}\ngive files of one dataset")
-        position = {name: i for i, name in enumerate(classes)}
-        targets[path] = {i: position[name] for i, name in enumerate(stored)}
-    found = {label for different in labels.values() for label in different}
-    if found:
-        are_integers = all(isinstance(label, int) for label in found)
-        texts = {str(label) for label in found}
-        position, classes = label_positions(texts, classes, folder, by_position=are_integers)
-        for path, different in labels.items():
-            targets[path] = {label: position[str(label)] for label in different if str(label) in position}
+    targets, classes = _targets_of_labels(names, labels, classes, folder)
     shards: list[list[RowGroup]] = []
     for group in groups:
         if not shards or sum(rows for _, _, rows in shards[-1]) >= per_shard:
@@ -231,7 +212,37 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
 
     source = str([[path.name, path.stat().st_size] for path in files])
     count = sum(rows for _, _, rows in groups)
-    return Part(classes or (), source, count, [partial(samples, shard) for shard in shards])
+    return Part(classes, source, count, [partial(samples, shard) for shard in shards])
+
+
+def _targets_of_labels(
+    names: Mapping[Path, list[str]],
+    labels: Mapping[Path, list[int | str]],
+    classes: Sequence[str] | None,
+    folder: Path,
+) -> tuple[dict[Path, dict[int | str, int]], Sequence[str]]:
+    """The target of each label, for each file, and the classes. The arguments are those of `parquet_part`."""
+    if classes is None and names:
+        classes = next(iter(names.values()))
+    elif classes is None and (folder / "classes.txt").is_file():
+        classes = read_classes(folder / "classes.txt")
+    targets: dict[Path, dict[int | str, int]] = {}
+    for path, stored in names.items():
+        assert classes is not None
+        if sorted(stored) != sorted(classes):
+            others = join_names(sorted(set(stored) ^ set(classes)))
+            text = f"its {len(stored)} classes are not the {len(classes)} of the files before"
+            raise DataError(f"{path}: {text}; not in both: {others}\ngive files of one dataset")
+        position = {name: i for i, name in enumerate(classes)}
+        targets[path] = {i: position[name] for i, name in enumerate(stored)}
+    found = {label for different in labels.values() for label in different}
+    if found:
+        are_integers = all(isinstance(label, int) for label in found)
+        position, classes = label_positions(set(map(str, found)), classes, folder, are_integers)
+        for path, different in labels.items():
+            known = [label for label in different if str(label) in position]
+            targets[path] = {label: position[str(label)] for label in known}
+    return targets, classes or ()
 
 
 def _class_names(path: Path, schema: Any) -> list[str] | None:

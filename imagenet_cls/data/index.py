@@ -99,8 +99,10 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
     found = scan.classes
     empty = [name for name, count in zip(found, scan.counts, strict=True) if count == 0]
     if empty:
+        others = describe_unread(unread_from_arrays(scan.arrays))
+        what = f"hold no image: {join_names(empty)}" + (f"; files not read: {others}" if others else "")
         raise DataError(
-            f"{root}: {len(empty)} of {len(found)} class folders hold no image: {join_names(empty)}\n"
+            f"{root}: {len(empty)} of {len(found)} class folders {what}\n"
             "remove these folders, or restore their images (an interrupted extraction leaves such folders)"
         )
     check_not_parts(root, found)
@@ -152,7 +154,7 @@ def unread_arrays(unread: Mapping[bytes, int]) -> dict[str, np.ndarray]:
 
 
 def unread_from_arrays(arrays: Mapping[str, np.ndarray]) -> dict[bytes, int]:
-    """What `unread_arrays` got."""
+    """Numbers of files by suffix, from the arrays of `unread_arrays`."""
     pairs = zip(arrays["unread_suffixes"].tolist(), arrays["unread_counts"].tolist(), strict=True)
     return dict(pairs)
 
