@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, which marked tests run, skips in CI, fixtures. Does not import torch."""
+"""Shared by all tests: one thread, no GPU, which marked tests run, skips in CI, fixtures. Does not import torch."""
 
 import os
 import signal
@@ -30,13 +30,27 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 SLOW_FOLDERS = ("quick", "faults", "distributed", "engine")
 
 
+def runs_on_gpus(markers: str) -> bool:
+    """Whether pytest's `-m MARKERS` selects tests that need a GPU."""
+    return "gpu" in markers and "not gpu" not in markers
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that do not need one: `device=auto` would choose them, and most tests assume a CPU."""
+    if runs_on_gpus(config.option.markexpr):
+        # cuBLAS reads it once in each process. Runs with train.deterministic=true need it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def in_ci() -> bool:
     """Whether a missing tool is a failure: `.ci/run` and most CI services set CI=true."""
     return os.environ.get("CI", "").lower() in ("1", "true")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run slow folders first, deselect nightly tests unless `-m` names them, skip `gpu` tests without a CUDA device."""
+    """Run slow folders first, deselect nightly tests unless `-m` names them, skip `gpu` tests without a GPU."""
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in SLOW_FOLDERS)
     if "nightly" not in config.option.markexpr:
         nightly = [item for item in items if item.get_closest_marker("nightly")]
@@ -48,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if not torch.cuda.is_available():
             for item in gpu_items:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device and -m gpu"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,7 @@
 """The training loop does not wait for the device between two reports, except where `engine.step` says so."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class Steps:
     def __init__(self, parts: TrainingParts):
         self.parts, self.progress = parts, Progress()
         self.meter = Meter(parts.group, parts.plan.global_batch)
-        self.reads = CountReads()
+        self.reads, self.checks = CountReads(), ExitStack()
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         return prefetch_to_device(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
@@ -51,21 +52,21 @@ class Steps:
     def after_step(self, epoch: int, lr: float, *results: Any) -> None:
         self.meter.add(self.progress.step, epoch, lr, *results)
         if self.progress.step == 1:
-            self.reads.__enter__()
+            self.checks.enter_context(self.reads)
             if self.parts.group.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
+                self.checks.callback(torch.cuda.set_sync_debug_mode, "default")
 
     def after_epoch(self) -> None:
-        if self.parts.group.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-        self.reads.__exit__(None, None, None)
+        self.checks.close()
         records = self.meter.flush()
         assert [record["step"] for record in records] == list(range(1, STEPS + 1))
 
 
 def reads_after_first_step(device: torch.device, *words: str) -> int:
     steps = Steps(build(load_config(None, [*WORDS, *words]).config, Group(RankInfo(), device)))
-    train(steps)  # type: ignore[arg-type]
+    with steps.checks:  # they end after a failure, too
+        train(steps)  # type: ignore[arg-type]
     return steps.reads.count
 
 
