@@ -215,12 +215,9 @@ def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> R
     if re.search("timed? ?out", str(error), re.IGNORECASE) and trains():
         others = f"rank{1 - rank}.log" if group is not None and group.world_size == 2 else "rank<r>.log of the others"
         where = f"the stacks in logs/{others}, which show where a rank hangs; with nccl also logs/nccl_trace_rank<r>."
-    return (
-        lost
-        or nccl_error(error, rank)
-        or ResourceError(
-            f"rank {rank} lost contact with another rank: {first_line(error)[:200]}\nSee {where} {restart_advice()}"
-        )
+    lost = lost or nccl_error(error, rank)
+    return lost or ResourceError(
+        f"rank {rank} lost contact with another rank: {first_line(error)[:200]}\nSee {where} {restart_advice()}"
     )
 
 
