@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from forked_ranks import RankServer  # noqa: E402
+from helpers import runs_on_gpus  # noqa: E402
 
 # One thread for each test and the processes that it starts: threads that compete for few cores are slow, and their
 # number changes the bits of sums. torch takes MKL's number, too. Set before the import of torch.
@@ -28,11 +29,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # The folders with the longest tests: they run first, so that no worker ends long after the others.
 SLOW_FOLDERS = ("quick", "faults", "distributed", "engine")
-
-
-def runs_on_gpus(markers: str) -> bool:
-    """Whether pytest's `-m MARKERS` selects tests that need a GPU."""
-    return "gpu" in markers and "not gpu" not in markers
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -175,6 +175,11 @@ def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) 
     return [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(work_dir)]
 
 
+def runs_on_gpus(markers: str) -> bool:
+    """Whether pytest's `-m MARKERS` selects tests that need a GPU."""
+    return "gpu" in markers and "not gpu" not in markers
+
+
 def environment(**more: str) -> dict[str, str]:
     """For processes of tests: one thread, `helpers` on the path, no variables of a launcher around the tests."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import runs_on_gpus
-from helpers import REPOSITORY, run
+from helpers import REPOSITORY, run, runs_on_gpus
 
 from imagenet_cls.parallel.environment import RankInfo
 
