@@ -45,6 +45,7 @@ PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-", 
 # In shards. WebDataset's and timm's readers look for `jpg`.
 SUFFIXES = {"jpeg": "jpg", "jpe": "jpg", "jfif": "jpg", "mpo": "jpg", "jpeg2000": "jp2"}
 SHARD_FORMAT = 2  # 1: images have the suffixes of their files
+UNREADABLE = "check its permissions, or use another SOURCE"
 PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
 
 Sample = tuple[str, bytes, int, str]  # name of an image below its class, the file, target; its place, for messages
@@ -71,8 +72,8 @@ def pack_command(argv: Sequence[str]) -> None:
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="a folder or archive with train and val; a config; or a folder with the "
-        "Parquet files of a dataset of Hugging Face: train-*.parquet, and validation-*.parquet or test-*.parquet, "
-        "perhaps in data/",
+        "Parquet files of a dataset of Hugging Face: train-*.parquet, and validation-*.parquet or "
+        "test-*.parquet, perhaps in data/",
     )  # fmt: skip
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with a config, such as data.root=/my/images")
@@ -108,18 +109,21 @@ def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[st
     root = Path(source).expanduser()
     files, parts = parquet_files(root), dict[str, Part]()
     for name, prefixes in PARQUET_PARTS.items():
-        by_prefix = ([path for path in files if path.name.startswith(prefix)] for prefix in prefixes)
-        if chosen := next(filter(None, by_prefix), None):
-            parts[name] = parquet_part(chosen, parts["train"].classes if parts else None, per_shard)
-            print(printable(f"{name}: {join_names([path.name for path in chosen])}"))
-            files = [path for path in files if path not in chosen]
+        for prefix in prefixes:
+            chosen = [path for path in files if path.name.startswith(prefix)]
+            if chosen:
+                classes = parts["train"].classes if parts else None
+                parts[name] = parquet_part(chosen, classes, per_shard)
+                print(printable(f"{name}: {join_names([path.name for path in chosen])}"))
+                files = [path for path in files if path not in chosen]
+                break
     if parts and files:
         print(printable(f"not packed: {join_names([path.name for path in files])}"))
     return parts or indexed_parts(DataConfig(root=str(root)), per_shard)
 
 
 def parquet_files(root: Path) -> list[Path]:
-    """The Parquet files in a folder and in `data` in it, sorted. Raises DataError for one that can't be listed."""
+    """The Parquet files in a folder and in `data` in it, sorted. Raises DataError."""
     found: list[Path] = []
     for folder in (root, root / "data"):
         try:
@@ -127,7 +131,7 @@ def parquet_files(root: Path) -> list[Path]:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            raise DataError(f"{folder}: {error.strerror}\ncheck its permissions, or use another SOURCE") from None
+            raise DataError(f"{folder}: {error.strerror}\n{UNREADABLE}") from None
     return found
 
 
@@ -164,18 +168,19 @@ def open_parquet(path: Path) -> Iterator[Any]:
         check_regular(path)
         path.open("rb").close()  # pyarrow's errors hide the reason
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}\ncheck its permissions, or use another SOURCE") from None
+        raise DataError(f"{path}: {error.strerror}\n{UNREADABLE}") from None
     explain = explain_content_errors(DataError, path, "broken or cut short", "download it again")
     with explain, parquet.ParquetFile(path) as file:
         yield file
 
 
 def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard: int) -> Part:
-    """The rows of Parquet files with the columns `image` (of `bytes` and `path`) and `label`, by whole row groups.
+    """The rows of Parquet files with the columns `image` (`bytes`, `path`) and `label`.
 
-    classes: the training classes; None: the names in the first file that stores them, else the lines
-    of a classes.txt beside the files, else those of the labels. Integers are positions in the names
-    of their file, else in the classes; for strings see `label_positions`.
+    A shard has whole row groups. classes: the training classes; None: the names in the first file
+    that stores them, else the lines of a classes.txt beside the files, else those of the labels.
+    Integers are positions in the names of their file, else in the classes; for strings see
+    `label_positions`.
     """
     groups: list[RowGroup] = []
     names: dict[Path, list[str]] = {}
@@ -187,13 +192,15 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
             _check_columns(path, file.schema_arrow)
             stored = _class_names(path, file.schema_arrow)
             if stored is None:
-                labels[path] = file.read(columns=["label"])["label"].drop_null().unique().to_pylist()
+                column = file.read(columns=["label"])["label"]
+                labels[path] = column.drop_null().unique().to_pylist()
             else:
                 names[path] = stored
             groups += [(path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)]
     folder = files[0].parent
     if not groups:
-        raise DataError(f"{folder}: no rows in {join_names([path.name for path in files])}\ngive other files")
+        listed = join_names([path.name for path in files])
+        raise DataError(f"{folder}: no rows in {listed}\ngive other files")
     targets, classes = _targets_of_labels(names, labels, classes, folder)
     shards: list[list[RowGroup]] = []
     for group in groups:
@@ -221,7 +228,10 @@ def _targets_of_labels(
     classes: Sequence[str] | None,
     folder: Path,
 ) -> tuple[dict[Path, dict[int | str, int]], Sequence[str]]:
-    """The target of each label, for each file, and the classes. The arguments are those of `parquet_part`."""
+    """The target of each label, for each file, and the classes.
+
+    names, labels: of `parquet_part`. folder: of the files.
+    """
     if classes is None and names:
         classes = next(iter(names.values()))
     elif classes is None and (folder / "classes.txt").is_file():
@@ -249,9 +259,13 @@ def _class_names(path: Path, schema: Any) -> list[str] | None:
     """The names of the classes that Hugging Face's `datasets` stores in a file, or None."""
     stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     names = stored.get("info", {}).get("features", {}).get("label", {}).get("names")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        what = f"the names of its classes are not a list of texts: {format_value(names)}"
-        raise DataError(f"{path}: {what}\nstore them as the ClassLabel of `datasets` does, or without names")
+    if names is None:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(
+            f"{path}: the names of its classes are not a list of strings: {format_value(names)}\n"
+            "store them as the ClassLabel of `datasets` does, or leave them out"
+        )
     return names
 
 
@@ -281,8 +295,11 @@ def _parquet_row(row: dict[str, Any], targets: Mapping[int | str, int], place: s
     if not image.get("bytes"):
         raise DataError(f"{place}: no image: `bytes` is empty\ngive files that hold the images, not only their paths")
     if label not in targets:
-        what = "no label" if label is None else f"label {format_value(label)} is none of the classes"
-        raise DataError(f"{place}: {what}\npack labeled parts only: move the files of others elsewhere")
+        what = f"label {format_value(label)} is not one of the classes"
+        if label is None:
+            what = "no label"
+        remedy = "pack labeled parts only: move the files of others elsewhere"
+        raise DataError(f"{place}: {what}\n{remedy}")
     return image.get("path") or "", image["bytes"], targets[label]
 
 
@@ -362,7 +379,7 @@ def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: 
     stem, dot, suffix = base.rpartition(".") if is_image(os.fsencode(base)) else (base, "", "")
     if max_px is not None or not dot:
         try:
-            from imagenet_cls.data.decode import open_image  # imports torch, which --help should not
+            from imagenet_cls.data.decode import open_image  # imports torch
 
             with open_image(data) as image:
                 suffix, size = suffix or str(image.format), image.size
@@ -374,7 +391,8 @@ def packed(sample: Sample, classes: Sequence[str], max_px: int | None, quality: 
             raise DataError(f"{printable(place)}: {reason}\nreplace the file") from None
     suffix = SUFFIXES.get(suffix.lower(), suffix.lower())
     if not is_image(b"image." + suffix.encode()):
-        raise DataError(f"{printable(place)}: a {suffix} file, which training does not read\nreplace the file")
+        what = f"a {suffix} file, which training does not read"
+        raise DataError(f"{printable(place)}: {what}\nreplace the file")
     folder = folder or classes[target].replace("/", "_")
     folder = re.sub(r"(^|/)\.", r"\1_", folder)  # hidden files are not read
     return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target, place

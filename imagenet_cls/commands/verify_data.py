@@ -58,7 +58,8 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     images, unread = images_of(config, root) if config else images_below(root)
     if not images:
         others = f", and other files: {describe_unread(unread)}" if unread else ""
-        raise DataError(f"{root}: no image in it{others}\nname the folder that holds the dataset, or a config")
+        remedy = "name the folder that holds the dataset, or a config"
+        raise DataError(f"{root}: no image in it{others}\n{remedy}")
     keys = sorted(images)
     path = out or (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
     if not os.access(path if is_device_or_fifo(path) else path.parent, os.W_OK):
@@ -99,7 +100,8 @@ def images_below(root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
         return _images([index_archives(root.parent, root.name, [root])], root)
     folders: dict[bytes, os.stat_result | None] = {}
     found, unread = scan_images(os.fsencode(root), b".", folders)
-    unread = Counter({suffix: count for suffix, count in unread.items() if not is_archive(os.fsdecode(suffix))})
+    for suffix in (b".tar", b".zip"):  # they are read below
+        del unread[suffix]
     names = np.array(found, bytes)
     indexes = [ImageIndex(root, names, np.zeros(len(names), np.int64), (), unread=unread)]
     for folder in sorted(root / os.fsdecode(name) for name in folders):
@@ -122,9 +124,10 @@ def has_images(archive: Path) -> bool:
 
 
 def images_of(data: DataConfig, root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
-    """The images of a config's training and validation parts, and the number of other files there by suffix.
+    """The images of a config's training and validation parts.
 
-    Raises UsageError for a dataset not made of files.
+    Also returns the number of other files there by suffix. Raises UsageError for a dataset not made
+    of files.
     """
     from imagenet_cls.data.datasets import open_datasets
     from imagenet_cls.data.sources import FolderSource
@@ -139,7 +142,7 @@ def images_of(data: DataConfig, root: Path) -> tuple[dict[Key, Image], Counter[b
 
 
 def _images(indexes: Sequence[ImageIndex], root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
-    """Each image once, with its path relative to `root`, and the number of other files by suffix."""
+    """Each image once, with its path relative to `root`; and the number of other files by suffix."""
     from imagenet_cls.data.sources import FolderSource  # imports torch, which --help should not
 
     images: dict[Key, Image] = {}

@@ -131,7 +131,8 @@ def _with_labels_resolved(
     if own is not None and classes is not None and own != list(classes):
         raise DataError(f"{class_file}: not the training classes\nuse the same classes.txt for both parts")
     # In WebDataset `KEY.cls` holds an integer, so that numbers are positions in a classes.txt.
-    position, names = label_positions(set(labels), own or classes, index.root, by_position=own is not None)
+    names = own or classes
+    position, names = label_positions(set(labels), names, index.root, by_position=own is not None)
     unknown = next((i for i, label in enumerate(labels) if label not in position), None)
     if unknown is not None:
         image = index.describe(int(np.argmax(index.targets == unknown)))
@@ -228,7 +229,7 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
 
 
 def _unread_arrays(unread: Counter[tuple[bytes, bytes]], prefix: bytes = b"") -> dict[str, np.ndarray]:
-    """Numbers of files by suffix, of the folders that begin with `prefix`, as arrays of a `Scan`."""
+    """Numbers of files by suffix, in folders that begin with `prefix`, as arrays of a `Scan`."""
     counts = Counter[bytes]()
     for (folder, suffix), count in unread.items():
         if folder.startswith(prefix):

@@ -1,4 +1,4 @@
-"""The classes of a dataset and their order: text files of classes, labels, and class folders matched to classes."""
+"""The classes of a dataset and their order: text files; labels and folders matched to classes."""
 
 import re
 import unicodedata
@@ -72,7 +72,8 @@ def label_positions(
             what += f", and one is {format_value(others[0])}" if others else ""
             raise DataError(
                 f"{place}: {what}\n"
-                "count classes from 0, or list all of them, one per line, in a classes.txt next to this file"
+                "count classes from 0, or list all of them, one per line, in a classes.txt "
+                "next to this file"
             )
         return found, [str(number) for number in range(highest + 1)]
     position = {name: i for i, name in enumerate(classes)}

@@ -174,14 +174,18 @@ def _open_files(
 
 
 def _check_heif(index: ImageIndex) -> None:
-    """Raise DataError for HEIF images that can't be decoded, at the start and not in the middle of an epoch."""
+    """Raise DataError at the start, not in an epoch, for HEIF images that can't be decoded."""
     if has_heif():
         return
-    suffixes = [form for suffix in HEIF_SUFFIXES for form in (suffix, suffix.upper())]
-    rows = np.flatnonzero(np.any([np.char.endswith(index.names, suffix) for suffix in suffixes], axis=0))
+    is_heif = np.zeros(len(index), bool)
+    for suffix in HEIF_SUFFIXES:
+        is_heif |= np.char.endswith(index.names, suffix)
+        is_heif |= np.char.endswith(index.names, suffix.upper())
+    rows = np.flatnonzero(is_heif)
     if len(rows):
         raise DataError(
-            f"{index.root}: {len(rows)} HEIF images, which need pillow-heif, such as {index.describe(rows[0])}\n"
+            f"{index.root}: {len(rows)} HEIF images, which need pillow-heif, such as "
+            f"{index.describe(rows[0])}\n"
             "install it (pip install pillow-heif), convert the images, or move them elsewhere"
         )
 

@@ -81,7 +81,7 @@ def decode_upright(data: bytes) -> torch.Tensor:
 
 
 def exif_orientation(data: bytes) -> int:
-    """The EXIF orientation of an image file, 1 to 8; 1 for TIFF and HEIF files, to which it is always applied."""
+    """The EXIF orientation of an image file, 1 to 8; 1 for TIFF and HEIF, where it is always applied."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

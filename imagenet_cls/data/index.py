@@ -100,7 +100,9 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
     empty = [name for name, count in zip(found, scan.counts, strict=True) if count == 0]
     if empty:
         others = describe_unread(unread_from_arrays(scan.arrays))
-        what = f"hold no image: {join_names(empty)}" + (f"; files not read: {others}" if others else "")
+        what = f"hold no image: {join_names(empty)}"
+        if others:
+            what += f"; files not read: {others}"
         raise DataError(
             f"{root}: {len(empty)} of {len(found)} class folders {what}\n"
             "remove these folders, or restore their images (an interrupted extraction leaves such folders)"
@@ -176,8 +178,8 @@ def scan_images(
 ) -> tuple[list[bytes], Counter[bytes]]:
     """The images at any depth below `base/folder`, as paths relative to `base`, in the order of `index_folder`.
 
-    Also returns the number of other files by suffix. Links are followed. folders: each folder is added
-    to it, as in `Scan`. Raises DataError.
+    Also returns the number of other files by suffix. Links are followed. folders: each folder is
+    added to it, as in `Scan`. Raises DataError.
     """
     found, pending, unread = [], [folder], Counter[bytes]()
     while pending:
@@ -201,11 +203,11 @@ def scan_images(
 
 
 def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], list[bytes], bool]:
-    """Names of the images, sorted, of the subfolders, and of other files, without hidden ones; and whether the folder
-    can be cached.
+    """Names of the images, sorted, of the subfolders and of other files, without hidden ones.
 
-    It can't if it holds a link that leads to no folder and is not named as an image: its target may become a folder,
-    which changes no time of this folder. Links are followed. Raises OSError.
+    Also returns whether the folder can be cached. It can't if it holds a link that leads to no folder
+    and is not named as an image: its target may become a folder, which changes no time of this
+    folder. Links are followed. Raises OSError.
     """
     with os.scandir(path) as entries:
         found = list(entries)

@@ -66,10 +66,10 @@ def check_paths(data: DataConfig, subset: bool = False) -> None:
 def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
     """Index the images that `file` names, in its order, with paths relative to `folder` (or absolute).
 
-    A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the first
-    two. Another one has `path label` lines, split at the last white space. The classes are, in this
-    order of precedence: `classes` (the training classes, for a validation list); the lines of a
-    `classes.txt` next to `file`; those of the labels. For labels see `label_positions`. Raises
+    A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the
+    first two. Another one has `path label` lines, split at the last white space. The classes are,
+    in this order of precedence: `classes` (the training classes, for a validation list); the lines
+    of a `classes.txt` next to `file`; those of the labels. For labels see `label_positions`. Raises
     DataError with file and line for a malformed line, a label that is unknown or out of range, and
     a first image that is missing.
     """

@@ -35,7 +35,7 @@ _EXAMPLE_BATCH = 2  # the exporter takes sizes of 0 and 1 for constants
 class ExportedModel(nn.Module):
     """A model with one input, `images`.
 
-    preprocess: `none`: the images are normalized float32 (N, C, *crop_px). `normalize`: they are uint8.
+    preprocess: `none`: the images are normalized, float32 (N, C, *crop_px). `normalize`: uint8.
     """
 
     shift: Tensor

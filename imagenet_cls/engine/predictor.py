@@ -221,13 +221,14 @@ class OnnxPredictor(Predictor):
             self._set_up(trained, values["weights"], model, torch.device("cpu"))
             self.in_graph = str(values["preprocess"])
             if self.in_graph not in ("none", "normalize"):
+                found = format_value(self.in_graph)
                 raise CheckpointError(
-                    f"{file}: its graph has the preprocessing {format_value(self.in_graph)}, which is no longer read.\n"
+                    f"{file}: its graph has the preprocessing {found}, which is no longer read.\n"
                     "Export it again: tools/export.py RUN --format onnx --preprocess normalize"
                 )
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
-        """The input of the graph: uint8 (B, C, *crop_px) if it normalizes, else as in `Predictor`."""
+        """The input of the graph: uint8 (B, C, *crop_px) if it normalizes, else as `Predictor`."""
         if self.in_graph == "none":
             return super().prepare(images)
         return torch.stack([self.transform(read_image(image, self.exif)) for image in images])

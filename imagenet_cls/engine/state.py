@@ -206,7 +206,8 @@ def check_resumable(
         remedy = "Restore them"
         new_images = images_not_read_before(state, parts) if "training images" in changed else []
         if new_images:
-            fixed.append(f"{len(new_images)} images are of kinds that were not read before, such as {new_images[0]}")
+            number = len(new_images)
+            fixed.append(f"{number} images were not read before, such as {new_images[0]}")
             remedy = "Move images that were not read before elsewhere"
         raise CheckpointError(
             f"a run can't resume with another optimizer or other training images: {'; '.join(fixed)}\n"
@@ -230,13 +231,16 @@ def check_resumable(
 
 
 def images_not_read_before(state: dict[str, Any], parts: TrainingParts) -> list[Path]:
-    """The training images in folders and archives with suffixes that the version of a checkpoint did not read."""
+    """The training images with suffixes that the version of a checkpoint did not read.
+
+    Empty for lists, of which each image was read.
+    """
     source = parts.data.train
     before = set(map(os.fsencode, state.get("image_suffixes", []))) or FIRST_SUFFIXES
     if parts.config.data.name != "folder" or not isinstance(source, FolderSource):
         return []
-    index = source.index
-    return [index.path(i) for i, name in enumerate(index.names.tolist()) if suffix_of(name) not in before]
+    names = source.index.names.tolist()
+    return [source.index.path(i) for i, name in enumerate(names) if suffix_of(name) not in before]
 
 
 def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:

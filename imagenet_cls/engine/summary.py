@@ -76,7 +76,7 @@ def describe_images(source: ImageSource) -> str:
 
 
 def _unread_files(parts: TrainingParts) -> Counter[bytes]:
-    """The number of files, by suffix, that lie in the folders or archives of the images and are not read."""
+    """The number of files, by suffix, that lie beside the images and are not read."""
     sources = [parts.data.train]
     if parts.config.data.val is not None:  # otherwise both parts were listed at once
         sources.append(parts.data.val)

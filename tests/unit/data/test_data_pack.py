@@ -203,7 +203,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "label of 63 bits": ({"labels": [0, 1, 2**62]}, str(2**62)),
     "numbers that leave one out": ({"labels": ["0", "2"]}, "0 to 2"),
     "names are numbers": ({"labels": [0, 1], "names": [5, 6]}, "[5, 6]"),
-    "names are a mapping": ({"labels": [0, 1], "names": {"0": "a", "1": "b"}}, "not a list of texts"),
+    "names are a mapping": ({"labels": [0, 1], "names": {"0": "a", "1": "b"}}, "not a list of strings"),
     "no rows": ({"labels": []}, "no rows in train-00000-of-00001.parquet"),
     "no bytes": ({"labels": [0], "names": ["a"], "image": [{"bytes": b"", "path": "x"}]}, "no image"),
     "image is text": ({"labels": [0], "names": ["a"], "image": ["x.jpg"]}, "`image` has type string"),
