@@ -5,6 +5,7 @@ when a name is added, removed or replaced; a program can set only mtime. Without
 """
 
 import contextlib
+import io
 import os
 import tempfile
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from imagenet_cls.files import TEMPORARY
+from imagenet_cls.files import TEMPORARY, check_regular
 
 CACHE_VARIABLE = "IMAGENET_CLS_CACHE"
 MIN_IMAGES = 10_000  # fewer are listed in milliseconds
@@ -27,6 +28,7 @@ FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs",
 # whose clock is slow.
 MIN_AGE_SEC = 60
 _TEMPORARY_SEC = 3600  # a temporary file that is older was left by a killed process
+_DIGEST_BYTES = 32  # at the end of a cache file
 _OF_A_FOLDER = ("version", "folders", "times", "classes", "counts", "names")
 
 
@@ -61,7 +63,7 @@ def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
     """The cached scan of this folder, or of archives. None without one, if it is damaged, or something has changed."""
     started = time.time()
     try:
-        with np.load(_cache_file(root), allow_pickle=False) as stored:  # raises for wrong checksums
+        with np.load(io.BytesIO(_read_verified(_cache_file(root))), allow_pickle=False) as stored:
             if stored["version"].tobytes() != _version():
                 return None
             folders: dict[bytes, os.stat_result | None] = {}
@@ -91,8 +93,9 @@ def write_scan(root: Path, scan: Scan) -> None:
         # Several processes may write at once: each has a temporary file of its own.
         with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=target.parent, delete=False) as file:
             try:
+                content = io.BytesIO()
                 np.savez(
-                    file,
+                    content,
                     version=np.array(_version()),
                     folders=np.array(list(scan.folders)),
                     times=_times(scan.folders.values()),
@@ -101,10 +104,31 @@ def write_scan(root: Path, scan: Scan) -> None:
                     names=scan.names,
                     **scan.arrays,
                 )
+                file.write(content.getbuffer())
+                file.write(_digest(content.getbuffer()))
                 file.flush()
                 Path(file.name).replace(target)
             finally:
                 Path(file.name).unlink(missing_ok=True)
+
+
+def _read_verified(path: Path) -> bytes:
+    """The content of a cache file. Raises OSError or ValueError for no regular file or a damaged one.
+
+    numpy compares the checksum of an array only when it reads to its end. With a damaged header it
+    may not.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+        check_regular(file.fileno())
+        stored = file.read()
+    content, digest = stored[:-_DIGEST_BYTES], stored[-_DIGEST_BYTES:]
+    if digest != _digest(content):
+        raise ValueError(f"{path}: wrong checksum")
+    return content
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def _is_cacheable(scan: Scan) -> bool:
