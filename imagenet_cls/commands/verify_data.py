@@ -13,7 +13,7 @@ import numpy as np
 
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.archive_files import opened, tar_members, zip_members
+from imagenet_cls.data.archive_files import open_archive, tar_members, zip_members
 from imagenet_cls.data.archives import index_archives, is_archive
 from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import ImageIndex, describe_unread, is_image, scan_images
@@ -118,7 +118,7 @@ def images_below(root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
 
 def has_images(archive: Path) -> bool:
     """Whether an archive holds images, or tars. Raises DataError if it is damaged before the first one."""
-    with opened(str(archive)) as file:
+    with open_archive(str(archive)) as file:
         members = (zip_members if archive.suffix.lower() == ".zip" else tar_members)(file, str(archive))
         return any(is_image(name.rpartition(b"/")[2]) or name.endswith(b".tar") for name, *_ in members)
 

@@ -1,42 +1,55 @@
-"""Tar and zip archives: lists their members, and reads a member by its offset.
-
-Formats: POSIX.1-2001 `pax`, section "pax Interchange Format", with GNU's long names; PKWARE's APPNOTE.TXT 6.3, sections
-4.3 and 4.5.3 (Zip64). To list a tar, tarfile takes several times as long.
-"""
+"""Tar and zip archives: lists members with `tarfile` and `zipfile`, and reads one by its offset."""
 
 import contextlib
 import os
 import struct
+import tarfile
+import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from imagenet_cls.data.index import is_image
-from imagenet_cls.errors import DataError, printable, shorten
+from imagenet_cls.errors import DataError, explain_content_errors, printable, shorten
 from imagenet_cls.files import check_regular
 
-_READ = 2048  # bytes read at a header of a tar: the small members behind it are in them, too
-_CENTRAL_READ = 1 << 22
-_CENTRAL = struct.Struct("<8x2H8x2L3H8xL").unpack_from  # of an entry of a zip's directory
-_NO_32_BITS = 0xFFFF_FFFF
-_ZEROS = bytes(512)
-_FILES, _EXTENSIONS = b"0\0" + b"7", b"xgLK"  # types of members
-_GNU_NAME, _PAX, _FOLDER = b"Lx5"
+# tarfile reads an extension header (long names, pax records) whole, whatever size it says.
+_MAX_EXTENSION_BYTES = 1 << 20
+_END_OF_TAR = bytes(1024)
+_ENTRY = b"PK\1\2"  # the start of an entry of a zip's directory
 _DAMAGED = "copy or download it again"
+_DAMAGED_TAR = f"{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar"
+_LINK = (
+    "is a link, or no regular file\n"
+    "make the archive again with the images themselves: tar --dereference --hard-dereference"
+)
+_INCREMENTAL = "is in an incremental backup\nmake the archive again without --listed-incremental"
+_PLAIN_ZIP = "make the archive again: zip -0 -r"
+_SPARSE = "is a sparse file\nmake the archive again without --sparse"
 
-# Name, offset (of the data in a tar, of the local header in a zip), size, compressed size in a zip (0 in a tar), and
-# the content of a small member of a tar.
-Member = tuple[bytes, int, int, int, bytes]
+
+class Member(NamedTuple):
+    """A file in an archive.
+
+    offset: of the data in a tar, of the local header in a zip. packed: the compressed size in a zip,
+    0 in a tar. problem: why it can't be read as an image, and what to do; None if it can.
+    """
+
+    name: bytes
+    offset: int
+    size: int
+    packed: int
+    problem: str | None
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
+class ByteRanges:
     """Where each image lies: in `archives[number]` at `offset` with `size` bytes, int arrays (N,).
 
-    packed: the compressed size in a zip, where `offset` is that of the local header; 0 in a tar. statuses: size and
-    mtime (ns) of each archive when it was indexed.
+    packed: the compressed size in a zip, where `offset` is that of the local header; 0 in a tar.
+    statuses: size and mtime (ns) of each archive when it was indexed.
     """
 
     archives: tuple[str, ...]
@@ -46,7 +59,7 @@ class Spans:
     size: np.ndarray
     packed: np.ndarray
 
-    def select(self, rows: np.ndarray) -> "Spans":
+    def select(self, rows: np.ndarray) -> "ByteRanges":
         arrays = {name: getattr(self, name)[rows] for name in ("number", "offset", "size", "packed")}
         return replace(self, **arrays)
 
@@ -67,7 +80,7 @@ class Spans:
             method = 0
             if packed:
                 local = os.pread(file, 30, offset)
-                if local[:4] != b"PK\3\4":
+                if len(local) < 30 or local[:4] != b"PK\3\4":
                     raise DataError("no zip header at its place: the archive is damaged")
                 method, name_length, extra_length = struct.unpack("<8xH16x2H", local)
                 offset += 30 + name_length + extra_length
@@ -77,21 +90,21 @@ class Spans:
         if method == 8:
             inflater = zlib.decompressobj(-15)
             try:
-                data = inflater.decompress(data, size)
+                data = inflater.decompress(data, size + 1)  # 0 would be no limit
             except zlib.error as error:
                 raise DataError(f"its compressed data is damaged ({error})") from None
         if len(data) != size:
-            raise DataError(f"its data has {len(data)} bytes instead of {size}: the archive is damaged")
+            raise DataError(f"not the {size} bytes that the archive says: it is damaged")
         return data
 
 
-def shown(name: bytes) -> str:
+def decode_name(name: bytes) -> str:
     """A member's name in a message."""
     return shorten(printable(os.fsdecode(name)), 200)
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[int]:
+def open_archive(path: str) -> Iterator[int]:
     """A descriptor of an archive. Raises DataError if it can't be opened or read."""
     try:
         file = os.open(path, os.O_RDONLY)
@@ -104,137 +117,92 @@ def opened(path: str) -> Iterator[int]:
         raise DataError(f"{path}: {error.strerror}\ncheck data.root, data.train and data.val") from None
 
 
+class _Section:
+    """The bytes from `start` to `end` of a file, for tarfile, which reads headers and no data."""
+
+    def __init__(self, file: int, path: str, start: int, end: int):
+        self.file = file
+        self.path = path
+        self.start = start
+        self.end = end
+        self.position = 0
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, position: int) -> None:
+        self.position = position
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_EXTENSION_BYTES:
+            what = f"an extension header of {size} bytes at byte {self.start + self.position}"
+            raise DataError(f"{self.path}: {what}\n{_DAMAGED_TAR}")
+        place = self.start + self.position
+        data = os.pread(self.file, max(min(size, self.end - place), 0), place)
+        self.position += len(data)
+        return data
+
+
 def tar_members(file: int, path: str, start: int = 0, end: int | None = None) -> Iterator[Member]:
     """The files of a tar, which lies in `file` from `start` to `end` (None: to its end). Raises DataError."""
     end = os.fstat(file).st_size if end is None else end
-    position = base = start
-    buffer = b""
-    override: dict[bytes, bytes] = {}
-    while True:
-        at = position - base
-        if at + 1024 > len(buffer):
-            buffer, base, at = os.pread(file, _READ, position), position, 0
-        header = buffer[at : at + 512]
-        offset = position + 512
-        size = _size_in_header(header) if len(header) == 512 else -1
-        if size < 0:
-            if header == _ZEROS and offset <= end:
-                return
-            what = f"a damaged header at byte {position}" if position > start else "not a tar archive"
-            what = f"cut short: no end at byte {position}" if len(header) < 512 or offset > end else what
-            raise DataError(f"{path}: {what}\n{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar")
-        kind = header[156]
-        if kind in _EXTENSIONS:
-            content = os.pread(file, size, offset) if size > 512 else buffer[at + 512 : at + 512 + size]
-            if kind == _GNU_NAME:
-                override[b"path"] = content.rstrip(b"\0")
-            elif kind == _PAX and b"GNU.sparse." in content:
-                raise DataError(f"{path}: a sparse member at byte {position}\nmake the archive again without --sparse")
-            elif kind == _PAX and (b"path=" in content or b"size=" in content):
-                override |= _pax_records(content, path)
-            position = offset + (abs(size) + 511 & -512)
-            continue
-        name = header[: min(header.find(0), 100)]
-        if header[345] and header[257:263] == b"ustar\0":
-            name = header[345:500].rstrip(b"\0") + b"/" + name
-        if override:
-            name, size = override.get(b"path", name), int(override.get(b"size", size))
-            override = {}
-        position = offset + (size + 511 & -512)
-        if size < 0 or offset + size > end:
-            raise DataError(f"{path}: cut short in {shown(name)}: it ends at byte {end}\n{_DAMAGED}")
-        if kind in _FILES:
-            yield name, offset, size, 0, b"" if size > 512 else buffer[at + 512 : at + 512 + size]
-        elif kind != _FOLDER and is_image(name):
-            raise DataError(
-                f"{path}: {shown(name)} is a link, or no regular file\nmake the archive again with the images "
-                "themselves: tar --dereference --hard-dereference"
-            )
+    section: Any = _Section(file, path, start, end)
+    with explain_content_errors(DataError, path, "not a tar archive, or damaged", _DAMAGED_TAR):
+        tar: Any = tarfile.TarFile(fileobj=section, encoding="utf-8", errors="surrogateescape")
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # tarfile keeps all
+            name = member.name.encode("utf-8", "surrogateescape")
+            offset = start + member.offset_data
+            is_sparse = member.issparse() or any("GNU.sparse." in key for key in member.pax_headers)
+            stated = None if is_sparse else member.pax_headers.get("size")
+            if member.size < 0 or stated not in (None, str(member.size)):
+                # tarfile takes 0 for a size that is no number.
+                raise DataError(f"{path}: a damaged pax header of {decode_name(name)}\n{_DAMAGED}")
+            if start + tar.offset > end:
+                what = f"cut short in {decode_name(name)}: it ends at byte {end}"
+                raise DataError(f"{path}: {what}\n{_DAMAGED}")
+            if not member.isdir():
+                problem = None if member.isreg() else _LINK
+                if is_sparse:
+                    problem = _SPARSE
+                elif _has_atime(os.pread(file, 512, offset - 512)):
+                    problem = _INCREMENTAL
+                yield Member(name, offset, member.size, 0, problem)
+        # tarfile takes a damaged header for the end of the archive.
+        section.seek(tar.offset)
+        found = section.read(len(_END_OF_TAR))
+        if found != _END_OF_TAR:
+            what = "cut short: no end" if len(found) < len(_END_OF_TAR) else "a damaged header"
+            raise DataError(f"{path}: {what} at byte {start + tar.offset}\n{_DAMAGED_TAR}")
 
 
-def _size_in_header(header: bytes) -> int:
-    """The size of a member: octal, or for large ones binary. Negative if the checksum is wrong.
-
-    The checksum is the sum of all bytes, of which those of the checksum count as spaces. The low half of Adler-32 is
-    1 + the sum, modulo 65521.
-    """
-    try:
-        checksum = int(header[148:156].strip(b"\0 "), 8) + sum(header[148:156]) - 256 + 1
-        is_binary = header[124] == 0x80
-        size = int.from_bytes(header[125:136], "big") if is_binary else int(header[124:136].strip(b"\0 ") or b"0", 8)
-    except (ValueError, IndexError):
-        return -1
-    return size if (zlib.adler32(header) & 0xFFFF) == checksum % 65_521 else -1
-
-
-def _pax_records(content: bytes, path: str) -> dict[bytes, bytes]:
-    """Records `LENGTH KEY=VALUE` of a pax header."""
-    records = {}
-    with contextlib.suppress(ValueError):
-        while content:
-            length = int(content[: content.index(b" ")])
-            if length < 5:
-                break
-            key, _, value = content[content.index(b" ") + 1 : length - 1].partition(b"=")
-            records[key], content = value, content[length:]
-        if not content and int(records.get(b"size", b"0")) >= 0:
-            return records
-    raise DataError(f"{path}: a damaged pax header\n{_DAMAGED}")
+def _has_atime(header: bytes) -> bool:
+    """Whether GNU tar wrote a time of access where tarfile reads the start of a long name."""
+    return header[257:265] == b"ustar  \0" and header[345:346] != b"\0"
 
 
 def zip_members(file: int, path: str) -> Iterator[Member]:
-    """The members of a zip, from its central directory. Raises DataError, also for an image that is encrypted."""
+    """The members of a zip, from its directory. Raises DataError."""
     total = os.fstat(file).st_size
-    position, end, shift = _central_directory(file, path, total)
-    buffer, at = b"", 0
-    while position + at < end:
-        if at + 46 > len(buffer) or at + 46 + sum(struct.unpack_from("<3H", buffer, at + 28)) > len(buffer):
-            position += at
-            buffer, at = os.pread(file, _CENTRAL_READ, position), 0
-        if len(buffer) < at + 46 or buffer[at : at + 4] != b"PK\1\2":
-            raise DataError(f"{path}: a damaged zip directory\n{_DAMAGED}")
-        flags, method, packed, size, name_length, extra_length, comment_length, offset = _CENTRAL(buffer, at)
-        name = buffer[at + 46 : at + 46 + name_length]
-        extra = buffer[at + 46 + name_length : at + 46 + name_length + extra_length]
-        at += 46 + name_length + extra_length + comment_length
-        if _NO_32_BITS in (packed, size, offset):
-            size, packed, offset = _zip64(extra, size, packed, offset)
-        offset += shift
-        if (flags & 1 or method not in (0, 8)) and is_image(name):
-            what = "encrypted" if flags & 1 else f"compressed by method {method}, which is not supported"
-            raise DataError(f"{path}: {shown(name)} is {what}\nmake the archive again: zip -0 -r")
-        if offset + packed > total or offset < 0:
-            raise DataError(f"{path}: cut short: {shown(name)} lies behind its end\n{_DAMAGED}")
-        yield name, offset, size, packed, b""
-
-
-def _central_directory(file: int, path: str, total: int) -> tuple[int, int, int]:
-    """Start and end of the directory, and the bytes before the zip, as where it unpacks itself."""
-    start = max(total - 65_557, 0)
-    tail = os.pread(file, 65_557, start)
-    at = tail.rfind(b"PK\5\6")
-    if at < 0 or len(tail) < at + 22:
-        raise DataError(f"{path}: no zip archive, or cut short\n{_DAMAGED}")
-    size, offset = struct.unpack_from("<12x2L", tail, at)
-    end = start + at
-    if tail[max(at - 20, 0) : at][:4] == b"PK\6\7":
-        end -= 76  # as in zipfile, the record lies right before its locator: where it says is wrong behind a program
-        record = os.pread(file, 56, max(end, 0))
-        if record[:4] != b"PK\6\6":
-            raise DataError(f"{path}: a damaged zip directory\n{_DAMAGED}")
-        size, offset = struct.unpack_from("<40x2Q", record)
-    if offset + size > end:
-        raise DataError(f"{path}: a damaged zip directory\n{_DAMAGED}")
-    return end - size, end, end - size - offset
-
-
-def _zip64(extra: bytes, *numbers: int) -> list[int]:
-    """Size, compressed size and offset, where they exceed 32 bits."""
-    fields = b""
-    while len(extra) >= 4:
-        key, length = struct.unpack_from("<2H", extra)
-        if key == 1:
-            fields = extra[4 : 4 + length]
-        extra = extra[4 + length :]
-    values = iter(struct.unpack_from(f"<{len(fields) // 8}Q", fields))
-    return [next(values, number) if number == _NO_32_BITS else number for number in numbers]
+    with (
+        explain_content_errors(DataError, path, "no zip archive, cut short or damaged", _DAMAGED),
+        open(file, "rb", closefd=False) as content,
+    ):
+        for info in zipfile.ZipFile(content).infolist():
+            # zipfile decodes names without the flag of UTF-8 as code page 437.
+            name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+            if any(_ENTRY in field for field in (name, info.extra, info.comment)):
+                # A damaged length hides the next entries in this one. zipfile does not count them.
+                what = f"a damaged zip directory at {decode_name(name)}"
+                raise DataError(f"{path}: {what}\n{_DAMAGED}")
+            offset, size, packed = info.header_offset, info.file_size, info.compress_size
+            problem = None
+            if info.flag_bits & 1:
+                problem = f"is encrypted\n{_PLAIN_ZIP}"
+            elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                method = info.compress_type
+                problem = f"is compressed by method {method}, which is not supported\n{_PLAIN_ZIP}"
+            if offset < 0 or offset + packed > total or packed == 0 < size:
+                what = f"cut short, or damaged: {decode_name(name)} can't lie at byte {offset}"
+                raise DataError(f"{path}: {what}\n{_DAMAGED}")
+            yield Member(name, offset, size, packed, problem)

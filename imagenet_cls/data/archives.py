@@ -19,7 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from imagenet_cls.data.archive_files import Spans, opened, shown, tar_members, zip_members
+from imagenet_cls.data.archive_files import (
+    ByteRanges,
+    decode_name,
+    open_archive,
+    tar_members,
+    zip_members,
+)
 from imagenet_cls.data.classes import join_names, label_positions, read_classes
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
 from imagenet_cls.data.index import (
@@ -32,11 +38,13 @@ from imagenet_cls.data.index import (
     unread_from_arrays,
 )
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
-from imagenet_cls.errors import DataError, format_value
+from imagenet_cls.errors import DataError, format_value, shorten
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
+_MAX_DIGITS = 9  # of the numbers in a pattern
 _THREADS = 16  # they wait for the disk
+_MAX_IMAGE_BYTES = 1 << 30  # a damaged zip may claim any size
 _CHUNK = 65_536  # names that are Python objects at a time
 _LABELS = (b".cls", b".json")
 _LAYOUTS = "an archive holds CLASS/NAME.jpg; a shard KEY.jpg, and beside each KEY.cls or KEY.json with `label`"
@@ -80,6 +88,9 @@ def is_archive(name: str) -> bool:
 def _expand(root: Path, pattern: str) -> list[Path]:
     if found := re.search(r"\{(\d+)\.\.(\d+)\}", pattern):
         first, last = found.groups()
+        if max(len(first), len(last)) > _MAX_DIGITS:
+            what = f"{root}/{shorten(pattern, 100)}: numbers of more than {_MAX_DIGITS} digits"
+            raise DataError(f"{what}\nset data.root, data.train and data.val to archives")
         numbers = range(int(first), int(last) + 1)
         names = (f"{pattern[: found.start()]}{n:0{len(first)}}{pattern[found.end() :]}" for n in numbers)
         paths = [path for name in names for path in _expand(root, name)]
@@ -112,7 +123,7 @@ def index_archives(
     unread = unread_from_arrays(arrays)
     del arrays["unread_suffixes"], arrays["unread_counts"]
     statuses = [scan.folders[os.fsencode(path)] for path in listed[: len(archives)]]
-    spans = Spans(
+    spans = ByteRanges(
         tuple(map(str, archives)),
         tuple((status.st_size, status.st_mtime_ns) for status in statuses if status is not None),
         **arrays,
@@ -219,7 +230,8 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     names = names[order]
     equal = np.flatnonzero(names[1:] == names[:-1])
     if len(equal):
-        raise DataError(f"{place}: {shown(names[equal[0]])} is in it twice\nmake the archive again")
+        repeated = decode_name(names[equal[0]])
+        raise DataError(f"{place}: {repeated} is in it twice\nmake the archive again")
     prefix = names[0][:skipped]
     if skipped:
         characters = names.view(np.uint8).reshape(len(names), -1)[:, skipped:]
@@ -242,7 +254,7 @@ def _pieces(path: Path, number: int) -> list[_Piece]:
     whole = _Piece(str(path), number, os.fsencode(path.stem))
     if path.suffix.lower() == ".zip":
         return [whole]
-    with opened(whole.path) as file:
+    with open_archive(whole.path) as file:
         members = tar_members(file, whole.path)
         first = next(members, None)
         if first is None or not first[0].endswith(b".tar"):
@@ -250,7 +262,7 @@ def _pieces(path: Path, number: int) -> list[_Piece]:
         tars = [member for member in (first, *members) if member[0].endswith(b".tar")]
     return [
         _Piece(whole.path, number, name.rpartition(b"/")[2][:-4], offset, offset + size)
-        for name, offset, size, _, _ in tars
+        for name, offset, size, *_ in tars
     ]
 
 
@@ -259,24 +271,31 @@ def _scan_piece(piece: _Piece) -> _Rows:
     parts: list[np.ndarray] = []
     folders: dict[bytes, int] = {}
     folder, offset, size, packed = array("i"), array("q"), array("I"), array("I")
-    others: dict[bytes, tuple[int, int, bytes]] = {}
+    others: dict[bytes, tuple[int, int]] = {}
     unread = Counter[tuple[bytes, bytes]]()
     is_zip = piece.path.lower().endswith(".zip")
-    with opened(piece.path) as file:
+    with open_archive(piece.path) as file:
         members = zip_members(file, piece.path) if is_zip else tar_members(file, piece.path, piece.start, piece.end)
-        for name, start, length, compressed, content in members:
-            suffix = name[name.rfind(b".") :]
-            if suffix not in IMAGE_SUFFIXES and suffix.lower() not in IMAGE_SUFFIXES:
-                name = name.removeprefix(b"./")
-                if suffix in _LABELS and not is_zip:
-                    others[name] = start, length, content
-                if not name.endswith(b"/") and b"/." not in b"/" + name:
-                    unread[name[: name.rfind(b"/") + 1], suffix_of(name)] += 1
-                continue
-            if b"/." in name or name[0] in b"./":
+        for name, start, length, compressed, problem in members:
+            suffix = name[name.rfind(b".") :].lower()
+            if suffix not in IMAGE_SUFFIXES:
+                path = name.removeprefix(b"./")
+                if not path.endswith(b"/") and b"/." not in b"/" + path:
+                    unread[path[: path.rfind(b"/") + 1], suffix_of(path)] += 1
+                if is_zip or suffix not in _LABELS:
+                    continue
+            if b"/." in name or b"//" in name or name[0] in b"./":
                 name = _checked_name(name, piece.path)
                 if not name:
                     continue
+            if suffix not in IMAGE_SUFFIXES:
+                others[name] = start, length
+                continue
+            if problem:
+                raise DataError(f"{piece.path}: {decode_name(name)} {problem}")
+            if max(length, compressed) > _MAX_IMAGE_BYTES:
+                what = f"{decode_name(name)} has {length} bytes, more than {_MAX_IMAGE_BYTES}"
+                raise DataError(f"{piece.path}: {what}\nmake the archive again without it")
             names.append(name)
             offset.append(start)
             size.append(length)
@@ -314,14 +333,14 @@ def _checked_name(name: bytes, path: str) -> bytes:
     """A member's path without `.` in it; empty for a hidden file. Raises DataError for one that leads elsewhere."""
     parts = name.split(b"/")
     if name.startswith(b"/") or b".." in parts:
-        what = f"{path}: {shown(name)}: an absolute path, or one with `..`"
+        what = f"{path}: {decode_name(name)}: an absolute path, or one with `..`"
         raise DataError(f"{what}\nmake the archive again with paths relative to the folder that holds the classes")
     parts = [part for part in parts if part not in (b"", b".")]
     return b"" if any(part.startswith(b".") for part in parts) else b"/".join(parts)
 
 
 def _labels(
-    file: int, path: str, names: Sequence[bytes], others: Mapping[bytes, tuple[int, int, bytes]]
+    file: int, path: str, names: Sequence[bytes], others: Mapping[bytes, tuple[int, int]]
 ) -> list[bytes | None]:
     """The label of each image of a shard; None for further images of a sample, such as `KEY.mask.png`.
 
@@ -339,32 +358,31 @@ def _labels(
         repeated = key if key in used else repeated
         used.add(key)
         if (member := others.get(key + b".cls")) is not None:
-            label = _content(file, member).strip()
+            label = os.pread(file, member[1], member[0]).strip()
         elif (member := others.get(key + b".json")) is not None:
-            label = _json_label(_content(file, member))
+            label = _json_label(os.pread(file, member[1], member[0]))
         unlabeled = unlabeled if label else key
         labels.append(label)
     if not any(labels) and all(b"/" in name for name in names):  # class folders with further files in them
         return []
     if repeated:
-        raise DataError(f"{path}: {shown(repeated)}: two images have this key\ngive each sample its own key")
+        what = f"{path}: {decode_name(repeated)}: two images have this key"
+        raise DataError(f"{what}\ngive each sample its own key")
     if unlabeled:
-        raise DataError(f"{path}: {shown(unlabeled)}: no label\nadd {shown(unlabeled)}.cls, or `label` to its .json")
+        sample = decode_name(unlabeled)
+        raise DataError(f"{path}: {sample}: no label\nadd {sample}.cls, or `label` to its .json")
     return labels
 
 
-def _content(file: int, member: tuple[int, int, bytes]) -> bytes:
-    offset, size, small = member
-    return small if len(small) == size else os.pread(file, size, offset)
-
-
 def _json_label(content: bytes) -> bytes | None:
+    """The label in a .json: a whole number, or a text that UTF-8 can encode; None without one."""
     try:
         found = json.loads(content)
         label = found.get("label", found.get("cls"))
+        is_label = isinstance(label, (int, str)) and not isinstance(label, bool)
+        return str(label).encode() if is_label else None
     except (ValueError, AttributeError, RecursionError):
         return None
-    return str(label).encode() if isinstance(label, (int, str)) and not isinstance(label, bool) else None
 
 
 def _in_folders(rows: _Rows, folders: Sequence[bytes]) -> _Rows:
@@ -390,7 +408,7 @@ def _order_of_folders(
     kept = [i for i, folder in enumerate(folders) if folder.startswith(prefix) and len(folder) > len(prefix)]
     class_of = {i: os.fsdecode(folders[i][len(prefix) :].partition(b"/")[0]) for i in kept}
     if not kept:
-        found = join_names(sorted({shown(folder.partition(b"/")[0]) for folder in folders}))
+        found = join_names(sorted({decode_name(folder.partition(b"/")[0]) for folder in folders}))
         raise DataError(f"{place}: images without labels or class folders, in {found or 'no folder'}\n{_LAYOUTS}")
     kept.sort(key=lambda i: (class_of[i], folders[i]))
     classes = sorted(set(class_of.values()))

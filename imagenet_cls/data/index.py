@@ -9,16 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from imagenet_cls.data.archive_files import ByteRanges
 from imagenet_cls.data.classes import NO_VALIDATION, join_names, match_classes
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.errors import DataError, command_line, printable, shorten
-
-if TYPE_CHECKING:
-    from imagenet_cls.data.archive_files import Spans
 
 # Read by the first versions; torchvision's ImageFolder takes these, except .gif. In lower case.
 FIRST_SUFFIXES = frozenset(
@@ -49,7 +46,7 @@ class ImageIndex:
     names: np.ndarray
     targets: np.ndarray
     classes: tuple[str, ...]
-    spans: "Spans | None" = None
+    spans: ByteRanges | None = None
     unread: Mapping[bytes, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -111,7 +108,7 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
     return index_scan(scan, root, classes)
 
 
-def index_scan(scan: Scan, root: Path, classes: Sequence[str] | None, spans: "Spans | None" = None) -> ImageIndex:
+def index_scan(scan: Scan, root: Path, classes: Sequence[str] | None, spans: ByteRanges | None = None) -> ImageIndex:
     """The index of what was listed in class folders. classes: to match them to; None: those that are there."""
     found = scan.classes
     positions = range(len(found)) if classes is None else match_classes(found, classes, root)

@@ -1,11 +1,13 @@
 """Archives: the index, the images and the errors are those of the same files in folders, wherever there are such."""
 
+import contextlib
 import io
 import json
 import os
 import shutil
 import struct
 import tarfile
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +23,8 @@ from scipy.io import savemat
 from imagenet_cls.commands.cli import exit_code_of
 from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data import archive_files, archives, index_cache
+from imagenet_cls.data import archives, index_cache
+from imagenet_cls.data.archive_files import Member, open_archive, tar_members, zip_members
 from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.imagenet_labels import DEVKIT, GROUND_TRUTH
@@ -260,7 +263,6 @@ def test_large_zip_is_read_by_its_64_bit_directory(
 ) -> None:
     monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 4)
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 20_000)
-    monkeypatch.setattr(archive_files, "_CENTRAL_READ", 200)  # so that entries lie across reads
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in files_of(image_folder / "train"):
@@ -295,6 +297,45 @@ def flip_name(path: Path) -> None:
     path.write_bytes(data)
 
 
+def write_extension(path: Path, kind: bytes) -> None:
+    """A tar whose first header is followed by `size` bytes of another one, as it says."""
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, 2**33
+    write_tar(path, [("a/1.jpg", IMAGE)])
+    path.write_bytes(header.tobuf(tarfile.GNU_FORMAT) + path.read_bytes())
+
+
+def write_incremental(path: Path) -> None:
+    """As GNU tar with --listed-incremental: the time of access is where tarfile reads a prefix."""
+    member = tarfile.TarInfo("a/1.jpg")
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[345:356] = b"13602760400"
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + sum(header[156:]) + 256)
+    path.write_bytes(bytes(header) + bytes(1024))
+
+
+def write_zip64_size(path: Path, size: int) -> None:
+    """A zip whose directory gives `size` for its member, in 64 bits."""
+    data = write_zip(path, [("a/1.jpg", IMAGE)]).read_bytes()
+    at, end = data.index(b"PK\1\2"), data.index(b"PK\5\6")
+    entry, record = bytearray(data[at:end]), bytearray(data[end:])
+    struct.pack_into("<L", entry, 24, 0xFFFFFFFF)
+    struct.pack_into("<H", entry, 30, 12)
+    struct.pack_into("<L", record, 12, len(entry) + 12)
+    path.write_bytes(data[:at] + entry + struct.pack("<HHQ", 1, 8, size) + record)
+
+
+def write_local_header_at_the_end(path: Path) -> None:
+    """A zip that ends in the first bytes of a local header, where its member shall lie."""
+    whole = write_zip(path, [("a/1.jpg", IMAGE), ("a/2.jpg", IMAGE)]).read_bytes()
+    data = bytearray(whole + b"PK\3\4")
+    for at in (data.index(b"PK\1\2"), data.rindex(b"PK\1\2")):
+        struct.pack_into("<2L", data, at + 20, 4, 4)
+        struct.pack_into("<L", data, at + 42, len(data) - 4)
+    struct.pack_into("<H", data, data.index(b"PK\5\6") + 20, 4)  # a comment
+    path.write_bytes(data)
+
+
 IMAGE = b"\xff\xd8 some image"
 SAMPLE = [("a.jpg", IMAGE), ("a.cls", b"0")]
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -302,7 +343,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut between members": (lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE)]), 0.1), "no end"),
     "damaged header": (lambda f: flip_name(write_tar(f / "a.tar", [("cat/1.jpg", IMAGE)])), "not a tar"),
     "compressed": (lambda f: (f / "a.tar").write_bytes(b"\x1f\x8b\x08" + bytes(2000)), "not a tar"),
-    "empty": (lambda f: (f / "a.tar").write_bytes(b""), "no end"),
+    "empty": (lambda f: (f / "a.tar").write_bytes(b""), "not a tar"),
     "no image": (lambda f: write_tar(f / "a.tar", [("a/notes.txt", b"")]), "no image"),
     "flat": (lambda f: write_tar(f / "a.tar", [("1.jpg", IMAGE)]), "class folders"),
     "link": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"), "link"),
@@ -338,6 +379,19 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "label out of range": (
         lambda f: (write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"7")]), (f / "classes.txt").write_text("x\ny")),
         "'7' is none of the 2 classes",
+    ),
+    "long name of 2^33 bytes": (lambda f: write_extension(f / "a.tar", b"L"), "header of 8589934592 bytes"),
+    "pax header of 2^33 bytes": (lambda f: write_extension(f / "a.tar", b"x"), "header of 8589934592 bytes"),
+    "incremental": (lambda f: write_incremental(f / "a.tar"), "a/1.jpg is in an incremental backup"),
+    "image of 2^63 bytes": (lambda f: write_zip64_size(f / "a.zip", 2**63), "1.jpg has 9223372036854775808 bytes"),
+    "local header at the end": (lambda f: write_local_header_at_the_end(f / "a.zip"), r"a/\d.jpg.*no zip header"),
+    "twice, by another path": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE), ("a//1.jpg", IMAGE)]), "twice"),
+    "twice in a zip": (lambda f: write_zip(f / "a.zip", [("a/1.jpg", IMAGE), ("a//1.jpg", IMAGE)]), "a/1.jpg is in it"),
+    "link below ./": (
+        lambda f: write_tar(f / "a.tar", [("./a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"), "a/1.jpg is a link"
+    ),
+    "surrogate in a label": (
+        lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.json", b'{"label": "\\ud800"}')]), "a: no label"
     ),
     "some without labels": (
         lambda f: (write_tar(f / "a.tar", SAMPLE), write_tar(f / "b.tar", [("b.jpg", IMAGE)])),
@@ -379,6 +433,103 @@ def test_archive_that_changes_after_the_listing_is_an_error(image_folder: Path, 
     os.utime(tmp_path / "train.zip", ns=(0, 0))
     with pytest.raises(DataError, match="has changed since"):
         opened.train.load(0)  # type: ignore[union-attr]
+
+
+def test_numbers_of_thousands_of_digits_in_a_pattern_are_an_error(tmp_path: Path) -> None:
+    data = DataConfig(root=str(tmp_path), train=f"train-{{0..{'9' * 5000}}}.tar")
+    for check in (check_paths, open_datasets):
+        with pytest.raises(DataError, match="9 digits") as error:
+            check(data)
+        assert len(str(error.value)) < 500 + len(str(tmp_path))
+
+
+def test_member_of_size_zero_is_not_decompressed(tmp_path: Path) -> None:
+    zeros = [(f"{name}/1.jpg", bytes(50_000_000)) for name in "ab"]
+    path = write_zip(tmp_path / "train.zip", zeros, zipfile.ZIP_DEFLATED)
+    data = bytearray(path.read_bytes())
+    for at in (data.index(b"PK\1\2"), data.rindex(b"PK\1\2")):
+        struct.pack_into("<L", data, at + 24, 0)
+    path.write_bytes(data)
+    source = open_datasets(DataConfig(root=str(tmp_path), train="train.zip", val="train.zip")).train
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="the 0 bytes"):
+            source.load(0)  # type: ignore[union-attr]
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def members(path: Path) -> list[Member]:
+    with open_archive(str(path)) as file:
+        return list((zip_members if path.suffix == ".zip" else tar_members)(file, str(path)))
+
+
+FIELDS = (0, 99, 100, 124, 134, 136, 148, 153, 155, 156, 157, 257, 263, 345)
+"""Bytes of a header: name, mode, size, mtime, checksum, type, link, magic, version, prefix."""
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_tar_with_a_damaged_header_or_end_is_an_error(form: int, tmp_path: Path) -> None:
+    """One bit is flipped in each field of each header, and in the two blocks of zeros at the end."""
+    name = "a/3.jpg" if form == tarfile.USTAR_FORMAT else "a/" + "long " * 30 + ".jpg"
+    files = [("a/1.jpg", IMAGE), (name, IMAGE), ("b/2.jpg", IMAGE)]
+    path = write_tar(tmp_path / "a.tar", files, form)
+    whole, listed = path.read_bytes(), members(path)
+    end = listed[-1].offset + 512
+    headers = [member.offset - 512 for member in listed]
+    if form != tarfile.USTAR_FORMAT:
+        headers.append(1024)  # of the long name
+    assert [member.name.decode() for member in listed] == [name for name, _ in files]
+    accepted = 0
+    for start in (*headers, end, end + 512):
+        for place in (*range(0, 512, 13), *FIELDS, 511):
+            damaged = bytearray(whole)
+            damaged[start + place] ^= 1 << place % 8
+            path.write_bytes(damaged)
+            try:
+                assert members(path) == listed, (start, place)
+                accepted += 1
+            except DataError:
+                pass
+    assert accepted <= 2 * len(headers)  # of a checksum, a leading zero and the last byte
+    if form != tarfile.USTAR_FORMAT:
+        for position in range(1536, 1720):  # the long name itself has no checksum
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << position % 8
+            path.write_bytes(damaged)
+            with contextlib.suppress(DataError):
+                assert len(members(path)) == 3, position
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_tar_that_is_cut_anywhere_is_an_error(form: int, tmp_path: Path) -> None:
+    files = [("a/1.jpg", IMAGE), ("a/" + "l" * 90 + ".jpg", IMAGE * 100), ("b/2.jpg", IMAGE)]
+    path = write_tar(tmp_path / "a.tar", files, form)
+    whole, listed = path.read_bytes(), members(path)
+    end = listed[-1].offset + 512 + 1024
+    for length in [*range(0, end, 128), end - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError):
+            members(path)
+    path.write_bytes(whole[:end])
+    assert members(path) == listed
+
+
+def test_damaged_directory_of_a_zip_loses_no_member_silently(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "a.zip", [(f"a/{i}.jpg", IMAGE) for i in range(4)])
+    whole = path.read_bytes()
+    start, second = whole.index(b"PK\1\2"), whole.index(b"PK\1\2", whole.index(b"PK\1\2") + 1)
+    for bit in (*range(8 * start, 8 * second), *range(8 * len(whole) - 176, 8 * len(whole))):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(DataError):
+            assert len(members(path)) == 4, bit
+    for length in range(start, len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError):
+            members(path)
 
 
 def test_damaged_data_in_a_zip_is_an_error(image_folder: Path, tmp_path: Path) -> None:
