@@ -13,7 +13,7 @@ import numpy as np
 
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.archive_files import open_archive, tar_members, zip_members
+from imagenet_cls.data.archive_files import ArchiveChangedError, open_archive, tar_members, zip_members
 from imagenet_cls.data.archives import index_archives, is_archive
 from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import ImageIndex, describe_unread, is_image, scan_images
@@ -164,6 +164,8 @@ def image_problem(source: "FolderSource", i: int) -> str | None:
         if source.index.spans is None and not source.index.path(i).is_file():  # reading a pipe would never end
             return "missing, a broken link, or not a regular file"
         decode_rgb(source.read(i))
+    except ArchiveChangedError:
+        raise
     except DataError as error:
         return str(error)
     except Exception as error:  # damaged files make decoders raise anything; training would end too

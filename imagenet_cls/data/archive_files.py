@@ -44,16 +44,20 @@ class Member(NamedTuple):
     problem: str | None
 
 
+class ArchiveChangedError(DataError):
+    """An archive that can't be opened any more, or is not the one that was listed."""
+
+
 @dataclass(frozen=True, eq=False)
 class ByteRanges:
     """Where each image lies: in `archives[number]` at `offset` with `size` bytes, int arrays (N,).
 
     packed: the compressed size in a zip, where `offset` is that of the local header; 0 in a tar.
-    statuses: size and mtime (ns) of each archive when it was indexed.
+    statuses: `archive_status` of each archive when it was indexed.
     """
 
     archives: tuple[str, ...]
-    statuses: tuple[tuple[int, int], ...]
+    statuses: tuple[tuple[int, ...], ...]
     number: np.ndarray
     offset: np.ndarray
     size: np.ndarray
@@ -69,14 +73,22 @@ class ByteRanges:
     def read(self, i: int) -> bytes:
         """The file of image `i`. Opens the archive each time, so that forked workers share no position in it.
 
-        Raises OSError, and DataError with the reason, without names.
+        Raises ArchiveChangedError. For a member that can't be read: OSError, and DataError with the
+        reason, without names.
         """
         number, offset, size, packed = (int(a[i]) for a in (self.number, self.offset, self.size, self.packed))
-        file = os.open(self.archives[number], os.O_RDONLY)
+        path = self.archives[number]
         try:
-            status = os.fstat(file)
-            if (status.st_size, status.st_mtime_ns) != self.statuses[number]:
-                raise DataError("the archive has changed since it was indexed: start again, with --resume")
+            file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            remedy = "make this archive readable again, and continue with --resume"
+            raise ArchiveChangedError(f"{path}: {error.strerror}\n{remedy}") from None
+        try:
+            if archive_status(os.fstat(file)) != self.statuses[number]:
+                raise ArchiveChangedError(
+                    f"{path}: the archive was changed or replaced after it was listed\n"
+                    "start again with --resume, which lists it again; or put the former one back first"
+                )
             method = 0
             if packed:
                 local = os.pread(file, 30, offset)
@@ -96,6 +108,15 @@ class ByteRanges:
         if len(data) != size:
             raise DataError(f"not the {size} bytes that the archive says: it is damaged")
         return data
+
+
+def archive_status(status: os.stat_result) -> tuple[int, ...]:
+    """What changes with an archive's content: size, mtime and ctime (ns), which no program can set.
+
+    The inode number adds nothing to ctime, and on FUSE (sshfs, s3fs) an unchanged file may get
+    another one.
+    """
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def decode_name(name: bytes) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 
 from imagenet_cls.data.archive_files import (
     ByteRanges,
+    archive_status,
     decode_name,
     open_archive,
     tar_members,
@@ -125,7 +126,7 @@ def index_archives(
     statuses = [scan.folders[os.fsencode(path)] for path in listed[: len(archives)]]
     spans = ByteRanges(
         tuple(map(str, archives)),
-        tuple((status.st_size, status.st_mtime_ns) for status in statuses if status is not None),
+        tuple(archive_status(status) for status in statuses if status is not None),
         **arrays,
     )
     if labels is None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from imagenet_cls.data.archive_files import ArchiveChangedError
 from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.decode import ChooseBox, decode_region, decode_rgb, decode_upright, exif_orientation, rgb_tensor
 from imagenet_cls.data.index import ImageIndex
@@ -84,6 +85,8 @@ class FolderSource(ImageSource):
     def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
         try:
             return decode(self.read(i))
+        except ArchiveChangedError:  # about the archive, and not about this image
+            raise
         except (OSError, DataError) as error:
             reason = getattr(error, "strerror", None) or error
         raise DataError(f"{self.index.describe(i)}: {reason}; {self.remedy}")

@@ -427,12 +427,31 @@ def test_missing_archives_are_an_error(part: str, tmp_path: Path) -> None:
             check(data)
 
 
-def test_archive_that_changes_after_the_listing_is_an_error(image_folder: Path, tmp_path: Path) -> None:
+def touch(archive: Path) -> None:
+    os.utime(archive, ns=(0, 0))
+
+
+def replace_archive(archive: Path) -> None:
+    """By one of equal size and mtime."""
+    before = archive.stat()
+    other = archive.with_name("other")
+    other.write_bytes(archive.read_bytes())
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(archive)
+
+
+@pytest.mark.parametrize("change", [touch, replace_archive, Path.unlink])
+def test_archive_that_changes_after_the_listing_is_an_error(
+    change: Callable[[Path], object], image_folder: Path, tmp_path: Path
+) -> None:
     data = FOLDERS["zip, stored"](tmp_path, image_folder)
     opened = open_datasets(data)
-    os.utime(tmp_path / "train.zip", ns=(0, 0))
-    with pytest.raises(DataError, match="has changed since"):
+    change(tmp_path / "train.zip")
+    with pytest.raises(DataError, match="--resume") as error:
         opened.train.load(0)  # type: ignore[union-attr]
+    lines = str(error.value).splitlines()
+    assert len(lines) == 2 and lines[0].startswith(f"{tmp_path / 'train.zip'}: ")
+    assert "data.exclude" not in lines[1]  # as it leaves out images only
 
 
 def test_numbers_of_thousands_of_digits_in_a_pattern_are_an_error(tmp_path: Path) -> None:
