@@ -1,6 +1,7 @@
 """Read every image of a dataset as training does, and write a list of the bad ones for `data.exclude`."""
 
 import os
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -83,10 +84,11 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         print(f"files that are not read, by suffix: {describe_unread(unread)}")
     if bad:
         names = list(dict.fromkeys(name for name, _ in bad))
-        remedy = f"leave those of the training part out: data.exclude={path}"
+        remedy = f"leave them out: data.exclude={shlex.quote(str(path))}"
         if config is None and any(archive for _, archive, _ in keys):  # paths in data.exclude begin with data.train
             remedy = f"list them for data.exclude with the config: {command_line('verify-data')} CONFIG"
-        raise DataError(f"{len(bad)} of {len(keys)} images are bad: {join_names(names)}\nreplace them; or {remedy}")
+        what = f"{len(bad)} of {len(keys)} images are bad: {join_names(names)}"
+        raise DataError(f"{what}\nreplace or delete them, or {remedy}")
 
 
 def images_below(root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:

@@ -221,8 +221,9 @@ class DataConfig:
     exif: Literal["ignore", "apply"] = key("ignore", needs=READS_FILES)
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
-    # The list of bad images that tools/verify_data.py wrote: those of the training part are left out, at most one in
-    # 10,000. Any other image that can't be read ends the run. null: leave none out.
+    # The list of bad images that tools/verify_data.py wrote. They are left out: of each part at most
+    # 1 % or 10 images, whichever is more, and at most a tenth. Any other image that can't be read
+    # ends the run. null: leave none out.
     exclude: str | None = key(None, recipe=False, per_machine=True)
     # Channels of an image. 3: red, green, blue; gray images get three equal ones. 1: gray, by the weights of Pillow's
     # convert("L"); timm's models are built with in_chans 1. torchvision's models need 3.

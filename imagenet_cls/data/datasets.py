@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from imagenet_cls.data.builtin import SyntheticSource, write_digits
 from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.decode import has_heif
 from imagenet_cls.data.index import HEIF_SUFFIXES, ImageIndex, class_folders, index_folder
-from imagenet_cls.data.lists import check_none_excluded, exclude_images, index_list
+from imagenet_cls.data.lists import BAD_IMAGES_FILE, exclude_images, index_list
 from imagenet_cls.data.sources import (
     FolderSource,
     ImageSource,
@@ -148,29 +149,32 @@ def _open_files(
     must_match: see `_index_files`.
     """
     root = Path(data.root).expanduser()
-    (indexes, classes), note = _index_files(data, root, parts, must_match), None
+    indexes, classes = _index_files(data, root, parts, must_match)
+    counts = {part: len(index) for part, index in indexes.items()}
+    notes = []
     if data.exclude is not None:
         path = Path(data.exclude).expanduser()
-        if "train" in parts:
-            indexes["train"], note = exclude_images(indexes["train"], root, path)
-            if "val" in parts:
-                check_none_excluded(indexes["val"], root, path)
+        for part, name in (("train", "training"), ("val", "validation")):
+            if part in parts:
+                indexes[part], note = exclude_images(indexes[part], root, path, name)
+                notes += [note] if note else []
+    left_out = {part: counts[part] - len(index) for part, index in indexes.items()}
     if "train" in parts and data.fraction < 1:
         train = indexes["train"]
         indexes["train"] = train.select(fraction_rows(train.names, train.targets, data.fraction))
     for index in indexes.values():
         _check_heif(index)
-    listed = "CONFIG" if "train" in indexes and indexes["train"].spans is not None else str(root)
-    verify = f"{command_line('verify-data')} {listed}"
-    remedies = {
-        "train": f"replace the file, or list it ({verify}) and set data.exclude to the list",
-        "val": "replace the file: validation leaves no image out",
-    }
+    in_archives = any(index.spans is not None for index in indexes.values())
+    listed = "CONFIG" if in_archives else shlex.quote(str(root))
+    bad_images = (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
+    keep_out = f"data.exclude={shlex.quote(str(bad_images))}"
+    exclude = f"{command_line('verify-data')} {listed}, then {keep_out}"
     min_px = {"train": data.min_decoded_px, "val": None}
     sources: dict[str, ImageSource] = {}
     for part, index in indexes.items():
-        sources[part] = FolderSource(index, remedies[part], data.decode, min_px[part], data.exif)
-    return sources, note, classes
+        options = data.decode, min_px[part], data.exif
+        sources[part] = FolderSource(index, exclude, *options, left_out[part])
+    return sources, "; ".join(notes) or None, classes
 
 
 def _check_heif(index: ImageIndex) -> None:

@@ -5,8 +5,8 @@
 import csv
 import io
 import json
-import math
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,8 +30,7 @@ from imagenet_cls.errors import DataError, command_line, format_value
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category")
 BAD_IMAGES_FILE = "bad_images.txt"
-# One of this many training images may be left out; of fewer, one.
-IMAGES_PER_EXCLUDED = 10_000
+ALWAYS_EXCLUDABLE = 10  # images of a part, if these are at most a tenth of it
 REMEDY = "set data.root, data.train and data.val to the lists"
 
 Row = tuple[int, str, str]  # line number (from 1), path, label
@@ -161,42 +160,41 @@ def read_bad_images(path: Path) -> dict[str, str]:
     return {name: reason or "listed" for name, _, reason in rows}
 
 
-def exclude_images(index: ImageIndex, root: Path, path: Path) -> tuple[ImageIndex, str | None]:
-    """The training images without those in the list at `path`, and a note about them (None without any).
+def exclude_images(
+    index: ImageIndex,
+    root: Path,
+    path: Path,
+    part: str,
+) -> tuple[ImageIndex, str | None]:
+    """The images of a part without those in the list at `path`, and a note about them, or None.
 
-    root: the dataset's. Raises DataError for more than one image in 10,000, rounded up.
+    root: the dataset's. part: for messages. Raises DataError for more than 1 % of the images or ten,
+    whichever is more, and for more than a tenth.
     """
-    rows = [row for row, _ in _bad_rows(index, root, path)]
+    rows = _bad_rows(index, root, path)
     if not rows:
         return index, None
-    most = math.ceil(len(index) / IMAGES_PER_EXCLUDED)
+    count = len(index)
+    most = min(max(count // 100, ALWAYS_EXCLUDABLE), count // 10)
     if len(rows) > most:
-        what = f"names {len(rows)} of {len(index)} training images, and at most {most} may be left out"
-        raise DataError(f"{path} (data.exclude): {what}\nreplace the others")
+        what = f"names {len(rows)} of {count} {part} images, and at most {most} may be left out"
+        verify = f"{command_line('verify-data')} DATA --out {shlex.quote(str(path))}"
+        remedy = f"replace or delete some of them, and list the bad images again: {verify}"
+        raise DataError(f"{path} (data.exclude): {what}\n{remedy}")
     names = join_names([index.name(row) for row in rows])
-    note = f"{len(rows)} of {len(index)} training images left out by data.exclude: {names}"
-    return index.select(np.delete(np.arange(len(index)), rows)), note
+    note = f"{len(rows)} of {count} {part} images left out by data.exclude: {names}"
+    return index.select(np.delete(np.arange(count), rows)), note
 
 
-def check_none_excluded(index: ImageIndex, root: Path, path: Path) -> None:
-    """Raise DataError for a validation image in the list at `path`."""
-    for row, reason in _bad_rows(index, root, path):
-        what = f"{index.describe(row)}: {reason} ({path}); validation leaves no image out"
-        raise DataError(f"{what}\nreplace the file, and remove it from the list")
-
-
-def _bad_rows(index: ImageIndex, root: Path, path: Path) -> list[tuple[int, str]]:
-    """Rows of `index` that the list names, with the reasons. (An annotation file may name an image twice.)"""
+def _bad_rows(index: ImageIndex, root: Path, path: Path) -> list[int]:
+    """Rows of `index` that the list names. (An annotation file may name an image twice.)"""
     base, start = os.fsencode(os.path.abspath(root)), os.fsencode(os.path.abspath(index.root))  # noqa: PTH100
-    reasons = {
-        os.path.normpath(os.path.join(base, os.fsencode(name))): reason  # noqa: PTH118
-        for name, reason in read_bad_images(path).items()
-    }
-    file_names = {name.rpartition(b"/")[2] for name in reasons}  # compared first: normpath takes seconds for ImageNet
-    rows = []
-    for row, name in enumerate(index.names.tolist()):
-        if name.rpartition(b"/")[2] in file_names:
-            reason = reasons.get(os.path.normpath(os.path.join(start, name)))  # noqa: PTH118
-            if reason is not None:
-                rows.append((row, reason))
-    return rows
+
+    def absolute(folder: bytes, name: bytes) -> bytes:
+        return os.path.normpath(os.path.join(folder, name))  # noqa: PTH118
+
+    paths = {absolute(base, os.fsencode(name)) for name in read_bad_images(path)}
+    # Compared first, since normpath takes seconds for ImageNet.
+    file_names = {path.rpartition(b"/")[2] for path in paths}
+    rows = [i for i, n in enumerate(index.names.tolist()) if n.rpartition(b"/")[2] in file_names]
+    return [i for i in rows if absolute(start, index.names[i]) in paths]

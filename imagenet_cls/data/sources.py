@@ -1,6 +1,7 @@
 """One image and its target: image files, map-style datasets, and subsets of another source."""
 
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class ImageSource(Protocol):
     """A part of a dataset."""
 
     classes: tuple[str, ...]
+    left_out: int = 0  # images that `data.exclude` has left out
 
     def __len__(self) -> int: ...
 
@@ -57,14 +59,16 @@ class ImageSource(Protocol):
 class FolderSource(ImageSource):
     """Image files of an `ImageIndex`, in folders or in archives.
 
-    remedy: what to do about a file that can't be read, for the error. The others: keys of `data`.
+    exclude: the command and the key that leave bad images out, for the error about one. decode,
+    min_decoded_px, exif: keys of `data`.
     """
 
     index: ImageIndex
-    remedy: str = "replace the file"
+    exclude: str | None = None
     decode: str = "auto"
     min_decoded_px: int | None = None
     exif: str = "ignore"
+    left_out: int = 0
 
     def __post_init__(self) -> None:
         self.classes = self.index.classes
@@ -89,7 +93,20 @@ class FolderSource(ImageSource):
             raise
         except (OSError, DataError) as error:
             reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{self.index.describe(i)}: {reason}; {self.remedy}")
+        raise DataError(f"{self.index.describe(i)}: {reason}\n{self._remedy(i)}")
+
+    def _remedy(self, i: int) -> str:
+        """What to do about image `i`, which can't be read, in at most two lines."""
+        if self.index.spans is None:
+            path = shlex.quote(str(self.index.path(i)))
+            remedy = f"replace it (cp GOOD_FILE {path}), or delete it (rm {path}"
+            remedy += ", and its line in a list)"
+        else:
+            path = self.index.spans.archive(i)
+            command = "zip -d" if path.lower().endswith(".zip") else "tar --delete -f"
+            delete = f"{command} {shlex.quote(path)} IMAGE"
+            remedy = f"replace the archive, or delete the image in it ({delete})"
+        return remedy if self.exclude is None else f"{remedy},\nor leave it out: {self.exclude}"
 
     def read(self, i: int) -> bytes:
         """The file of image `i`. Raises OSError, and DataError with the reason, without names."""

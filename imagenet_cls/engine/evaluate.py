@@ -112,7 +112,8 @@ def evaluate(
     cross-entropy without smoothing); balanced_accuracy_pct (mean recall of the classes that have images); images;
     seconds (for all models together); with ReaL labels real_images, the number of images that have such labels, and
     real_pct, the share of these whose prediction is one of them; the values of user-defined metrics; `200 of 1000`
-    classes, where others are ignored.
+    classes, where others are ignored; left_out, the number of images that `data.exclude` has left
+    out, if any.
     """
     started = time.perf_counter()
     metrics = metrics or {name: {} for name in names}
@@ -163,6 +164,8 @@ def evaluate(
         results[name] |= compute_metrics(metrics[name], group)
         if labels.present is not None:
             results[name]["classes"] = f"{len(labels.present)} of {num_classes}"
+        if labels.left_out:
+            results[name]["left_out"] = labels.left_out
     return results
 
 

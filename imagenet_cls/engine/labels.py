@@ -24,11 +24,13 @@ class EvaluationLabels:
     """Which classes and labels count.
 
     present: int64 (P,), the classes that the validation images have; None: all. real: int64 (images, most labels), the
-    ReaL labels of each image, and -1 where it has fewer; None without them.
+    ReaL labels of each image, and -1 where it has fewer; None without them. left_out: the number of
+    images that `data.exclude` has left out.
     """
 
     present: Tensor | None = None
     real: Tensor | None = None
+    left_out: int = 0
 
     def mask(self, logits: Tensor) -> Tensor:
         """Logits (B, outputs) with -inf for the classes that are not present."""
@@ -46,7 +48,7 @@ def evaluation_labels(config: EvalConfig, source: ImageSource, classes: Sequence
         present = torch.from_numpy(np.unique(required_targets(source, "eval.classes")))
     if config.real_labels is not None:
         real = read_real_labels(Path(config.real_labels).expanduser(), source, classes)
-    return EvaluationLabels(present, real)
+    return EvaluationLabels(present, real, source.left_out)
 
 
 def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) -> Tensor:

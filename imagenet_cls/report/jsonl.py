@@ -6,7 +6,8 @@
                                                        interval also has "images_per_sec", "data_wait_pct", "memory_mib"
     {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "balanced_accuracy_pct",
      "images", "seconds"}              with eval.real_labels also "real_pct", "real_images"; with eval.classes=present
-                                       "classes", such as "200 of 1000"; with eval.metrics their values
+                                       "classes", such as "200 of 1000"; with eval.metrics their
+                                       values; "left_out" where data.exclude leaves images out
     {"kind": "event", "step", "message"}
 
 A step whose update was skipped has "skipped": true. With `log.grad_norm=report`, and without `train.clip_norm`, only
@@ -30,7 +31,7 @@ Record = dict[str, Any]
 
 TEXT_KEYS = ("kind", "weights", "message", "classes")
 _EVAL_NUMBERS = ("step", "epoch", "top1_pct", "top5_pct", "loss", "images", "seconds", "balanced_accuracy_pct")
-EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images")
+EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images", "left_out")
 
 
 def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
@@ -53,7 +54,8 @@ def describe_result(result: Mapping[str, Any], digits: int) -> list[str]:
     texts += [f"{name} {value:.{digits + 2}f}" for name, value in user_metrics(result).items()]
     if "classes" in result:
         texts.append(f"classes: {result['classes']}")
-    return [*texts, f"over {result['images']} images in {result['seconds']:.1f} s"]
+    left_out = f" ({result['left_out']} left out)" if "left_out" in result else ""
+    return [*texts, f"over {result['images']} images{left_out} in {result['seconds']:.1f} s"]
 
 
 class MetricsFile:

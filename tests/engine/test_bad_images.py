@@ -1,5 +1,6 @@
 """Bad images and failing data workers in a run: exit codes, names, and the same bits with `data.exclude`."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers import TRAIN, arguments, environment, losses, run, state_digest, train_here
 
+from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.data import index, loader
@@ -62,6 +64,23 @@ def test_excluded_image_gives_the_bits_of_a_run_without_the_file(folder: Path, t
     bad.write_bytes(content)
     train_here([*of_folder(folder, tmp_path / "deleted", train__max_steps=8, **EXCLUDE), "--resume"])
     assert len(losses(tmp_path / "deleted")) == 8
+
+
+def test_evaluations_say_how_many_images_are_left_out(folder: Path, tmp_path: Path, call: Call) -> None:
+    """One of 80 training images and one of 20 validation images."""
+    bad = sorted((folder / "val" / "7").iterdir())[1]
+    bad.unlink()
+    bad.write_bytes(b"")
+    code, _, error = call(train_command, *of_folder(folder, tmp_path / "error"))
+    assert code == 3 and "data.exclude" in error
+    assert call(verify_command, folder)[0] == 3
+    code, out, error = call(train_command, *of_folder(folder, tmp_path / "run", **EXCLUDE))
+    assert code == 0 and "19 images (1 left out)" in out + error
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    assert evaluations and all((e["images"], e["left_out"]) == (19, 1) for e in evaluations)
+    code, out, _ = call(evaluate_command, tmp_path / "run" / "config.yaml", tmp_path / "run")
+    assert code == 0 and "19 images (1 left out)" in out
 
 
 # ------------------------------------------------------------------------------------------------ data workers

@@ -120,7 +120,7 @@ def test_loader_with_a_bad_image_raises_data_error(tmp_path: Path, image_folder:
     for _ in range(2):  # the loader can be used again
         with pytest.raises(DataError) as error:
             list(loader.epoch(0))
-        assert bad in str(error.value) and "\n" not in str(error.value)
+        assert bad in str(error.value) and len(str(error.value).splitlines()) <= 3
     loader.close()
     source = FolderSource(index_folder(tmp_path / "train"))
     with pytest.raises(DataError) as error:

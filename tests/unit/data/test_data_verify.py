@@ -1,4 +1,4 @@
-"""Bad images: found by verify_data, left out of training by `data.exclude`, never left out of validation."""
+"""Bad images: found by verify_data, and left out by `data.exclude`, within a bound."""
 
 import json
 import os
@@ -181,24 +181,60 @@ def test_exclude_reads_the_list_of_earlier_versions(one_bad: Path) -> None:
     assert digest(excluding(one_bad, exclude=str(old))) == digest(excluding(one_bad))
 
 
-def test_exclude_allows_one_image_in_ten_thousand(one_bad: Path) -> None:
-    (one_bad / BAD_IMAGES_FILE).write_text("train/cat/002.JPEG\ntrain/dog/004.JPEG\tempty\n")
-    with pytest.raises(DataError, match="at most 1"):
-        open_datasets(excluding(one_bad))
-    index = index_folder(one_bad / "train")
-    rows = np.concatenate((np.arange(40), np.full(9_961, 0)))
-    with pytest.raises(DataError, match="at most 1"):
-        exclude_images(index.select(rows[:10_000]), one_bad, one_bad / BAD_IMAGES_FILE)
-    kept, _ = exclude_images(index.select(rows), one_bad, one_bad / BAD_IMAGES_FILE)
-    assert len(kept) == 9_999
+@pytest.mark.parametrize(
+    ("count", "most"),
+    [(9, 0), (10, 1), (40, 4), (99, 9), (500, 10), (1_099, 10), (1_100, 11), (20_000, 200)],
+)
+def test_exclude_allows_one_percent_or_ten_images_and_at_most_a_tenth(
+    image_folder: Path, tmp_path: Path, count: int, most: int
+) -> None:
+    index = index_folder(image_folder / "train")
+    (tmp_path / "list").write_text(f"train/{index.name(4)}\ttoo dark\n")
+
+    def remaining(excluded: int) -> int:
+        rows = np.array([4] * excluded + [7] * (count - excluded))  # one file, in several rows
+        kept, note = exclude_images(index.select(rows), image_folder, tmp_path / "list", "training")
+        assert (note is None) == (excluded == 0)
+        return len(kept)
+
+    assert remaining(most) == count - most
+    with pytest.raises(DataError, match=f"{most + 1} of {count} training .* at most {most} "):
+        remaining(most + 1)
 
 
-def test_exclude_of_a_validation_image_raises(one_bad: Path) -> None:
+def test_exclude_leaves_out_validation_images(one_bad: Path) -> None:
+    whole = open_datasets(DataConfig(root=str(one_bad), val="train")).val
+    opened = open_datasets(excluding(one_bad, val="train"))
+    assert opened.note is not None and "1 of 40 training images" in opened.note
+    assert "1 of 40 validation images" in opened.note
+    only = open_datasets(excluding(one_bad, val="train"), ("val",)).val
+    assert whole is not None and opened.val is not None and only is not None
+    assert (len(whole), whole.left_out, len(only), only.left_out) == (40, 0, 39, 1)
+    assert only.digest() == opened.val.digest() != whole.digest()
+
+
+def test_exclude_of_too_many_validation_images_raises(one_bad: Path) -> None:
+    """One of nine is more than a tenth."""
     make_empty(one_bad / "val" / "eel" / "001.JPEG")
     assert verify(one_bad) == 3
-    with pytest.raises(DataError, match=r"001.JPEG \(image 7\)"):
-        open_datasets(excluding(one_bad))
-    assert len(open_datasets(excluding(one_bad), ("val",)).val) == 9  # type: ignore[arg-type]
+    for parts in (("val",), ("train", "val")):
+        with pytest.raises(DataError, match="1 of 9 validation images"):
+            open_datasets(excluding(one_bad), parts)
+    assert len(open_datasets(excluding(one_bad), ("train",)).train) == 39  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_error_about_a_bad_image_gives_three_commands(one_bad: Path, part: str) -> None:
+    bad = one_bad / part / "eel" / "001.JPEG"
+    make_empty(bad)
+    source = getattr(open_datasets(DataConfig(root=str(one_bad))), part)
+    number = [source.name(i) for i in range(len(source))].index("eel/001.JPEG")
+    with pytest.raises(DataError) as error:
+        source.load(number)
+    what, replace_or_delete, leave_out = str(error.value).splitlines()
+    assert what.startswith(f"{bad} (image {number}): ")
+    assert f"cp GOOD_FILE {bad}" in replace_or_delete and f"rm {bad}" in replace_or_delete
+    assert f" {one_bad}, " in leave_out and f"data.exclude={one_bad / BAD_IMAGES_FILE}" in leave_out
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"bad": 3}', "{"])
