@@ -54,8 +54,8 @@ def evaluation_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--weights", choices=("raw", "ema"),
-        help="evaluate only these; without it both, and --out and --report are of those that predict.py uses: of a run "
-        "folder the better ones, of a checkpoint its EMA if it has one",
+        help="evaluate only these. Without it: both of a run or checkpoint, and --out and --report "
+        "are of those that predict.py uses; of another file its average if it has one",
     )  # fmt: skip
     cli.add_allow_import(parser)
     add_rank_options(parser)

@@ -1,6 +1,6 @@
 """The model of a run: its weights, what the config changes about it, whether it fits the data, and the teacher."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +14,7 @@ from imagenet_cls.checkpoint.format import invalid_content_errors, mean_std
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, Size, TrainConfig, format_size, height_width
 from imagenet_cls.data.transforms import sizes_px
-from imagenet_cls.errors import ConfigError, DataError, first_line, format_value
+from imagenet_cls.errors import CheckpointError, ConfigError, DataError, first_line, format_value
 from imagenet_cls.files import is_url
 from imagenet_cls.guards.memory import is_out_of_memory
 from imagenet_cls.models.adapt import (
@@ -28,7 +28,7 @@ from imagenet_cls.models.adapt import (
 from imagenet_cls.models.build import build_model, model_mean_std, published_weights, weights_source
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
-from imagenet_cls.models.weight_files import download_weights, read_weights
+from imagenet_cls.models.weight_files import download_weights, read_all_weights
 from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import run_on_main
 from imagenet_cls.parallel.process_group import Group
@@ -133,33 +133,51 @@ def memory_format(train: TrainConfig) -> torch.memory_format:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in a file or checkpoint folder, by name, on the CPU; how they were trained, if known."""
+    """Weights in a file or checkpoint folder, by name, on the CPU; how they were trained, if known.
+
+    kind: `raw` or `ema`.
+    """
 
     tensors: dict[str, Tensor]
     origin: str
+    kind: str
     mean_std: MeanStd | None = None
     classes: Sequence[str] | None = None
     warnings: Sequence[str] = ()
 
 
-def read_stored_weights(source: str | Path) -> StoredWeights:
-    """The weights in a file or at a URL, in a checkpoint, or in a run folder those that evaluated best.
+def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWeights:
+    """The weights in a file or at a URL, in a checkpoint, or in a run folder its best checkpoint.
 
-    Of trained weights and their EMA in one file or checkpoint the EMA. Raises CheckpointError or ResourceError.
+    kind: `raw` or `ema`. None: the kind that evaluated best in a run folder; otherwise the EMA if
+    there is one. Raises CheckpointError or ResourceError.
     """
     path = download_weights(str(source)) if is_url(source) else Path(source)
     if not path.is_dir():
-        return StoredWeights(*read_weights(path))
+        weights = read_all_weights(path)
+        kind = choose_kind(weights, kind or ("ema" if "ema" in weights else "raw"), path)
+        return StoredWeights(*weights[kind], kind)
     snapshot, best, damage = load_best(path)
     with invalid_content_errors(snapshot.path):
-        name = "raw" if best == "raw" or snapshot.ema is None else "ema"
+        tensors = {"raw": snapshot.model} | ({} if snapshot.ema is None else {"ema": snapshot.ema})
+        default = "raw" if best == "raw" or snapshot.ema is None else "ema"
+        name = choose_kind(tensors, kind or default, path)
+        note = ", its best" if best == name else ""
         return StoredWeights(
-            tensors=snapshot.ema if name == "ema" and snapshot.ema is not None else snapshot.model,
-            origin=f"{path} (step {snapshot.state['step']}, {name}{', its best' if best else ''})",
+            tensors=tensors[name],
+            origin=f"{path} (step {snapshot.state['step']}, {name}{note})",
+            kind=name,
             mean_std=mean_std(snapshot.state),
             classes=[*map(str, snapshot.state["classes"])],
             warnings=damage,
         )
+
+
+def choose_kind(weights: Collection[str], kind: str, origin: Path | str) -> str:
+    """`kind`, one of `weights`. Raises CheckpointError for a kind that is not there."""
+    if kind not in weights:
+        raise CheckpointError(f"{origin}: no {kind} weights.\nIt has: {', '.join(weights)}.")
+    return kind
 
 
 def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str:

@@ -15,7 +15,12 @@ from imagenet_cls.config.load import removed_key_warnings
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.classes import join_names
 from imagenet_cls.engine.build import choose_num_classes
-from imagenet_cls.engine.model import choose_mean_std, memory_format, read_stored_weights
+from imagenet_cls.engine.model import (
+    choose_kind,
+    choose_mean_std,
+    memory_format,
+    read_stored_weights,
+)
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError, command_line, format_value
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
@@ -74,7 +79,7 @@ def load_on_all_ranks(
         if checkpoint is not None and checkpoint.is_dir():
             loaded = load_checkpoint(checkpoint, {config.model.name, *config.imports, *allow_import})
         else:
-            loaded = load_foreign_weights(config, checkpoint, classes, ignore_head)
+            loaded = load_foreign_weights(config, checkpoint, classes, ignore_head, weights)
         if weights is not None:
             loaded = replace(loaded, models={weights: loaded.models[choose_weights(loaded, weights)]})
         differences = evaluation_differences(config, loaded)
@@ -94,10 +99,8 @@ def choose_weights(trained: TrainedModels, weights: str | None) -> str:
 
     Raises CheckpointError for weights that are not there.
     """
-    name = weights or trained.best or list(trained.models)[-1]
-    if name not in trained.models:
-        raise CheckpointError(f"{trained.origin}: no {name} weights.\nIt has: {', '.join(trained.models)}.")
-    return name
+    kind = weights or trained.best or list(trained.models)[-1]
+    return choose_kind(trained.models, kind, trained.origin)
 
 
 def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
@@ -151,12 +154,17 @@ def build_bare_model(config: Config, num_classes: int) -> nn.Module:
 
 
 def load_foreign_weights(
-    config: Config, file: Path | None, classes: Sequence[str], ignore_head: bool = False
+    config: Config,
+    file: Path | None,
+    classes: Sequence[str],
+    ignore_head: bool = False,
+    weights: str | None = None,
 ) -> TrainedModels:
     """The config's model with the weights of a file, else with those that the config names.
 
-    classes: of the data. ignore_head: the head is not used, so it may be missing or have other outputs. Raises
-    CheckpointError if the weights do not fit the model, UsageError if there are none, DataError for other classes.
+    classes: in the order of the outputs. ignore_head: the head is not used, so it may be missing or
+    have other outputs. weights: see `read_stored_weights`. Raises CheckpointError if the weights do
+    not fit the model, UsageError if there are none, DataError for published weights of others.
     """
     if file is None and not config.model.pretrained and config.model.checkpoint is None:
         raise UsageError(
@@ -178,12 +186,13 @@ def load_foreign_weights(
         note = match_outputs(model, classes) if had == IMAGENET_CLASSES and not ignore_head else ""
         return TrainedModels({"raw": model}, config, count, None, mean, std, f"published weights ({source}){note}")
     with nullcontext() if file is not None else prefix_errors("model.checkpoint"):
-        stored = read_stored_weights(path)
+        stored = read_stored_weights(path, weights)
         # A new, random head is fine for training, but its predictions are chance.
         sentence = load_weights(model, stored.tensors, count, head_may_differ=ignore_head)
     order = "" if ignore_head else f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     origin = f"{stored.origin}: {sentence}{order}"
-    return TrainedModels({"raw": model}, config, count, None, mean, std, origin, warnings=stored.warnings)
+    models = {stored.kind: model}
+    return TrainedModels(models, config, count, None, mean, std, origin, warnings=stored.warnings)
 
 
 def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:

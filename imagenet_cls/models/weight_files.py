@@ -32,18 +32,27 @@ AVERAGE_KEYS = ("state_dict_ema", "model_ema")
 
 
 def read_weights(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], str]:
-    """The weights in a file, by parameter name, on the CPU, without prefixes of wrappers; and a description: the file,
-    and if it has a moving average, which state dict was used.
+    """The weights in a file, and a description, as `read_all_weights` returns them for one kind.
 
-    averaged: prefer the EMA weights if the file has both, as timm's `create_model(checkpoint_path=)` does. Raises
-    CheckpointError for a file that is missing, truncated, no checkpoint, or needs code to load.
+    averaged: prefer the EMA weights if the file has both, as timm's `create_model` does.
+    """
+    weights = read_all_weights(path)
+    kind = "ema" if "raw" not in weights or (averaged and "ema" in weights) else "raw"
+    return weights[kind]
+
+
+def read_all_weights(path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
+    """The trained weights in a file (`raw`) and their moving average (`ema`), if it has both.
+
+    Each has the tensors by parameter name, on the CPU, without prefixes of wrappers, and a
+    description: the file, and which state dict it is if there are several. Raises CheckpointError
+    for a file that is missing, truncated, no checkpoint, or needs code to load.
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint {str(path)!r}: no such file; check the path")
     if _is_safetensors(path):
-        return _strip_prefixes(_read_safetensors(path)), str(path)
-    state, chosen = _find_state_dict(_read_pickle(path), path, averaged)
-    return state, f"{path}{chosen}"
+        return {"raw": (_strip_prefixes(_read_safetensors(path)), str(path))}
+    return _find_state_dicts(_read_pickle(path), path)
 
 
 def download_weights(url: str) -> Path:
@@ -117,21 +126,25 @@ def _one_line(error: Exception) -> str:
     return shorten(f"{type(error).__name__}: {text}", 160)
 
 
-def _find_state_dict(content: Any, path: Path, averaged: bool) -> tuple[dict[str, Tensor], str]:
-    """The state dict of a checkpoint, bare or under one of the libraries' keys, without prefixes; and a note on the
-    choice if there is an average."""
+def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
+    """The state dicts of a checkpoint, bare or under the libraries' keys, by kind of weights."""
+    found = {}
     if isinstance(content, Mapping):
         nested = {key: _tensors_in(content.get(key)) for key in (*NESTED_KEYS, *AVERAGE_KEYS)}
         trained = next((key for key in NESTED_KEYS if nested[key]), None)
         average = next((key for key in AVERAGE_KEYS if nested[key]), None)
-        if average is not None and (averaged or trained is None):
-            return _strip_prefixes(nested[average]), f" (its average {average}{f', not {trained}' if trained else ''})"
         if trained is not None:
             note = f" ({trained}, not its average {average})" if average else ""
-            return _strip_prefixes(nested[trained]), f" ({trained})" if trained in PRETRAINING_KEYS else note
+            note = f" ({trained})" if trained in PRETRAINING_KEYS else note
+            found["raw"] = _strip_prefixes(nested[trained]), f"{path}{note}"
+        if average is not None:
+            note = f" (its average {average}{f', not {trained}' if trained else ''})"
+            found["ema"] = _strip_prefixes(nested[average]), f"{path}{note}"
         # A checkpoint's top level may hold a single tensor (pytorch/examples' best_acc1), which is no model.
-        if len(state := _tensors_in(content)) * 2 > len(content):
-            return _strip_prefixes(state), ""
+        if not found and len(state := _tensors_in(content)) * 2 > len(content):
+            found["raw"] = _strip_prefixes(state), str(path)
+    if found:
+        return found
     keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
         f"{str(path)!r} holds no weights: found {keys or 'nothing'}\n"

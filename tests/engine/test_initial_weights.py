@@ -98,7 +98,7 @@ def test_average_in_a_file_is_used_and_reported(tmp_path: Path) -> None:
         == by_path.origin
         == f"{origin}; its outputs are taken for the classes in this order: 0, 1, 2, ..."
     )
-    for model in (started, by_key.models["raw"], by_path.models["raw"]):
+    for model in (started, by_key.models["ema"], by_path.models["ema"]):
         assert all(torch.equal(model.state_dict()[name], value) for name, value in average.items())
 
 
