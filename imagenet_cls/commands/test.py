@@ -40,7 +40,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON"
     )
     parser.add_argument(
-        "--report", type=Path, metavar="DIR",
+        "--report", type=path_argument, metavar="DIR",
         help="write report.html, report.json and confusion.csv: classes, confusion, calibration, mistakes",
     )  # fmt: skip
     parser.add_argument(
@@ -60,6 +60,13 @@ def evaluation_parser() -> argparse.ArgumentParser:
     cli.add_allow_import(parser)
     add_rank_options(parser)
     return parser
+
+
+def path_argument(text: str) -> Path:
+    """An argparse type: a path. An empty one, such as that of an unset variable, is an error."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; give one, or leave out the option")
+    return Path(text)
 
 
 def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:

@@ -27,10 +27,10 @@ from imagenet_cls.engine.metrics import build_metrics
 from imagenet_cls.engine.model import class_difference
 from imagenet_cls.engine.predictor import top_classes
 from imagenet_cls.engine.trained import EVALUATION_KEYS, choose_weights, load_on_all_ranks, prepare_models
-from imagenet_cls.errors import DataError, format_value
+from imagenet_cls.errors import CheckpointError, DataError, format_value
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_classes
-from imagenet_cls.parallel.collectives import gather_to_main
+from imagenet_cls.parallel.collectives import all_reduce_sum, gather_to_main, mark_printed_by_main
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.evaluation import ROW, evaluation_page, evaluation_statistics
 from imagenet_cls.report.page import to_jpeg
@@ -78,7 +78,10 @@ def evaluate_weights(
     messages += prepare_models(trained, config, group)
     source = val if report is None else MeasuredSource(val)
     evaluation = Evaluation(config, source, group, rank_devices(config, group), trained.mean, trained.std, labels)
-    outputs, names = evaluation.outputs(trained.models), list(trained.models)
+    names = list(trained.models)
+    nonfinite = torch.zeros(len(names), dtype=torch.int64, device=group.device)
+    by_name = dict(zip(names, nonfinite, strict=True))
+    outputs = count_nonfinite(evaluation.outputs(trained.models), by_name)
     rows: list[dict[str, Any]] = []
     if keep_predictions:
         outputs = record_predictions(outputs, chosen, val, classes, rows)
@@ -87,6 +90,9 @@ def evaluate_weights(
         outputs = record_rows(outputs, chosen, source.sizes, parts)
     user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, group)
     metrics = evaluate(outputs, names, group, trained.num_classes, labels, user_metrics)
+    counts = dict(zip(names, all_reduce_sum(nonfinite, group).tolist(), strict=True))
+    if any(counts.values()):
+        raise mark_printed_by_main(nonfinite_error(counts, len(val)), group)
     if report is not None and (gathered := gather_to_main(parts, group)):
         about = {"model": trained.config.model.name, "weights": chosen, "messages": messages, "metrics": metrics}
         about["settings"] = {key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS}
@@ -114,6 +120,30 @@ def has_training_part(data: DataConfig) -> bool:
     root = Path(data.root).expanduser()
     is_named = data.name != "folder" or data.val is None
     return is_named or (root / data.train).exists() or bool(find_archives(root, data.train))
+
+
+def count_nonfinite(
+    outputs: Iterable[Outputs],
+    counts: Mapping[str, torch.Tensor],
+) -> Iterator[Outputs]:
+    """Yield outputs unchanged, and count the images without finite probabilities for each model.
+
+    counts: int64 scalars. An output of -inf, as of an absent class, is a probability of 0.
+    """
+    for logits, targets, indices in outputs:
+        for name, count in counts.items():
+            count += logits[name].logsumexp(dim=1).isfinite().logical_not().sum()
+        yield logits, targets, indices
+
+
+def nonfinite_error(counts: Mapping[str, int], images: int) -> CheckpointError:
+    """The error for weights with NaN or infinite outputs. counts: the images that have them."""
+    bad = " and ".join(f"{count} ({name})" for name, count in counts.items() if count)
+    finite = [f"--weights {name}, or " for name, count in counts.items() if not count]
+    return CheckpointError(
+        f"The outputs are NaN or infinite for {bad} of {images} images.\n"
+        f"Evaluate {''.join(finite)}another checkpoint, or with train.precision=fp32."
+    )
 
 
 def record_predictions(
