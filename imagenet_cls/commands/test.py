@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_components, run_command
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
+from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.errors import CheckpointError, UsageError, command_line, printable
 from imagenet_cls.files import check_exists, check_output_path, explain_write_errors, write_output
 from imagenet_cls.lookup import is_factory_name, is_model_source
@@ -36,6 +37,11 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "CONFIG [CHECKPOINT] [key=value ...] [options], or RUN [key=value ...] [options]",
     )
     cli.add_config_arguments(parser)
+    parser.add_argument(
+        "--data", type=path_argument, metavar="PATH",
+        help="evaluate all images of a separate test set: class folders (or a folder with them in "
+        "val), an archive, shards, or a list of images; see docs/your_data.md",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON"
     )
@@ -72,6 +78,12 @@ def path_argument(text: str) -> Path:
 def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     """Stage 1 of the checks, without torch."""
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
+    names = override_keys(overrides)
+    is_null = any(re.fullmatch(r"\s*data\.val\s*=\s*(null|~|)\s*", text) for text in overrides)
+    if "data.val" in names and not is_null:
+        # The config may hold out training images instead, and data.val replaces that.
+        splits = ("data.val_fraction", "data.fold")
+        overrides += [f"{key}=null" for key in splits if key not in names]
     if not paths:
         raise UsageError(f"no config given.\nUsage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...]")
     folder = Path(paths[0])
@@ -85,6 +97,10 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     given = [name for override in overrides for name in re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])]
     check_code_is_allowed(loaded, [*given, *arguments.allow_import], run)
     return loaded
+
+
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    return [override.partition("=")[0].strip() for override in overrides]
 
 
 def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
@@ -103,7 +119,7 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError for options that exclude each other, or paths that can't be used on the first machine."""
-    _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
+    overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     if (arguments.knn or arguments.linear_probe) and (arguments.out or arguments.report):
         raise UsageError("--knn and --linear-probe have no --out and no --report.\nLeave these out.")
     if arguments.node_rank == 0:
@@ -111,6 +127,23 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
             check_exists(Path(paths[1]))
         check_output_path(arguments.out)
         check_report_folder(arguments.report)
+        if "data.val" in override_keys(overrides):
+            check_images(arguments.data, loaded.config.data)
+
+
+def check_images(test_set: Path | None, data: DataConfig) -> None:
+    """Raise UsageError for an override of data.val beside --data, or where --data is meant."""
+    val = data.val
+    if val is None or data.name not in ("folder", "list"):
+        return
+    if test_set is not None:
+        raise UsageError("--data and data.val name different images.\nLeave out one of them.")
+    place = Path(data.root).expanduser() / val
+    if Path(val).exists() and not place.exists():
+        raise UsageError(
+            f"data.val={val} is looked for in data.root, and there is no {place}.\n"
+            f"To evaluate the images in {val}: --data {val}"
+        )
 
 
 def check_report_folder(folder: Path | None) -> None:
@@ -128,6 +161,7 @@ def check_report_folder(folder: Path | None) -> None:
 
 def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
     """One rank's part of an evaluation."""
+    from imagenet_cls.data.test_set import locate_test_set
     from imagenet_cls.engine.check import check_agreement
     from imagenet_cls.engine.evaluate_weights import evaluate_weights
     from imagenet_cls.engine.step import set_deterministic
@@ -138,16 +172,30 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     check_agreement(loaded, group, training=False)
     # The kernels that the run evaluated with.
     set_deterministic(loaded.config.train.deterministic, group.device)
-    _, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
+    overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
     out, report, allow, weights = arguments.out, arguments.report, arguments.allow_import, arguments.weights
+    test_set = None
+    if arguments.data is not None:
+        data = loaded.config.data
+        list_root = data.root if "data.root" in override_keys(overrides) else None
+        test_set = locate_test_set(arguments.data, data, list_root)
     knn, probe = arguments.knn, arguments.linear_probe
     if knn or probe:
         from imagenet_cls.engine.features import evaluate_features
 
         with explain_device_errors():
-            lines = evaluate_features(loaded.config, checkpoint, group, knn, probe, allow, weights)
+            lines = evaluate_features(
+                loaded.config,
+                checkpoint,
+                group,
+                knn,
+                probe,
+                allow,
+                weights,
+                test_set,
+            )
         if group.is_main:
             print("\n".join(map(printable, lines)))
         return
@@ -155,7 +203,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     run_on_main(group, lambda: check_report_folder(report))
     with explain_device_errors():
         messages, metrics_by_name, predictions = evaluate_weights(
-            loaded.config, checkpoint, group, out is not None, allow, report, weights
+            loaded.config, checkpoint, group, out is not None, allow, report, weights, test_set
         )
     if not group.is_main:
         return

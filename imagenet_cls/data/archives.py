@@ -280,18 +280,16 @@ def _scan_piece(piece: _Piece) -> _Rows:
         for name, start, length, compressed, problem in members:
             suffix = name[name.rfind(b".") :].lower()
             if suffix not in IMAGE_SUFFIXES:
-                path = name.removeprefix(b"./")
-                if not path.endswith(b"/") and b"/." not in b"/" + path:
-                    unread[path[: path.rfind(b"/") + 1], suffix_of(path)] += 1
-                if is_zip or suffix not in _LABELS:
-                    continue
+                name = name.removeprefix(b"./")
+                if suffix in _LABELS and not is_zip:
+                    others[_checked_name(name, piece.path)] = start, length
+                if not name.endswith(b"/") and b"/." not in b"/" + name:
+                    unread[name[: name.rfind(b"/") + 1], suffix_of(name)] += 1
+                continue
             if b"/." in name or b"//" in name or name[0] in b"./":
                 name = _checked_name(name, piece.path)
                 if not name:
                     continue
-            if suffix not in IMAGE_SUFFIXES:
-                others[name] = start, length
-                continue
             if problem:
                 raise DataError(f"{piece.path}: {decode_name(name)} {problem}")
             if max(length, compressed) > _MAX_IMAGE_BYTES:

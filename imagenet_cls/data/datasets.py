@@ -149,7 +149,7 @@ def _open_files(
     must_match: see `_index_files`.
     """
     root = Path(data.root).expanduser()
-    indexes, classes = _index_files(data, root, parts, must_match)
+    indexes, classes = _index_files(data, parts, must_match)
     counts = {part: len(index) for part, index in indexes.items()}
     notes = []
     if data.exclude is not None:
@@ -195,42 +195,60 @@ def _check_heif(index: ImageIndex) -> None:
 
 
 def _index_files(
-    data: DataConfig, root: Path, parts: Collection[str], must_match: bool
+    data: DataConfig, parts: Collection[str], must_match: bool
 ) -> tuple[dict[str, ImageIndex], Sequence[str] | None]:
     """The index of each part asked for, and the training classes if there is a training part.
 
-    must_match: the class folders of val have to be the training classes; otherwise its index has those that are there.
+    must_match: see `index_part`.
     """
-
-    def read(part: str, classes: Sequence[str] | None = None) -> ImageIndex:
-        if data.name == "list":
-            return index_list(root / part, root, classes)
-        archives = find_archives(root, part)
-        if not archives:
-            return index_folder(root / part, classes if must_match else None)
-        index = index_archives(root, part, archives, classes, must_match)
-        if classes is None:
-            check_level(index)
-        return index
-
     if data.name == "digits":
-        write_digits(root, data.train)
+        write_digits(Path(data.root).expanduser(), data.train)
     if data.val is None:
-        whole = read(data.train)
+        whole = index_part(data, data.train)
         rows, held_out = split_by_config(data, whole.names, whole.targets)
         return {"train": whole.select(rows), "val": whole.select(held_out)}, whole.classes
     indexes: dict[str, ImageIndex] = {}
-    classes: Sequence[str] | None = None
-    if "train" in parts or (data.name == "list" and (root / data.train).exists()):
-        indexes["train"] = read(data.train)
-        classes = indexes["train"].classes
-    elif data.name == "folder" and find_archives(root, data.train):
-        classes = read(data.train).classes
-    elif (root / data.train).exists():
-        classes = class_folders(root / data.train)  # the images are not listed
+    if "train" in parts:
+        indexes["train"] = index_part(data, data.train)
+        classes: Sequence[str] | None = indexes["train"].classes
+    else:
+        classes = training_classes(data)
     if "val" in parts:
-        indexes["val"] = read(data.val, classes)
+        indexes["val"] = index_part(data, data.val, classes, must_match)
     return indexes, classes
+
+
+def index_part(
+    data: DataConfig,
+    part: str,
+    classes: Sequence[str] | None = None,
+    must_match: bool = True,
+) -> ImageIndex:
+    """The index of a part of `folder`, `list` or `digits`.
+
+    classes: those of training. must_match: class folders have to be these; otherwise the index has
+    those that are there.
+    """
+    root = Path(data.root).expanduser()
+    if data.name == "list":
+        return index_list(root / part, root, classes)
+    archives = find_archives(root, part)
+    if not archives:
+        return index_folder(root / part, classes if must_match else None)
+    index = index_archives(root, part, archives, classes, must_match)
+    if classes is None and must_match:
+        check_level(index)
+    return index
+
+
+def training_classes(data: DataConfig) -> Sequence[str] | None:
+    """The classes of the training part of `folder` or `list`; None without one."""
+    root = Path(data.root).expanduser()
+    place = root / data.train
+    is_indexed = place.exists() if data.name == "list" else find_archives(root, data.train)
+    if is_indexed:
+        return index_part(data, data.train).classes
+    return class_folders(place) if place.exists() else None  # the images are not listed
 
 
 def _open_map_style(data: DataConfig, parts: Collection[str], must_match: bool) -> dict[str, ImageSource]:

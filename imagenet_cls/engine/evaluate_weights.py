@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from torch.nn import functional
 
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.archives import find_archives
-from imagenet_cls.data.classes import is_numbered, join_names
+from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.decode import ChooseBox
 from imagenet_cls.data.sources import ImageSource, SubsetSource, with_classes
+from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import Evaluation, Outputs, evaluate
@@ -26,11 +29,22 @@ from imagenet_cls.engine.labels import evaluation_labels
 from imagenet_cls.engine.metrics import build_metrics
 from imagenet_cls.engine.model import class_difference
 from imagenet_cls.engine.predictor import top_classes
-from imagenet_cls.engine.trained import EVALUATION_KEYS, choose_weights, load_on_all_ranks, prepare_models
+from imagenet_cls.engine.trained import (
+    EVALUATION_KEYS,
+    TrainedModels,
+    choose_weights,
+    load_on_all_ranks,
+    prepare_models,
+)
 from imagenet_cls.errors import CheckpointError, DataError, format_value
 from imagenet_cls.files import explain_write_errors, write_file
-from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_classes
-from imagenet_cls.parallel.collectives import all_reduce_sum, gather_to_main, mark_printed_by_main
+from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_outputs
+from imagenet_cls.parallel.collectives import (
+    all_reduce_sum,
+    gather_to_main,
+    mark_printed_by_main,
+    run_on_main,
+)
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.evaluation import ROW, evaluation_page, evaluation_statistics
 from imagenet_cls.report.page import to_jpeg
@@ -46,34 +60,46 @@ def evaluate_weights(
     allow_import: Collection[str] = (),
     report: Path | None = None,
     weights: str | None = None,
+    test_set: DataConfig | None = None,
 ) -> tuple[list[str], dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Evaluate weights on the config's validation images. A collective.
+    """Evaluate weights on the config's validation images, or on a separate test set. A collective.
 
     checkpoint: a checkpoint or run folder, foreign weights, or None for the weights that the config names.
     allow_import: what a checkpoint may import beyond what the config names. report: the folder of the report. weights:
-    `raw` or `ema`, to evaluate only these.
+    `raw` or `ema`, to evaluate only these. test_set: of `locate_test_set`.
 
-    Returns messages about the weights, the metrics of `evaluate`, and with keep_predictions on rank 0 one row for each
-    image: image, target, top-5 classes and probabilities. Rows and report are of the weights of `choose_weights`.
+    Returns messages about the images and the weights, the metrics of `evaluate`, and with
+    keep_predictions on rank 0 one row for each image: image, target, top-5 classes and
+    probabilities. Rows and report are of the weights of `choose_weights`.
     """
     subset = config.eval.classes == "present"
-    data = open_datasets(config.data, ("val",), subset)
-    assert data.val is not None
-    classes = classes_of_outputs(config, data.classes)
-    trained, messages = load_on_all_ranks(config, checkpoint, classes, group, allow_import, weights)
-    chosen = choose_weights(trained, weights)
-    classes = trained.classes or classes
-    is_by_position = is_numbered(data.classes, classes) and not has_training_part(config.data)
-    if classes != data.classes and not (subset or is_by_position):
-        assert trained.classes is not None
-        difference = class_difference(trained.classes, data.classes)
+    loaded = None
+    if run_on_main(group, lambda: checkpoint is not None and checkpoint.is_dir()):
+        # The classes of a checkpoint are those of the images, so that it is read before them.
+        loaded = load_on_all_ranks(config, checkpoint, (), group, allow_import, weights)
+    val = open_images(config, test_set, loaded and loaded[0].classes)
+    if loaded is None:
+        has_training = test_set is None and has_training_part(config.data)
+        classes = classes_of_outputs(config, val.classes, has_training)
+        loaded = load_on_all_ranks(config, checkpoint, classes, group, allow_import, weights)
+        val = with_classes(val, classes, "the images", subset=True)
+    trained, messages = loaded
+    known = trained.classes or val.classes
+    if known != val.classes and not subset:
+        difference = class_difference(known, val.classes)
         raise DataError(
-            f"the validation images have {len(data.classes)} classes ({join_names(data.classes)}), the checkpoint was "
-            f"trained on {len(trained.classes)} ({join_names(trained.classes)})"
+            f"the validation images have {len(val.classes)} classes ({join_names(val.classes)}), "
+            f"the checkpoint was trained on {len(known)} ({join_names(known)})"
             f"{difference and f': {difference}'}.\n"
-            "Use the config and the data that it was trained with; for some of its classes, eval.classes=present."
+            "Use the config and the data that it was trained with; "
+            "for some of its classes, eval.classes=present."
         )
-    val = with_classes(data.val, classes, f"data.val {config.data.val}", subset)
+    val = with_classes(val, known, f"data.val {config.data.val}", subset)
+    messages += run_on_main(group, lambda: check_not_trained_on(config, trained, test_set, val))
+    if test_set is not None:
+        config = replace(config, data=test_set)
+    messages.insert(0, describe_images(config.data, val))
+    chosen, classes = choose_weights(trained, weights), val.classes
     labels = evaluation_labels(config.eval, val, classes)
     messages += prepare_models(trained, config, group)
     source = val if report is None else MeasuredSource(val)
@@ -100,19 +126,108 @@ def evaluate_weights(
     return messages, metrics, sorted(gather_to_main(rows, group), key=lambda row: row["index"])
 
 
-def classes_of_outputs(config: Config, found: tuple[str, ...]) -> tuple[str, ...]:
-    """The classes of weights that don't name them, in the order of their outputs. found: those of the data.
+def open_images(
+    config: Config,
+    test_set: DataConfig | None,
+    known: Sequence[str] | None,
+) -> ImageSource:
+    """The images to evaluate. known: the classes of the weights, None if these don't name them."""
+    data, subset = test_set or config.data, config.eval.classes == "present"
+    has_files = data.val is not None and data.name in ("folder", "list")
+    if test_set is not None or (known is not None and has_files):
+        return open_test_set(data, known, subset)
+    val = open_datasets(data, ("val",), subset).val
+    assert val is not None
+    return val
 
-    They are ImageNet's where the data's are some of them (`eval.classes=present`) or the numbers of all, and no
-    training part names them. Their number is `model.num_classes`, or 1,000. Otherwise they are `found`.
+
+def check_not_trained_on(
+    config: Config,
+    trained: TrainedModels,
+    test_set: DataConfig | None,
+    source: ImageSource,
+) -> list[str]:
+    """A warning if the images to evaluate are training images of the checkpoint's run, or may be.
+
+    Raises DataError as `check_split`.
     """
-    given, has_training = config.model.num_classes, has_training_part(config.data)
-    if config.data.classes is not None or (has_training and given is None):
-        return found
-    names = imagenet_classes(given or IMAGENET_CLASSES)
-    is_subset = config.eval.classes == "present" and set(found) <= set(names)
-    is_by_position = is_numbered(found, names) and not has_training
-    return names if names and (is_subset or is_by_position) else found
+    data = config.data
+    warning = "warning: these are training images of the run, not those of a test"
+    if trained.data_digest is None:
+        return []
+    if source.digest() == trained.data_digest:
+        return [warning]
+    if test_set is not None:
+        location = replace(test_set, train=test_set.val or "", exclude=data.exclude)
+        return [warning] if has_training_images(trained, location) else []
+    if data.val is None and data.name != "synthetic":
+        return check_split(data, trained)
+    return []
+
+
+def check_split(data: DataConfig, trained: TrainedModels) -> list[str]:
+    """A warning if the images that `data` holds out are not those that the run held out.
+
+    Raises DataError if they would be held out of other images than those of the run.
+    """
+    run_data, is_same = trained.config.data, has_training_images(trained, data)
+    splits = [(part.val_fraction, part.fold, part.group) for part in (data, run_data)]
+    if is_same and splits[0] == splits[1]:
+        return []
+    folders = [Path(part.root).expanduser() / part.train for part in (data, run_data)]
+    places = [
+        (data.name, os.path.realpath(folders[0])),
+        (run_data.name, os.path.realpath(folders[1])),
+    ]
+    if is_same or places[0] == places[1]:
+        return ["warning: the run held out other images, and may have been trained on these"]
+    raise DataError(
+        f"{Path(data.root) / data.train}: these are not the images that the run was trained on, "
+        "and only a part of them would be evaluated.\n"
+        f"To evaluate all of them: --data {data.root}. To evaluate a folder in it: data.val=FOLDER"
+    )
+
+
+def has_training_images(trained: TrainedModels, location: DataConfig) -> bool:
+    """Whether the training part at a location, divided as in the run, has the run's digest."""
+    data = replace(
+        trained.config.data,
+        name=location.name,
+        root=location.root,
+        train=location.train,
+        exclude=location.exclude,
+    )
+    try:
+        train = open_datasets(data, ("train",)).train
+    except DataError:
+        return False
+    return train is not None and train.digest() == trained.data_digest
+
+
+def classes_of_outputs(
+    config: Config,
+    found: tuple[str, ...],
+    has_training: bool,
+) -> tuple[str, ...]:
+    """The classes of weights that don't name them, in the order of their outputs.
+
+    found: the classes of the data. has_training: whether they are those of a training part. There
+    are `model.num_classes` outputs, else as many as classes, or with `eval.classes=present` those
+    of ImageNet-1k. The classes of ImageNet are recognized by their names. Raises DataError where
+    neither these names nor `data.classes` tell which outputs are the classes.
+    """
+    given, chosen = config.model.num_classes, config.data.classes is not None
+    is_subset = config.eval.classes == "present" and not has_training
+    count = given or (IMAGENET_CLASSES if is_subset else len(found))
+    names = () if chosen and len(found) == count else imagenet_outputs(found, count)
+    if not names and len(found) < (given or 0) and not chosen:
+        raise DataError(
+            f"model.num_classes={count}: it is unknown which of these outputs are the {len(found)} "
+            f"classes of the images ({join_names(found)}).\n"
+            "List the classes in the order of the outputs, one a line: data.classes=FILE; "
+            "or name the folders by WordNet ids."
+        )
+    return names or found
 
 
 def has_training_part(data: DataConfig) -> bool:

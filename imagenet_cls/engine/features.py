@@ -9,17 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from imagenet_cls.config.schema import Config
+from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import Evaluation
-from imagenet_cls.engine.evaluate_weights import has_training_part
+from imagenet_cls.engine.evaluate_weights import check_not_trained_on, has_training_part
 from imagenet_cls.engine.trained import TrainedModels, load_on_all_ranks, prepare_models
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
 from imagenet_cls.models.features import FeatureModel
-from imagenet_cls.parallel.collectives import gather_shards
+from imagenet_cls.parallel.collectives import gather_shards, run_on_main
 from imagenet_cls.parallel.process_group import Group
 
 _TEMPERATURE = 0.07
@@ -35,6 +36,7 @@ def evaluate_features(
     probe_c: float | None = None,
     allow_import: Collection[str] = (),
     weights: str | None = None,
+    test_set: DataConfig | None = None,
 ) -> list[str]:
     """Classify the validation images by the features of the training images, both prepared as for evaluation.
 
@@ -44,17 +46,23 @@ def evaluate_features(
     if not has_training_part(config.data):
         place = Path(config.data.root) / config.data.train
         raise DataError(f"--knn and --linear-probe need training images; there is no {place}.\nSet data.train.")
-    data = open_datasets(config.data, subset=config.eval.classes == "present")
-    assert data.train is not None and data.val is not None
+    subset = config.eval.classes == "present"
+    data = open_datasets(config.data, ("train",) if test_set else ("train", "val"), subset)
+    images = open_test_set(test_set, data.classes, subset) if test_set else data.val
+    assert data.train is not None and images is not None
     if neighbors is not None and neighbors > len(data.train):
         raise UsageError(f"--knn {neighbors}: there are {len(data.train)} training images.\nGive at most as many.")
     trained, messages = load_on_all_ranks(
         config, checkpoint, data.classes, group, allow_import, weights, ignore_head=True
     )
+    if test_set is not None:
+        notes = run_on_main(group, lambda: check_not_trained_on(config, trained, test_set, images))
+        messages += notes
+    messages.insert(0, describe_images(test_set or config.data, images))
     messages += [*filter(None, [data.note]), *prepare_models(trained, config, group)]
     models = {name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()}
     train, train_targets = compute_features(config, trained, models, data.train, group)
-    val, targets = compute_features(config, trained, models, data.val, group)
+    val, targets = compute_features(config, trained, models, images, group)
     for name in models if group.is_main else ():
         if not (train[name].isfinite().all() and val[name].isfinite().all()):
             raise CheckpointError(f"{name}: features are NaN or infinite.\nEvaluate another checkpoint of the run.")

@@ -44,6 +44,7 @@ class TrainedModels:
 
     classes: None if unknown. path: of a checkpoint, or for `OnnxPredictor` of its file. warnings: skipped checkpoints,
     and removed keys of the config. best: the weights that evaluated best in their run, if known.
+    data_digest: of the training images of their run, if known.
     """
 
     models: dict[str, nn.Module]
@@ -56,6 +57,7 @@ class TrainedModels:
     path: Path | None = None
     warnings: Sequence[str] = ()
     best: str | None = None
+    data_digest: str | None = None
 
 
 def load_on_all_ranks(
@@ -127,6 +129,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
             path=snapshot.path,
             warnings=[*damage, *removed_key_warnings(snapshot.state["config"])],
             best=best,
+            data_digest=snapshot.state.get("data_digest"),
         )
     remedy = "Start from the folder that has its module, with the library versions named in its state.json."
     for name, stored in (("raw", snapshot.model), ("ema", snapshot.ema)):
@@ -189,10 +192,13 @@ def load_foreign_weights(
         stored = read_stored_weights(path, weights)
         # A new, random head is fine for training, but its predictions are chance.
         sentence = load_weights(model, stored.tensors, count, head_may_differ=ignore_head)
-    order = "" if ignore_head else f"; its outputs are taken for the classes in this order: {join_names(classes)}"
-    origin = f"{stored.origin}: {sentence}{order}"
+    origin, known = f"{stored.origin}: {sentence}", None
+    if not ignore_head and stored.classes is not None:
+        known = tuple(stored.classes)
+    elif not ignore_head:
+        origin += f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     models = {stored.kind: model}
-    return TrainedModels(models, config, count, None, mean, std, origin, warnings=stored.warnings)
+    return TrainedModels(models, config, count, known, mean, std, origin, warnings=stored.warnings)
 
 
 def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:

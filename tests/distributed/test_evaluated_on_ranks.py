@@ -1,22 +1,35 @@
 """`evaluate_weights` on one and two ranks: a separate test set, classes of ImageNet, outputs that are not finite."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_group, join_group
-from helpers import DEMO, plain
+from helpers import DEMO, arguments, plain, train_here
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config
+from imagenet_cls.data.test_set import locate_test_set
 from imagenet_cls.engine.evaluate_weights import evaluate_weights
-from imagenet_cls.errors import CheckpointError
+from imagenet_cls.errors import CheckpointError, DataError
 
 
 def small_config(folder: Path, *more: str) -> Config:
     """Of `helpers:plain`, with the weights in `folder` and images of its folder `images`."""
-    settings = {"data.name": "folder", "data.root": folder, "data.train": "absent", "data.val": "images"}
-    settings |= {"data.num_workers": 0, "eval.crop_px": 16, "eval.batch_size": 7, "ema.decay": "null"}
+    settings = {
+        "data.name": "folder",
+        "data.root": folder,
+        "data.train": "absent",
+        "data.val": "images",
+    }
+    settings |= {
+        "data.num_workers": 0,
+        "eval.crop_px": 16,
+        "eval.batch_size": 7,
+        "ema.decay": "null",
+    }
     settings |= {"model.name": "helpers:plain", "model.checkpoint": folder / "weights.pth"}
     words = [f"{key}={value}" for key, value in (settings | {"data.val_fraction": "null"}).items()]
     return load_config(DEMO, [*words, *more]).config
@@ -48,5 +61,69 @@ def test_images_without_finite_outputs_are_counted_over_all_ranks(
     tmp_path: Path, rank_server: RankServer, ranks: int
 ) -> None:
     write_images(tmp_path / "images", {"a": 6, "b": 7})
-    torch.save({name: value * torch.nan for name, value in plain(2).state_dict().items()}, tmp_path / "weights.pth")
+    torch.save(
+        {name: value * torch.nan for name, value in plain(2).state_dict().items()},
+        tmp_path / "weights.pth",
+    )
     rank_server.call(evaluate_nan_on_ranks, ranks, tmp_path)
+
+
+def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
+    """Write the results of a separate test set, of weights for ImageNet, and the error of another folder's split."""
+    group = join_group(rank, ranks, folder / f"store{ranks}")
+    run = folder / "run"
+    config = load_config(run / "config.yaml").config
+    test_set = locate_test_set(folder / "testset", config.data)
+    messages, results, rows = evaluate_weights(
+        config, run, group, keep_predictions=True, allow_import=["helpers:plain"], test_set=test_set
+    )
+    found = {"run": [messages[0], results, rows]}
+    with pytest.raises(DataError) as raised:
+        moved = replace(config, data=replace(config.data, root=str(folder), train="testset"))
+        evaluate_weights(moved, run, group, keep_predictions=False, allow_import=["helpers:plain"])
+    assert "--data" in str(raised.value) and raised.value.printed_elsewhere == (rank > 0)
+    some = small_config(folder, "model.num_classes=1000")
+    messages, results, rows = evaluate_weights(some, None, group, keep_predictions=True)
+    found["imagenet"] = [messages[0], results, rows]
+    for _, results, _ in found.values():
+        for result in results.values():
+            del result["seconds"]
+    if rank == 0:
+        (folder / f"found{ranks}.json").write_text(json.dumps(found))
+    if ranks > 1:
+        destroy_group(group)
+
+
+def test_test_set_and_matched_outputs_do_not_depend_on_the_ranks(tmp_path: Path, rank_server: RankServer) -> None:
+    write_images(tmp_path / "photos", {"a": 20, "b": 20, "c": 20})
+    write_images(tmp_path / "testset", {"a": 3, "b": 5, "c": 7})
+    write_images(tmp_path / "images", {"goldfish": 6, "tench": 7})
+    split = {
+        "data__name": "folder",
+        "data__train": ".",
+        "data__val": "null",
+        "data__val_fraction": 0.2,
+    }
+    train_here(
+        arguments(
+            tmp_path / "photos",
+            tmp_path / "run",
+            **split,
+            train__epochs=1,
+            train__global_batch_size=16,
+        )
+    )
+    torch.manual_seed(0)
+    torch.save(plain(1000).state_dict(), tmp_path / "weights.pth")
+    for ranks in (1, 2):
+        rank_server.call(evaluate_on_ranks, ranks, tmp_path)
+    first, second = (json.loads((tmp_path / f"found{ranks}.json").read_text()) for ranks in (1, 2))
+    for kind, images in (
+        ("run", "15 images of 3 classes, in "),
+        ("imagenet", "13 images of 2 classes, in "),
+    ):
+        (text, results, rows), (_, others, other_rows) = first[kind], second[kind]
+        assert text.startswith(images) and results["raw"]["images"] == others["raw"]["images"] == len(rows)
+        assert [row["image"] for row in rows] == [row["image"] for row in other_rows]
+        for name, value in results["raw"].items():
+            assert others["raw"][name] == pytest.approx(value, rel=1e-6)

@@ -1,16 +1,29 @@
 """Which weights `test.py` evaluates, which classes their outputs are, and outputs that are not finite."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import arguments, evaluations, newest, train_here
+from helpers import DEMO, arguments, evaluations, newest, plain, train_here
+from PIL import Image
 from safetensors.torch import load_file
+from timm.data import ImageNetInfo
+from torchvision.models import ResNet18_Weights
 
 from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.config.load import load_config
+from imagenet_cls.engine.evaluate_weights import classes_of_outputs
+from imagenet_cls.models.imagenet import imagenet_outputs
 
 ALLOW = ["--allow-import", "helpers:plain"]
+IDS = ImageNetInfo("imagenet-1k").label_names()
+CATEGORIES = ResNet18_Weights.DEFAULT.meta["categories"]
+PRESENT = [7, 3, 999, 500, 41]  # outputs
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +93,112 @@ def test_report_without_a_path_is_a_usage_error(
     monkeypatch.chdir(tmp_path)
     code, _, err = call(evaluate_command, run_folder, *ALLOW, "--report", "")
     assert code == 2 and "--report" in err and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------- weights with an output for each class of ImageNet
+
+
+def classify_by_hand(folder: Path, outputs: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and targets of the images in `folder` by the network of `imagenet`. outputs: of each class."""
+    network = plain(1000)
+    network.load_state_dict(torch.load(folder.parent / "model.pth", weights_only=True))
+    files = sorted(folder.rglob("*.png"))
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    with torch.no_grad():
+        logits = network((pixels - mean) / std)
+    return logits, torch.tensor([outputs[file.parent.name] for file in files])
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model.pth`, a network that classifies about half of its images right, and 40 images in `ids`, the WordNet ids
+    of five classes, `categories`, torchvision's names of them, and `others`."""
+    root, draws = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
+    torch.manual_seed(0)
+    network = plain(1000)
+    images = draws.integers(0, 256, (40, 16, 16, 3), np.uint8)
+    for number, pixels in enumerate(images):
+        output = PRESENT[number % 5]
+        for kind, name in (
+            ("ids", IDS[output]),
+            ("categories", CATEGORIES[output]),
+            ("others", f"k{number % 5}"),
+        ):
+            folder = root / kind / name
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    network[5].bias.data[PRESENT] += 0.5  # so that these classes are predicted
+    torch.save(network.state_dict(), root / "model.pth")
+    return root
+
+
+def evaluation_of(imagenet: Path, kind: str, *more: str) -> list[str]:
+    settings = {
+        "data__name": "folder",
+        "data__train": "absent",
+        "data__val": ".",
+        "data__val_fraction": "null",
+    }
+    config, *words = arguments(imagenet / kind, imagenet / "run", **settings, eval__resize_px=16)[:-2]
+    return [config, str(imagenet / "model.pth"), *words, "data.mean=null", "data.std=null", *more]
+
+
+@pytest.mark.parametrize("kind", ["ids", "categories"])
+def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
+    imagenet: Path, tmp_path: Path, call: Callable, kind: str
+) -> None:
+    names = {"ids": IDS, "categories": CATEGORIES}[kind]
+    logits, targets = classify_by_hand(imagenet / kind, {names[output]: output for output in PRESENT})
+    top1 = 100 * (logits.argmax(1) == targets).float().mean()
+    loss = torch.nn.functional.cross_entropy(logits, targets)
+    assert 0 < top1 < 100
+    # The advice, and then the number that a plain loop gives.
+    code, _, err = call(evaluate_command, *evaluation_of(imagenet, kind))
+    assert code == 4 and "model.num_classes=1000" in err
+    words = evaluation_of(imagenet, kind, "model.num_classes=1000")
+    code, out, _ = call(evaluate_command, *words, "--out", tmp_path / "rows.jsonl")
+    assert code == 0 and f"top-1 {top1:.3f} %" in out and f"loss {loss:.4f}" in out
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["top"][0][0] for row in rows] == [names[output] for output in logits.argmax(1).tolist()]
+    # The outputs of other classes are left out.
+    present = torch.full_like(logits, -torch.inf)
+    present[:, PRESENT] = logits[:, PRESENT]
+    top1 = 100 * (present.argmax(1) == targets).float().mean()
+    code, out, _ = call(evaluate_command, *evaluation_of(imagenet, kind, "eval.classes=present"))
+    assert code == 0 and f"top-1 {top1:.3f} %" in out and "5 of 1000" in out
+
+
+def test_outputs_for_imagenet_of_other_folders_are_an_error(imagenet: Path, tmp_path: Path, call: Callable) -> None:
+    for more in ([], ["eval.classes=present"]):
+        assert call(evaluate_command, *evaluation_of(imagenet, "others", *more))[0] == 4
+        words = evaluation_of(imagenet, "others", "model.num_classes=1000", *more)
+        code, out, err = call(evaluate_command, *words)
+        assert (code, out) == (3, "") and "data.classes" in err
+    # As the error says: the first five outputs are these classes.
+    (tmp_path / "classes.txt").write_text("k4\nk3\nk2\nk1\nk0\n")
+    words = evaluation_of(imagenet, "others", "model.num_classes=1000", f"data.classes={tmp_path}/classes.txt")
+    logits, targets = classify_by_hand(imagenet / "others", {f"k{4 - output}": output for output in range(5)})
+    code, out, _ = call(evaluate_command, *words)
+    assert code == 0 and f"loss {torch.nn.functional.cross_entropy(logits, targets):.4f}" in out
+
+
+def test_outputs_of_all_classes_are_in_the_order_of_the_ids_or_of_data_classes() -> None:
+    by_name = sorted(CATEGORIES, key=str.lower)
+    assert imagenet_outputs(by_name, 1000)[:2] == tuple(CATEGORIES[:2])
+    assert imagenet_outputs(["tiger_shark", "cock"], 1000)[3] == "tiger_shark"
+    assert imagenet_outputs(sorted(map(str, range(1000))), 1000) == tuple(IDS)
+    assert imagenet_outputs(["cat", "tench"], 1000) == imagenet_outputs(["tench"], 10) == ()
+    listed = load_config(DEMO, [f"data.classes={json.dumps(by_name)}"]).config
+    assert classes_of_outputs(listed, tuple(by_name), has_training=False) == tuple(by_name)
+    plain_config = load_config(DEMO).config
+    assert classes_of_outputs(plain_config, tuple(by_name), has_training=True)[:2] == tuple(CATEGORIES[:2])
+
+
+def test_weights_of_a_run_keep_their_classes(run_folder: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+    """In `model.checkpoint`, too: other folders, of the same number, would give the accuracy of other classes."""
+    for number, folder in enumerate(sorted((digits / "train").iterdir())):
+        shutil.copytree(folder, tmp_path / "train" / f"class {number}")
+    words = [run_folder / "config.yaml", f"model.checkpoint={run_folder}", "data.name=folder"]
+    code, out, _ = call(evaluate_command, *words, f"data.root={tmp_path}", "data.val=train", "data.num_workers=0")
+    assert (code, out) == (3, "")

@@ -220,13 +220,14 @@ def test_result_does_not_depend_on_the_ranks(ranks: int, digits: Path, tmp_path:
     lines_on_ranks(0, 1, tmp_path)
     rank_server.call(lines_on_ranks, ranks, tmp_path)
     expected, lines = ((tmp_path / f"lines{number}").read_text().splitlines() for number in (1, ranks))
-    assert lines == expected and len(lines) == 3 and "newly initialized" in lines[0]
-    assert all("over 359 images" in line for line in lines[1:])
+    assert lines == expected and len(lines) == 4 and "newly initialized" in lines[1]
+    assert lines[0].startswith("359 images of 10 classes")
+    assert all("over 359 images" in line for line in lines[2:])
 
 
 def test_command_evaluates_raw_and_ema_weights(run: Path, call: Callable, tmp_path: Path) -> None:
     code, out, _ = call(evaluate_command, run, "--linear-probe", "1", "--knn", 20)
-    assert code == 0 and [line.partition(" top-1")[0] for line in out.splitlines()[1:]] == [
+    assert code == 0 and [line.partition(" top-1")[0] for line in out.splitlines()[2:]] == [
         "raw: k-NN", "raw: linear probe", "ema: k-NN", "ema: linear probe"
     ]  # fmt: skip
     code, out, _ = call(evaluate_command, run, "data.fraction=0.02", "--linear-probe")

@@ -21,7 +21,7 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.engine.evaluate_weights import classes_of_outputs
+from imagenet_cls.engine.evaluate_weights import classes_of_outputs, has_training_part
 from imagenet_cls.errors import DataError
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
@@ -111,7 +111,8 @@ def test_outputs_of_absent_classes_are_ignored_without_a_training_folder(imagene
 def test_classes_of_outputs_are_imagenets_without_a_training_folder(imagenet: Path, letters: Path) -> None:
     def classes(found: list[str], *changes: str, root: Path = imagenet) -> list[str]:
         words = [f"data.root={root}", "data.train=train", *changes]
-        return list(classes_of_outputs(load_config("resnet50", words).config, tuple(found)))
+        config = load_config("resnet50", words).config
+        return list(classes_of_outputs(config, tuple(found), has_training_part(config.data)))
 
     numbers, five = sorted(map(str, range(1000))), [WNIDS[number] for number in PRESENT]
     assert classes(numbers) == classes(five, "eval.classes=present") == WNIDS

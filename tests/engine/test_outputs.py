@@ -217,7 +217,8 @@ def test_evaluation_of_a_checkpoint_equals_that_of_the_run(small: Path, digits: 
     for checkpoint, step in ((small / "checkpoints" / "step-0000011", 11), (newest(small), 22), (small, best)):
         code, out, err = call(evaluate_command, *argv, checkpoint)
         assert (code, err) == (0, "")
-        origin, *lines = out.splitlines()
+        images, origin, *lines = out.splitlines()
+        assert images.startswith("359 images of 10 classes, held out of ")
         assert origin.endswith(f"step {step}") and [line.partition(":")[0] for line in lines] == ["raw", "ema"]
         for line in lines:
             record = at[step, line.partition(":")[0]]
@@ -253,7 +254,7 @@ def test_evaluation_that_differs_from_the_runs_is_reported(small: Path, digits: 
     """The config's values are used, and each difference is named; there is none with the run's own config."""
 
     def notes(out: str) -> list[str]:
-        return [line for line in out.splitlines()[1:] if not line.startswith(("raw: ", "ema: "))]
+        return [line for line in out.splitlines()[2:] if not line.startswith(("raw: ", "ema: "))]
 
     bare = [DEMO, f"data.root={digits}", "data.num_workers=0", *ALLOW, small]
     code, out, err = call(evaluate_command, *bare, "eval.interpolation=bicubic", "data.mean=[0.5,0.5,0.5]")
@@ -301,7 +302,7 @@ def test_predictions_file_that_cannot_be_written_is_an_error_before_the_evaluati
         assert code == 2 and str(path) in err and option in err
     assert (tmp_path / "old.csv").read_text() == "old"
     # An evaluation that fails leaves no file.
-    nowhere = [DEMO, "data.name=folder", f"data.root={tmp_path / 'nowhere'}", "data.num_workers=0", newest(small)]
+    nowhere = [DEMO, "data.name=folder", f"data.root={tmp_path / 'nowhere'}", newest(small), *ALLOW]
     assert call(evaluate_command, *nowhere, "--out", tmp_path / "rows.csv")[0] == 3
     assert not (tmp_path / "rows.csv").exists()
 

@@ -59,6 +59,9 @@ def test_every_command_of_your_data_md_runs(
     text = io.StringIO()
     csv.writer(text).writerows(rows)
     Path("labels.csv").write_text(text.getvalue())
+    Path("test.csv").write_text(text.getvalue())
+    shutil.copytree("photos", "testset")
+    shutil.make_archive("testset", "zip", ".", "testset")
     Path("hub/data").mkdir(parents=True)
     for part in ("train", "validation"):
         write_parquet(Path("photos"), Path(f"hub/data/{part}-00000-of-00001.parquet"))
@@ -73,7 +76,7 @@ def test_every_command_of_your_data_md_runs(
         if tool == "train":
             assert "top-1" in out.splitlines()[-1]
         done.append(tool)
-    assert [done.count(tool) for tool in TOOLS] == [6, 2, 1, 1, 1]
+    assert [done.count(tool) for tool in TOOLS] == [6, 5, 1, 1, 1]
     assert {path.name for path in Path("work_dirs").iterdir()} == {
         "own_dataset",
         "split",
