@@ -766,3 +766,12 @@ def test_sparse_members_are_an_error(tmp_path: Path, image_folder: Path) -> None
     write_tar(tmp_path / "train.tar", files, **sparse)
     with pytest.raises(DataError, match="sparse"):
         held_out(tmp_path, "train.tar")
+
+
+def test_shard_with_double_slashes_in_its_names_is_read(tmp_path: Path) -> None:
+    """As GNU tar writes them for `tar -cf train.tar 0//`."""
+    samples = [(f"0//{i}", str(i % 2).encode()) for i in range(10)]
+    files = [file for key, label in samples for file in ((f"{key}.jpg", IMAGE), (f"{key}.cls", label))]
+    write_tar(tmp_path / "train.tar", files)
+    source = open_datasets(DataConfig(root=str(tmp_path), train="train.tar", val="train.tar")).train
+    assert contents(source) == [(f"0/{i}.jpg", i % 2, IMAGE) for i in range(10)]
