@@ -13,6 +13,7 @@ from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes, join_names
 from imagenet_cls.data.datasets import index_part
 from imagenet_cls.data.index import SPLIT_NAMES
+from imagenet_cls.data.lists import exclude_images
 from imagenet_cls.data.sources import FolderSource, ImageSource, targets_of, with_classes
 from imagenet_cls.errors import DataError
 
@@ -78,7 +79,11 @@ def open_test_set(
     index = index_part(data, data.val, None if chosen else classes, must_match=False)
     if index.spans is not None and (np.char.count(index.names, b"/") > 1).all():
         check_no_parts(place, index.classes)
-    source = FolderSource(index, "replace or delete the file", data.decode, exif=data.exif)
+    count = len(index)
+    if data.exclude is not None:
+        root, bad_images = Path(data.root).expanduser(), Path(data.exclude).expanduser()
+        index, _ = exclude_images(index, root, bad_images, "validation")
+    source = FolderSource(index, None, data.decode, exif=data.exif, left_out=count - len(index))
     names = chosen or classes
     return source if names is None else with_classes(source, names, place, subset, bool(chosen))
 
