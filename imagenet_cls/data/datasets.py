@@ -163,7 +163,7 @@ def _open_files(
         train = indexes["train"]
         indexes["train"] = train.select(fraction_rows(train.names, train.targets, data.fraction))
     for index in indexes.values():
-        _check_heif(index)
+        check_heif(index)
     in_archives = any(index.spans is not None for index in indexes.values())
     listed = "CONFIG" if in_archives else shlex.quote(str(root))
     bad_images = (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
@@ -177,7 +177,7 @@ def _open_files(
     return sources, "; ".join(notes) or None, classes
 
 
-def _check_heif(index: ImageIndex) -> None:
+def check_heif(index: ImageIndex) -> None:
     """Raise DataError at the start, not in an epoch, for HEIF images that can't be decoded."""
     if has_heif():
         return

@@ -11,7 +11,7 @@ import numpy as np
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes, join_names
-from imagenet_cls.data.datasets import index_part
+from imagenet_cls.data.datasets import check_heif, index_part
 from imagenet_cls.data.index import SPLIT_NAMES
 from imagenet_cls.data.lists import exclude_images
 from imagenet_cls.data.sources import FolderSource, ImageSource, targets_of, with_classes
@@ -83,6 +83,7 @@ def open_test_set(
     if data.exclude is not None:
         root, bad_images = Path(data.root).expanduser(), Path(data.exclude).expanduser()
         index, _ = exclude_images(index, root, bad_images, "validation")
+    check_heif(index)
     source = FolderSource(index, None, data.decode, exif=data.exif, left_out=count - len(index))
     names = chosen or classes
     return source if names is None else with_classes(source, names, place, subset, bool(chosen))
