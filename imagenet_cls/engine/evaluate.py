@@ -123,21 +123,27 @@ def evaluate(
     targets = None
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
     dtype = torch.float32 if group.device.type == "mps" else torch.float64
-    sums = torch.zeros(len(names), 6 + 2 * num_classes, dtype=dtype, device=group.device)
+    sizes = dict.fromkeys(("top1", "top5", "loss", "images", "real_hits", "real_images"), 1)
+    sizes |= {"class_hits": num_classes, "class_images": num_classes}
+    # One tensor, which one collective reduces, and for each model the views of its sums by name.
+    all_sums = torch.zeros(len(names), sum(sizes.values()), dtype=dtype, device=group.device)
+    rows = [dict(zip(sizes, row.split([*sizes.values()]), strict=True)) for row in all_sums]
+    sums_by_name = dict(zip(names, rows, strict=True))
     for logits_by_name, targets, indices in outputs:
-        for row, name in zip(sums, names, strict=True):
+        for name, sums in sums_by_name.items():
             logits = logits_by_name[name]
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices
             top = best.eq(targets[:, None])
-            loss = functional.cross_entropy(logits, targets, reduction="sum")
-            counts = [top[:, 0].sum(), top.sum(), loss, torch.ones_like(targets).sum()]
+            sums["top1"] += top[:, 0].sum()
+            sums["top5"] += top.sum()
+            sums["loss"] += functional.cross_entropy(logits, targets, reduction="sum")
+            sums["images"] += len(targets)
             if labels.real is not None:
                 real = labels.real[indices].to(logits.device)
-                counts += [real.eq(best[:, :1]).any(1).sum(), real.ge(0).any(1).sum()]
-            row[: len(counts)] += torch.stack([count.to(dtype) for count in counts])
-            hits_of_classes, images_of_classes = row[6:].view(2, num_classes)
-            hits_of_classes.index_add_(0, targets, top[:, 0].to(dtype))
-            images_of_classes.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
+                sums["real_hits"] += real.eq(best[:, :1]).any(1).sum()
+                sums["real_images"] += real.ge(0).any(1).sum()
+            sums["class_hits"].index_add_(0, targets, top[:, 0].to(dtype))
+            sums["class_images"].index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
             for metric in metrics[name].values():
                 metric.update(logits.clone(), targets.clone())  # it may change them
     if targets is None:  # an empty shard: metrics that gather lists need the dtype and dimensions of outputs
@@ -145,22 +151,24 @@ def evaluate(
         for metric in all_metrics:
             with suppress(Exception):  # others of torchmetrics, which count, can't take it
                 metric.update(no_logits, no_logits.new_zeros(0, dtype=torch.int64))
-    rows = all_reduce_sum(sums, group).tolist()
+    all_reduce_sum(all_sums, group)
+    totals = {name: {key: sums[key].tolist() for key in sizes} for name, sums in sums_by_name.items()}
     seconds = time.perf_counter() - started  # the device has done its work
     results = {}
-    for name, row in zip(names, rows, strict=True):
-        top1, top5, loss_sum, images, real_hits, real_images = row[:6]
-        of_classes = zip(row[6 : 6 + num_classes], row[6 + num_classes :], strict=True)
+    for name, total in totals.items():
+        (images,) = total["images"]
+        of_classes = zip(total["class_hits"], total["class_images"], strict=True)
         results[name] = {
-            "top1_pct": 100 * top1 / images,
-            "top5_pct": 100 * top5 / images,
-            "loss": loss_sum / images,
+            "top1_pct": 100 * total["top1"][0] / images,
+            "top5_pct": 100 * total["top5"][0] / images,
+            "loss": total["loss"][0] / images,
             "balanced_accuracy_pct": 100 * fmean(hits / count for hits, count in of_classes if count),
             "images": int(images),
             "seconds": seconds,
         }
         if labels.real is not None:
-            results[name] |= {"real_pct": 100 * real_hits / real_images, "real_images": int(real_images)}
+            (hits,), (real_images,) = total["real_hits"], total["real_images"]
+            results[name] |= {"real_pct": 100 * hits / real_images, "real_images": int(real_images)}
         results[name] |= compute_metrics(metrics[name], group)
         if labels.present is not None:
             results[name]["classes"] = f"{len(labels.present)} of {num_classes}"
