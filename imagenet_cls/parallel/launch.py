@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -64,6 +65,9 @@ def configure_agent(
         )
     rendezvous = choose_rendezvous(nodes, master_addr, master_port, init_method)
     static = not restarts and rendezvous.port != 0
+    # torch 2.11 has no such field: its agent waits 30 seconds.
+    has_timeout = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
+    stop_timeout: dict[str, Any] = {"shutdown_timeout": _STOP_TIMEOUT_SEC} if has_timeout else {}
     return LaunchConfig(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -76,7 +80,7 @@ def configure_agent(
         rdzv_configs={"rank": node_rank, "timeout": math.ceil(timeout_sec)} if static else elastic_options(os.environ),
         local_addr=None if static else address_towards(rendezvous.host),
         signals_to_handle="",  # the agent's handler raises for each signal, also during the clean-up
-        shutdown_timeout=_STOP_TIMEOUT_SEC,
+        **stop_timeout,
     )
 
 
