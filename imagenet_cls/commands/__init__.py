@@ -16,12 +16,18 @@ LIBRARIES = (
     "torch", "torchvision", "timm", "omegaconf", "tensorboard", "safetensors", "rich", "matplotlib", "sklearn", "numpy",
     "PIL", "yaml",
 )  # fmt: skip
+# check_gpu and the runs that it starts do without these: a GPU machine may have no network to install them.
+_FOR_REPORTS = ("tensorboard", "matplotlib", "sklearn")
+if Path(sys.argv[0]).stem == "check_gpu" or sys.argv[1:2] == ["check-gpu"]:
+    os.environ["IMAGENET_CLS_NO_REPORTS"] = "1"
 
 if sys.platform == "win32":
     print("imagenet-cls does not run on Windows.\nUse WSL (Windows Subsystem for Linux).", file=sys.stderr)
     sys.exit(5)
 
-if missing := [name for name in LIBRARIES if name not in sys.modules and find_spec(name) is None]:
+unused = _FOR_REPORTS if "IMAGENET_CLS_NO_REPORTS" in os.environ else ()
+needed = [name for name in LIBRARIES if name not in (*sys.modules, *unused)]
+if missing := [name for name in needed if find_spec(name) is None]:
     clone = Path(__file__).resolve().parents[2] / "scripts" / "setup.sh"
     remedy = "Run `bash scripts/setup.sh`, which makes .venv, and then `source .venv/bin/activate`."
     remedy = remedy if clone.is_file() else "Install imagenet-cls with pip again, without --no-deps."

@@ -25,6 +25,7 @@ COMMANDS = {
     "verify-data": ("verify_command", "read every image of a dataset, and list the bad ones"),
     "average-checkpoints": ("average_command", "average the weights of checkpoints"),
     "check-dist": ("check_command", "check that the ranks can communicate"),
+    "check-gpu": ("check_gpu_command", "check training on the GPUs of this machine by short runs"),
     "compare-parallel": ("compare_command", "compare the same steps in one process, under DP and under DDP"),
 }
 

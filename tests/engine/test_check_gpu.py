@@ -1,0 +1,168 @@
+"""tools/check_gpu.py on a CPU: the table and its files, and checks that fail, hang or are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import REPOSITORY, environment, run, wait_for
+
+from imagenet_cls.commands.check_gpu import (
+    CHECKS,
+    Check,
+    CheckFailed,
+    CheckSkipped,
+    Task,
+    check_gpu_command,
+    compare_steps,
+    error_line,
+    run_checks,
+)
+
+TOOL = [sys.executable, str(REPOSITORY / "tools" / "check_gpu.py")]
+
+
+def written(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "check_gpu.json").read_text())
+
+
+def results(folder: Path) -> dict[str, str]:
+    return {row["check"]: row["result"] for row in written(folder)["checks"]}
+
+
+def running_with(text: str) -> list[str]:
+    """The command lines of running processes that contain `text`."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        lines += [line] if text in line else []
+    return lines
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_precisions_on_a_cpu(tmp_path: Path) -> None:
+    words = ["--only", "precision-fp32", "precision-bf16", "sanitizer", "--skip", "precision-fp32", "--out", "out"]
+    done = run([*TOOL, *words], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = written(tmp_path / "out")
+    assert results(tmp_path / "out") == {"machine": "pass", "sanitizer": "skipped", "precision-bf16": "pass"}
+    assert content["finished"] and content["machine"]["torch"] and content["machine"]["gpus"] == []
+    assert all(row["line"] and row["seconds"] >= 0 for row in content["checks"])
+    table = (tmp_path / "out" / "check_gpu.md").read_text()
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 1 + len(content["checks"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_unknown_check_exits_with_2(call, tmp_path: Path) -> None:
+    for option in ("--only", "--skip"):
+        code, _, error = call(check_gpu_command, option, "resume", "determinstic", "--out", tmp_path / "out")
+        assert code == 2 and "deterministic" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_failing_and_hanging_checks_do_not_stop_the_others(tmp_path: Path, capsys) -> None:
+    """A hanging process is killed with a child that has left its process group."""
+    marker = f"check-{os.getpid()}-{tmp_path.name}"
+    child = f"import time; time.sleep(600)  # {marker}"
+    hanging = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+
+    def run_code(code: str) -> Check:
+        return Check(lambda task: task.run(python(code)), 2)
+
+    def skips(task: Task) -> str:
+        raise CheckSkipped("not here")
+
+    def ends_badly(task: Task) -> str:
+        return str(1 / 0)
+
+    checks = {
+        "fails": run_code("raise ValueError('no such | kernel')"),
+        "exits": run_code("import sys; sys.exit(7)"),
+        "hangs": run_code(hanging),
+        "has a bug": Check(ends_badly, 60),
+        "skips": Check(skips, 60),
+        "needs two": Check(skips, 60, min_gpus=2),
+        "passes": run_code("print('done')"),
+    }
+    found = {result.check: result for result in run_checks(checks, tmp_path / "out")}
+    outcomes = {name: result.result for name, result in found.items()}
+    assert outcomes == results(tmp_path / "out")
+    failing = ("fails", "exits", "hangs", "has a bug")
+    expected = {"machine": "pass", **dict.fromkeys(failing, "fail"), "skips": "skipped", "needs two": "skipped"}
+    assert outcomes == {**expected, "passes": "pass"} and list(outcomes) == ["machine", *checks]
+    assert found["fails"].line == "ValueError: no such | kernel" and "Traceback" in found["fails"].output
+    assert "7" in found["exits"].line and "time limit" in found["hangs"].line
+    assert running_with(marker) == []
+    assert len(capsys.readouterr().out.splitlines()) == len(found) + 1
+    assert r"no such \| kernel" in (tmp_path / "out" / "check_gpu.md").read_text()
+
+
+def test_failed_check_exits_with_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Check(lambda task: task.run(python("raise ValueError('bad')")), 60)
+    monkeypatch.setitem(CHECKS, "sanitizer", check)
+    assert check_gpu_command(["--only", "sanitizer", "--out", str(tmp_path / "out")]) == 5
+    assert results(tmp_path / "out")["sanitizer"] == "fail"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_run_keeps_its_table(tmp_path: Path, number: signal.Signals) -> None:
+    words = [*TOOL, "--only", "sanitizer", "deterministic", "--out", str(tmp_path / "out")]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = environment(TMPDIR=str(temporary))
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True) as process:
+        log = tmp_path / "out" / "logs" / "deterministic.txt"
+        wait_for(lambda: log.exists() and log.stat().st_size > 0 and len(results(tmp_path / "out")) == 2, "a check")
+        process.send_signal(number)
+        code = process.wait(60)
+    assert code == -number if number == signal.SIGKILL else code == 128 + number
+    assert results(tmp_path / "out") == {"machine": "pass", "sanitizer": "skipped"}
+    assert not written(tmp_path / "out")["finished"]
+    if number == signal.SIGKILL:
+        for line in running_with(str(temporary)):
+            assert "train" in line  # a short run, which ends by itself
+    else:
+        assert running_with(str(temporary)) == [] and list(temporary.iterdir()) == []
+
+
+def test_steps_that_differ_fail() -> None:
+    steps = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in (1, 2)]
+    assert "2 steps" in compare_steps(steps, steps, 0.01)
+    for wrong in ({"grad_norm": 1.1}, {"loss": float("nan")}, {"loss": 1.9}):
+        with pytest.raises(CheckFailed, match="step 2"):
+            compare_steps([steps[0], steps[1] | wrong], steps, 0.02)
+    with pytest.raises(CheckFailed):
+        compare_steps(steps[:1], steps, 0.02)
+
+
+def test_error_line_is_the_error_and_not_advice_after_it() -> None:
+    output = "Traceback (most recent call last):\n  File\ntorch.BackendCompilerFailed: x\nRuntimeError: bad\n\nSet X"
+    assert error_line(output) == "RuntimeError: bad"
+    assert error_line("plan\ndevice=cuda, but torch sees no GPU.\n") == "device=cuda, but torch sees no GPU."
+
+
+@pytest.mark.nightly
+def test_every_check_that_a_cpu_can_run_passes(tmp_path: Path) -> None:
+    done = run([*TOOL, "--out", "out"], timeout_sec=1200, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = results(tmp_path / "out")
+    assert list(found) == ["machine", *CHECKS]
+    for name in ("precision-fp32", "deterministic", "resume", "ddp", "find-batch"):
+        assert found[name] == "pass"
+
+
+@pytest.mark.nightly
+@pytest.mark.gpu
+def test_every_check_passes_on_a_gpu(tmp_path: Path) -> None:
+    done = run([*TOOL, "--out", "out"], timeout_sec=1200, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
