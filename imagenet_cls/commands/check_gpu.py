@@ -183,7 +183,8 @@ def check_gpu_command(argv: Sequence[str]) -> int:
     names = [name for name in arguments.only or is_default if name not in arguments.skip]
     handle_interrupts(signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no process is left behind
-    results = run_checks({name: CHECKS[name] for name in CHECKS if name in names}, arguments.out, arguments.quick)
+    checks = {name: check for name, check in CHECKS.items() if name in names}
+    results = run_checks(checks, arguments.out, arguments.quick, arguments.jobs)
     return ResourceError.exit_code if any(result.result == "fail" for result in results) else 0
 
 
@@ -193,11 +194,15 @@ def check_gpu_parser() -> argparse.ArgumentParser:
         "Check training on the GPUs of this machine by short runs: races, precisions, torch.compile, DP, DDP, "
         "determinism, resume, memory, speed. Needs no data and no network. Without a GPU, checks what a CPU can run. "
         "Exit code 0 if no check fails, else 5.",
-        "[--quick] [--only NAME ...] [--skip NAME ...] [--out DIR]",
+        "[--quick] [--only NAME ...] [--skip NAME ...] [--out DIR] [--jobs N]",
         f"Checks: {', '.join(CHECKS)}.",
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run only these checks")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="do not run these checks")
+    parser.add_argument(
+        "--jobs", type=cli.positive, default=max(1, min(4, (os.cpu_count() or 1) // 4)), metavar="N",
+        help="checks that run at a time, but for those of memory and speed (default here: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer checks and steps")
     parser.add_argument(
         "--out", type=Path, default=Path("work_dirs/check_gpu"), metavar="DIR",
@@ -207,7 +212,7 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False) -> list[Result]:
+def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False, jobs: int = 1) -> list[Result]:
     """Run checks, several at a time; print each result and write all so far when a check has finished.
 
     Raises ResourceError if `out` can't be written.
@@ -220,8 +225,8 @@ def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False) -> l
         session = Session(Path(name), (out / "logs").resolve(), quick)
         (session.folder / "small.yaml").write_text(CONFIG)
         (session.folder / "resnet50.yaml").write_text(SPEED_CONFIG)
-        results = [run_check("machine", Check(describe_machine, 120), session)]
         started = time.monotonic()
+        results = [run_check("machine", Check(describe_machine, 120), session)]
 
         def report(result: Result) -> None:
             print(f"{result.check:<25} {result.result:<7} {result.seconds:6.1f} s  {result.line}", flush=True)
@@ -229,7 +234,6 @@ def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False) -> l
 
         report(results[0])
         order = ["machine", *checks]
-        jobs = max(1, min(4, (os.cpu_count() or 1) // 4))
         for alone in (False, True):
             with ThreadPoolExecutor(1 if alone else jobs) as pool:
                 group = {name: check for name, check in checks.items() if check.alone == alone}
@@ -405,32 +409,42 @@ def write_images(folder: Path, count: int, width: int, height: int) -> str:
     return f"data.root={folder}"
 
 
-def small_images(session: Session) -> list[str]:
-    """Overrides for 640 JPEG files of 80 x 64 pixels, read by two workers."""
+def small_images(session: Session, workers: int = 2) -> list[str]:
+    """Overrides for 640 JPEG files of 80 x 64 pixels."""
     folder = session.folder / "small"
     with session.reference_lock:
         if not folder.exists():
             write_images(folder, 640, 80, 64)
-    return ["data.name=folder", "data.kwargs={}", f"data.root={folder}", "data.num_workers=2", "train.epochs=100"]
+    return [
+        "data.name=folder",
+        "data.kwargs={}",
+        f"data.root={folder}",
+        f"data.num_workers={workers}",
+        "train.epochs=100",
+    ]
 
 
 def sanitizer(task: Task) -> str:
-    """A race: data that one stream writes while another reads it."""
+    """A race: data that one stream writes while another reads it.
+
+    Without workers: the sanitizer asks CUDA for the stream of each operator, which a forked process can't do.
+    """
     words = ["train.precision=bf16", "train.micro_batch_size=16", "ema.decay=0.9", "mix.mixup_alpha=0.2"]
     words += ["mix.cutmix_alpha=1.0", "augment.erasing.prob=0.5"]
-    task.train("sanitizer", *small_images(task.session), *words, TORCH_CUDA_SANITIZER="1")
+    task.train("sanitizer", *small_images(task.session, workers=0), *words, TORCH_CUDA_SANITIZER="1")
     return "10 steps of JPEG files, mixing, erasing, accumulation and EMA without a race"
 
 
 def precision(task: Task, name: str) -> str:
-    """The first loss and gradient norm, close to those in fp32; all losses finite."""
-    if name == "fp16" and not task.session.gpus:
-        raise CheckSkipped("needs a GPU")
+    """Losses and gradient norms of all steps, close to those in fp32."""
     exact = steps_of(task.reference("eager-1", NVIDIA_TF32_OVERRIDE="0"))
     if name == "fp32":
         return f"10 steps, loss {exact[0]['loss']:.4f} to {exact[-1]['loss']:.4f}"
     steps = steps_of(task.train(name, f"train.precision={name}"))
-    return compare_steps(steps, exact, 0.1)
+    if name == "bf16":
+        return compare_steps(steps, exact, 0.1)
+    skipped = sum(step.get("skipped", False) for step in steps)  # the loss scale starts too high
+    return f"{compare_steps(steps, exact, 0.2, ('loss',))}; {skipped} skipped"
 
 
 def compiled(task: Task, mode: str, micro_batches: int) -> str:
@@ -449,7 +463,7 @@ def compiled(task: Task, mode: str, micro_batches: int) -> str:
 def data_parallel(task: Task) -> str:
     """DataParallel on two GPUs, against one device with two micro-batches: the same images in each forward pass."""
     images = small_images(task.session)
-    one = task.reference("one-device-2", *images, "train.micro_batch_size=16", "device=cuda:0")
+    one = task.reference("one-device-2", *images, "train.micro_batch_size=16")
     run = task.train("dp", *images, "parallel.mode=dp", "parallel.device_ids=[0, 1]")
     return compare_steps(steps_of(run), steps_of(one), TOLERANCE)
 
@@ -534,19 +548,25 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run) if record["kind"] == "train"]
 
 
-def compare_steps(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], tolerance: float) -> str:
+def compare_steps(
+    found: Sequence[dict[str, Any]],
+    expected: Sequence[dict[str, Any]],
+    tolerance: float,
+    names: Sequence[str] = ("loss", "grad_norm"),
+) -> str:
     """The largest relative difference of losses and gradient norms. Raises CheckFailed above the tolerance."""
     worst = 0.0
     for mine, other in zip_longest(found, expected):
         if mine is None or other is None:
             raise CheckFailed(f"{len(found)} steps in place of {len(expected)}")
-        for name in ("loss", "grad_norm"):
+        for name in names:
             difference = abs(mine[name] - other[name]) / abs(other[name])
             if not difference <= tolerance:  # also of NaN
                 step = mine["step"]
                 raise CheckFailed(f"step {step}: {name} {mine[name]:.6g}, expected {other[name]:.6g}")
             worst = max(worst, difference)
-    return f"{len(found)} steps: losses and gradient norms differ by at most {worst:.1e}"
+    what = "losses and gradient norms" if "grad_norm" in names else "losses"
+    return f"{len(found)} steps: {what} differ by at most {worst:.1e}"
 
 
 def newest_checkpoint(run: Path) -> Path:

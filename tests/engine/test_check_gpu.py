@@ -151,6 +151,25 @@ def test_error_line_is_the_error_and_not_advice_after_it() -> None:
     assert error_line("plan\ndevice=cuda, but torch sees no GPU.\n") == "device=cuda, but torch sees no GPU."
 
 
+@pytest.mark.parametrize(
+    ("program", "missing", "expected"),
+    [
+        ("check_gpu.py", ("matplotlib", "sklearn", "tensorboard"), 0),
+        ("check_gpu.py", ("omegaconf", "matplotlib"), 2),
+        ("train.py", ("matplotlib",), 2),
+    ],
+)
+def test_libraries_of_reports_may_be_missing(program: str, missing: tuple[str, ...], expected: int) -> None:
+    code = (
+        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name: None if name in {missing} else find(name)\n"
+        f"sys.argv = [{program!r}]\nimport imagenet_cls.commands"
+    )
+    done = run(python(code))
+    assert done.returncode == expected, done.stderr
+    assert done.stderr.startswith(missing[0] + ":" if expected else "")
+
+
 @pytest.mark.nightly
 def test_every_check_that_a_cpu_can_run_passes(tmp_path: Path) -> None:
     done = run([*TOOL, "--out", "out"], timeout_sec=1200, cwd=tmp_path)

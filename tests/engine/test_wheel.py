@@ -69,3 +69,5 @@ def test_commands_of_the_wheel_work_outside_of_the_repository(installed: Path, t
     use = "import sys, imagenet_cls as c; print(next(c.Predictor('one').predict([sys.argv[1]]))['image'])"
     assert call("-c", use, image, program="python") == f"{image}\n"
     assert "imagenet_cls/_configs/" in call("print-config", "resnet50", "--origin")
+    assert "check-gpu" in call("--help")
+    assert "2 pass, 0 fail" in call("check-gpu", "--only", "precision-bf16", "--out", "gpu")
