@@ -206,7 +206,7 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer checks and steps")
     parser.add_argument(
         "--out", type=Path, default=Path("work_dirs/check_gpu"), metavar="DIR",
-        help="folder for check_gpu.json, check_gpu.md and logs/; those of an earlier run are replaced "
+        help="folder for check_gpu.json, check_gpu.md and check_gpu_logs/; those of an earlier run are replaced "
         "(default: %(default)s)",
     )  # fmt: skip
     return parser
@@ -219,10 +219,11 @@ def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False, jobs
     """
     with explain_write_errors(out, "Name another folder with --out."):
         out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(out / "logs", ignore_errors=True)
-        (out / "logs").mkdir()
+        logs = out / "check_gpu_logs"  # not `logs`, which a run folder has
+        shutil.rmtree(logs, ignore_errors=True)
+        logs.mkdir()
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as name:
-        session = Session(Path(name), (out / "logs").resolve(), quick)
+        session = Session(Path(name), logs.resolve(), quick)
         (session.folder / "small.yaml").write_text(CONFIG)
         (session.folder / "resnet50.yaml").write_text(SPEED_CONFIG)
         started = time.monotonic()

@@ -76,8 +76,8 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(tmp_path: Path, capsy
     child = f"import time; time.sleep(600)  # {marker}"
     hanging = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
 
-    def run_code(code: str) -> Check:
-        return Check(lambda task: task.run(python(code)), 2)
+    def run_code(code: str, limit_sec: float = 60) -> Check:
+        return Check(lambda task: task.run(python(code)), limit_sec)
 
     def skips(task: Task) -> str:
         raise CheckSkipped("not here")
@@ -88,7 +88,7 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(tmp_path: Path, capsy
     checks = {
         "fails": run_code("raise ValueError('no such | kernel')"),
         "exits": run_code("import sys; sys.exit(7)"),
-        "hangs": run_code(hanging),
+        "hangs": run_code(hanging, 1),
         "has a bug": Check(ends_badly, 60),
         "skips": Check(skips, 60),
         "needs two": Check(skips, 60, min_gpus=2),
@@ -114,14 +114,16 @@ def test_failed_check_exits_with_5(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert results(tmp_path / "out")["sanitizer"] == "fail"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
+)
 def test_killed_run_keeps_its_table(tmp_path: Path, number: signal.Signals) -> None:
     words = [*TOOL, "--only", "sanitizer", "deterministic", "--out", str(tmp_path / "out")]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = environment(TMPDIR=str(temporary))
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True) as process:
-        log = tmp_path / "out" / "logs" / "deterministic.txt"
+        log = tmp_path / "out" / "check_gpu_logs" / "deterministic.txt"
         wait_for(lambda: log.exists() and log.stat().st_size > 0 and len(results(tmp_path / "out")) == 2, "a check")
         process.send_signal(number)
         code = process.wait(60)
