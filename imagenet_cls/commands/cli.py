@@ -125,7 +125,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT",
         help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best one)",
     )  # fmt: skip
-    text = "default: of a run folder the better ones, of a checkpoint its EMA if it has one"
+    text = "default: the better ones of a run folder; the EMA of a checkpoint, if it has one"
     parser.add_argument("--weights", choices=("raw", "ema"), help=text)
     add_allow_import(parser)
 

@@ -1,4 +1,4 @@
-"""Pack a dataset into WebDataset shards, which `data.name=folder` reads: tars with KEY.jpg and, behind it, KEY.cls."""
+"""Pack a dataset into WebDataset shards, which `data.name=folder` reads: tars with KEY.jpg and then KEY.cls."""
 
 import contextlib
 import io

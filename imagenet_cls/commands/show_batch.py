@@ -66,7 +66,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
     preprocess = replace(parts.preprocess, rank=arguments.rank)
     images, targets = preprocess(batch, arguments.epoch, arguments.epoch * plan.steps_per_epoch, 0)
     pixels = (images[: arguments.images] * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
-    # Several views of a batch (augment.splits) are one behind the other.
+    # Several views of a batch (augment.splits) follow each other.
     classes = [text(name) for name in parts.data.classes]
     labels = [describe_target(targets[i % len(targets)], classes) for i in range(len(pixels))]
     try:

@@ -274,7 +274,7 @@ def _open_map_style(data: DataConfig, parts: Collection[str], must_match: bool) 
 def _numbers_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
     """The numbers of the images in the dataset, which stand for their names, and their targets: int64 (N,).
 
-    All targets are 0, so that splits are not by class, where they are known only by reading all images.
+    Where targets are known only by reading all images, they are 0 here, and splits are not by class.
     """
     targets = targets_of(source)
     rows = source.rows if isinstance(source, SubsetSource) else range(len(source))

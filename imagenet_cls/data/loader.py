@@ -215,7 +215,8 @@ def _batches(loader: DataLoader[Any], timeout_sec: float) -> Iterator[Any]:
     """The loader's batches. Raises the errors that `_BatchDataset` returns, and ResourceError for workers that fail."""
     iterator: Any = None
     if loader.num_workers > 0 and not _workers(loader):
-        # Workers put their sockets into the temporary folder of this process, which removes it: they are killed.
+        # Workers make sockets in the temporary folder of this process. With a path that is too long
+        # for a socket they would fail later, with an error that does not say so.
         if len(os.fsencode(get_temp_dir())) > _MAX_TEMP_DIR_BYTES:
             raise ResourceError(f"{get_temp_dir()}: too long for sockets of data workers\nset TMPDIR to a shorter path")
         iterator = iter(loader)  # starts them; the time limit is for batches

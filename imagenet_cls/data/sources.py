@@ -127,7 +127,8 @@ class FolderSource(ImageSource):
 def describe_sizes(source: ImageSource) -> str | None:
     """The sizes of at most 1,000 evenly spaced files, as number, sum and digest; None if the images are not files.
 
-    They tell other images under the same names. Those of all files take minutes on a network disk.
+    Sizes reveal that a file was replaced under the same name. Reading the sizes of all files would take
+    minutes on a network disk.
     """
     if not isinstance(source, FolderSource):
         return None

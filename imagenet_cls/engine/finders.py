@@ -28,7 +28,7 @@ from imagenet_cls.parallel.process_group import Group
 if TYPE_CHECKING:
     from imagenet_cls.engine.run import Run
 
-_MANY_EPOCHS = 10**6  # however rarely an EMA is updated, it is within them
+_MANY_EPOCHS = 10**6  # so that any ema.every_steps is less than the steps of the run
 _NO_UPDATE_LR = 1e-12  # the weights stay as they are; some optimizers reject 0
 _USABLE_MEMORY = 0.9  # of a host's, since the estimate is rough and other processes need some
 

@@ -40,10 +40,11 @@ _MAX_PIXELS = 2**25  # of a batch of small images or of one large one; 0.4 GB in
 class Predictor:
     """Classifies images with a checkpoint folder alone, prepared as its run evaluated them (`eval.flip_tta`, too).
 
-    checkpoint: one, its file of raw or EMA weights, or a run folder, which stands for its best one. weights: `raw`,
-    `ema`, or None for those of the file, for those that made a run's checkpoint the best, or of a single checkpoint for
-    the EMA if it has one. device: as in the config. allow_import: factories and modules that its config may name
-    besides the libraries' models. Raises CheckpointError.
+    checkpoint: a checkpoint folder, its file of raw or EMA weights, or a run folder, whose best
+    checkpoint is read. weights: `raw` or `ema`. If it is None, a file is read as it is, a run folder
+    gives the weights that evaluated best, and a checkpoint its EMA if it has one. device: as in the
+    config. allow_import: factories and modules that the config may name besides the libraries'
+    models. Raises CheckpointError.
 
     model: in evaluation mode, on the device; maps the images of `prepare` to logits (B, C). classes: their names.
     """

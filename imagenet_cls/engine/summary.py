@@ -104,7 +104,7 @@ def start_warnings(parts: TrainingParts, progress: Progress) -> list[str]:
     profile, total = parts.config.train.profile, parts.plan.total_steps
     if profile is not None and profile[1] > total:
         profiled = "no step is" if profile[0] > total else f"only the steps up to {total} are"
-        text = f"train.profile={profile} is behind the last step, {total}"
+        text = f"train.profile={profile} is after the last step, {total}"
         warnings.append(f"{text}: {profiled} profiled")
     return [f"warning: {text}" for text in warnings]
 

@@ -9,7 +9,10 @@ _RESET_SEC = 1.0  # each reset starts a thread
 
 
 class HangLog(AbstractContextManager["HangLog"]):
-    """Appends the Python stacks of all threads to a file if `reset` is not called for a time, even without the GIL."""
+    """Appends the Python stacks of all threads to a file if `reset` is not called for `after_sec`.
+
+    It works also while a thread that waits in C holds the GIL.
+    """
 
     def __init__(self, path: Path, after_sec: float):
         self.after_sec = after_sec

@@ -27,7 +27,7 @@ PRETRAINING_ONLY = re.compile(
     r"(decoder\w*|mask_token|queue\w*|fc|(\w+_)?(head|projector|projection|predictor|prototypes))(\.|$)"
 )
 IMAGE_TEXT_PROJECTION = re.compile(r"visual\.(proj|head\.proj\.weight|attnpool\.c_proj\.(weight|bias))")
-# Parts of a model that an encoder may lack, besides the head: MAE has no norm behind its average pooling.
+# Parts of a model that an encoder may lack, besides the head: MAE has no norm after its average pooling.
 NEAR_HEAD = re.compile(r"(fc_norm|head|classifier)\.")
 CHUNK = re.compile(r"blocks\.\d+\.(\d+)\.")
 

@@ -1,4 +1,4 @@
-"""BatchNorm over the images of all ranks: torch's SyncBatchNorm on GPUs; on CPUs, which it lacks, the one below."""
+"""BatchNorm over the images of all ranks: torch's SyncBatchNorm, and one for CPUs, where torch has none."""
 
 from typing import Any
 

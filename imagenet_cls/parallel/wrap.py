@@ -89,7 +89,10 @@ class AutocastDataParallel(nn.DataParallel):
 
 
 def with_callers_autocast(replica: Callable[..., Tensor], device_type: str) -> Any:
-    """`replica`, for a call in another thread with this thread's autocast, of which torch passes on no dtype."""
+    """A function that calls `replica` in another thread with the autocast of this thread.
+
+    DataParallel enables autocast in the threads of its replicas, but with the default dtype.
+    """
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
     def forward(*arguments: Any, **keywords: Any) -> Tensor:

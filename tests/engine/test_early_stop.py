@@ -62,7 +62,7 @@ def test_run_that_was_interrupted_stops_at_the_same_step(digits: Path, tmp_path:
     settings |= {"train__early_stop__metric": metric}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train_here(arguments(digits, whole, **settings))
-    assert len(evaluations(whole)) == 2 * 3  # raw and EMA; the first one is the best, with two behind it
+    assert len(evaluations(whole)) == 2 * 3  # raw and EMA; the first one is the best, two follow
     assert progress(whole)["step"] == 33 and progress(whole)["stopped_early"]
     assert set(progress(whole)["best"]["raw"]) == {METRICS[metric], "step"}
     words = arguments(digits, resumed, **settings)

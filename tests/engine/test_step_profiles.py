@@ -44,7 +44,7 @@ def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
 
 
 @pytest.mark.parametrize(("steps", "warns"), [("[2, 3]", False), ("[3, 4]", True), ("[4, 5]", True)])
-def test_steps_behind_the_last_one_warn(
+def test_steps_after_the_last_one_warn(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, warns: bool
 ) -> None:
     train_here([*arguments(digits, tmp_path, train__profile=steps, train__max_steps=3), "--dry-run"])

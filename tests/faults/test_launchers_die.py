@@ -173,7 +173,7 @@ def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path, launche
     first_step = 1 if launcher == "alone" else 3  # with the two forwards of rebuild_ddp_buckets
     pause: dict[str, Any] = {"pause_sec": 3600, "pause_after": first_step, "pause_marker": tmp_path / "pauses"}
     with started(launcher, digits, folder, **pause) as (process, _):
-        wait_for((tmp_path / "pauses").exists, "the second step")  # the first one's last check is behind it
+        wait_for((tmp_path / "pauses").exists, "the second step")  # the first step has made its last check
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.7)
         assert process.poll() is None, "it completes the step"

@@ -111,7 +111,7 @@ def test_schedule_equals_timms(case: str, warmup: int, prefix: bool, by_epoch: b
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("case", ["cosine", "cosine in three cycles", "polynomial"])
 def test_cooldown_equals_timms(case: str, by_epoch: bool) -> None:
-    """DeiT's: the schedule's own epochs, and more of them at the lowest rate behind it."""
+    """DeiT's: the schedule's own epochs, and then more of them at the lowest rate."""
     (name, kwargs), theirs = TIMMS[case]
     unit, scale = (PER_EPOCH, 1) if by_epoch else (1, PER_EPOCH)
     make, settings = theirs(scale, EPOCHS * scale)
