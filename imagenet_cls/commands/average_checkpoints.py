@@ -32,9 +32,13 @@ def average_command(argv: Sequence[str]) -> None:
     """Write the average to --out: a checkpoint with the `state.json` of the last path, or a file of weights alone."""
     description = "Average the weights of checkpoints into one for test.py and predict.py."
     parser = cli.build_parser("average-checkpoints", description)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="checkpoints, or one run folder")
+    parser.add_argument("paths", nargs="+", type=cli.path, metavar="PATH", help="checkpoints, or one run folder")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="a new folder; or x.safetensors, for weights alone"
+        "--out",
+        type=cli.path,
+        required=True,
+        metavar="DIR",
+        help="a new folder; or x.safetensors, for weights alone",
     )
     choice = parser.add_mutually_exclusive_group()
     for rule, meaning in RULES.items():

@@ -205,7 +205,7 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer checks and steps")
     parser.add_argument(
-        "--out", type=Path, default=Path("work_dirs/check_gpu"), metavar="DIR",
+        "--out", type=cli.path, default=Path("work_dirs/check_gpu"), metavar="DIR",
         help="folder for check_gpu.json, check_gpu.md and check_gpu_logs/; those of an earlier run are replaced "
         "(default: %(default)s)",
     )  # fmt: skip

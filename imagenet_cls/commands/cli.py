@@ -122,7 +122,7 @@ def add_allow_import(parser: argparse.ArgumentParser) -> None:
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CHECKPOINT, --weights and --allow-import, for `engine.predictor.Predictor`."""
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT",
+        "checkpoint", type=path, metavar="CHECKPOINT",
         help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best one)",
     )  # fmt: skip
     text = "default: the better ones of a run folder; the EMA of a checkpoint, if it has one"
@@ -179,7 +179,9 @@ def load_one_config(arguments: argparse.Namespace, usage: str) -> LoadedConfig:
 
 
 def load_data_config(source: str, overrides: Sequence[str]) -> DataConfig | None:
-    """The section `data` of a config file; None for another path, which takes no overrides."""
+    """The section `data` of a config file; None for another path, which takes no overrides. Raises UsageError."""
+    if not source:
+        raise UsageError("The path of the data is empty.\nGive a folder, an archive or a config.")
     if Path(source).suffix in (".yaml", ".yml"):
         return load_config(source, overrides).config.data
     if overrides:
@@ -195,6 +197,13 @@ def _number(text: str, allowed: Range, kind: type[int] | type[float] = int) -> f
     if number not in allowed:
         raise argparse.ArgumentTypeError(f"{text!r}: give a {'whole ' if kind is int else ''}number, {allowed}")
     return number
+
+
+def path(text: str) -> Path:
+    """An argparse type: a path. An empty one, such as that of an unset variable, is an error."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; give one, or leave out the option")
+    return Path(text)
 
 
 # Types of argparse options.

@@ -191,6 +191,8 @@ def run_rank(command: RankCommand, arguments: argparse.Namespace, rank_info: Ran
         if rank_info.is_main:
             print_error(requeue_if_slurm(stopped, os.environ), code)
         signal_launching_process(stopped.signal_number)
+    except KeyboardInterrupt:  # before the handler of signals is installed
+        failed, code = True, 130
     except BaseException as error:
         failed = True
         if is_communication_error(error):

@@ -15,7 +15,7 @@ def export_command(argv: Sequence[str]) -> None:
     parser = cli.build_parser("export", "Write a trained model as ONNX or torch.export, and compare it with PyTorch.")
     cli.add_weights_arguments(parser)
     parser.add_argument("--format", choices=tuple(SUFFIXES), required=True, help="onnx, or torch for torch.export")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: model.onnx or model.pt2, in this folder")
+    parser.add_argument("--out", type=cli.path, metavar="FILE", help="default: model.onnx or model.pt2, in this folder")
     parser.add_argument(
         "--preprocess", choices=("none", "normalize"), nargs="?", const="normalize", default="none",
         help="what the graph does. none: its input is normalized float32; normalize: its input is "

@@ -33,7 +33,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
     add("--from", dest="low", type=rate, default=1e-6, metavar="LR", help="of the first step (default: 1e-6)")
     add("--to", dest="high", type=rate, default=10.0, metavar="LR", help="of the last step (default: 10)")
     add("--steps", type=cli.positive, default=100, metavar="N", help="at most (default: 100)")
-    add("--out", type=Path, metavar="FILE.png", help="a new file; default: work_dirs/<config name>_lr.png")
+    add("--out", type=cli.path, metavar="FILE.png", help="a new file; default: work_dirs/<config name>_lr.png")
     arguments = cli.parse(parser, argv)
     if arguments.low >= arguments.high or arguments.steps < _MIN_STEPS:
         raise UsageError(f"--from must be below --to, and --steps at least {_MIN_STEPS}.\nCorrect the options.")

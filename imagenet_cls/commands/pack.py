@@ -75,7 +75,7 @@ def pack_command(argv: Sequence[str]) -> None:
         "Parquet files of a dataset of Hugging Face: train-*.parquet, and validation-*.parquet or "
         "test-*.parquet, perhaps in data/",
     )  # fmt: skip
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("out", type=cli.path, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with a config, such as data.root=/my/images")
     parser.add_argument("--max-px", type=cli.positive, metavar="N", help="shrink images whose longer side exceeds N")
     parser.add_argument("--quality", type=cli.positive, default=90, metavar="Q", help="of shrunk images (default: 90)")

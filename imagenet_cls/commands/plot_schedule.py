@@ -25,7 +25,9 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
     description = "Plot learning rate, momentum and training resolution of a run, without training it."
     parser = cli.build_parser("plot-schedule", description, _USAGE)
     cli.add_config_arguments(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: work_dirs/<config name>_schedule.png")
+    parser.add_argument(
+        "--out", type=cli.path, metavar="FILE.png", help="default: work_dirs/<config name>_schedule.png"
+    )
     parser.add_argument(
         "--images", type=cli.positive, metavar="N",
         help="in the training set; default: counted in data.root, or ImageNet's 1281167 if that is missing",

@@ -29,7 +29,7 @@ def predict_command(argv: Sequence[str]) -> None:
     shape.add_argument("--json", action="store_true", help="one JSON object on each line")
     shape.add_argument("--csv", action="store_true", help="one row for each image")
     shape.add_argument(
-        "--features", type=Path, metavar="FILE.npz",
+        "--features", type=cli.path, metavar="FILE.npz",
         help="write the input of the classifier, float32 (N, D), and the names of the images, instead of predictions",
     )  # fmt: skip
     parser.add_argument("--logits", action="store_true", help="with --json: the logits of all classes, too")

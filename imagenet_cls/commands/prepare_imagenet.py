@@ -29,10 +29,10 @@ def prepare_command(argv: Sequence[str]) -> None:
         "archives (img_train.tar, img_val.tar, devkit_t12.tar.gz), or with Kaggle's unpacked ILSVRC/Data/CLS-LOC and "
         "LOC_val_solution.csv, or a flat folder of validation images. The same command continues an interrupted one.",
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE")
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("source", type=cli.path, metavar="SOURCE")
+    parser.add_argument("out", type=cli.path, metavar="OUT")
     labels_help = f"devkit (.tar.gz or folder) or {SOLUTION}, if not in SOURCE"
-    parser.add_argument("--labels", type=Path, metavar="FILE", help=labels_help)
+    parser.add_argument("--labels", type=cli.path, metavar="FILE", help=labels_help)
     parser.add_argument("--copy", action="store_true", help="copy image files instead of linking to them")
     parser.add_argument("--expect-classes", type=int, default=1000, metavar="N")
     parser.add_argument("--expect-train", type=int, default=1_281_167, metavar="N")

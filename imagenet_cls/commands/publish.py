@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from imagenet_cls.commands import cli
 from imagenet_cls.errors import UsageError, printable
@@ -15,7 +14,7 @@ def publish_command(argv: Sequence[str]) -> None:
     """Write the folder. Raises UsageError for models of other libraries, ResourceError if the upload fails."""
     parser = cli.build_parser("publish", "Write a trained timm model as a folder for timm and the Hugging Face Hub.")
     cli.add_weights_arguments(parser)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
+    parser.add_argument("folder", type=cli.path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--push", metavar="USER/NAME", help="upload to this model of the Hugging Face Hub")
     parser.add_argument("--license", metavar="ID", help="of the model, as the Hub names it, such as apache-2.0")
     parser.add_argument("--overwrite", action="store_true", help=f"replace {_FILES} in DIR")

@@ -15,9 +15,11 @@ from imagenet_cls.files import explain_write_errors, write_output
 def report_command(argv: Sequence[str]) -> None:
     """Write the page. Raises UsageError for a folder without a run, CheckpointError for an invalid file of a run."""
     parser = cli.build_parser("report", "Write a page about one run or several, finished or not.", "RUN [RUN ...]")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as work_dirs/resnet50")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE.html",
+        "runs", nargs="+", type=cli.path, metavar="RUN", help="a run folder, such as work_dirs/resnet50"
+    )
+    parser.add_argument(
+        "--out", type=cli.path, default=Path("report.html"), metavar="FILE.html",
         help="the page, which is replaced if it exists; default: report.html",
     )  # fmt: skip
     arguments = cli.parse(parser, argv)

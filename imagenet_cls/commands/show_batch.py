@@ -24,7 +24,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
     parser.add_argument("--rank", type=cli.not_negative, default=0, metavar="R", help="whose images (default: 0)")
     parser.add_argument("--ranks", type=cli.positive, default=1, metavar="N", help="of the run (default: 1)")
     parser.add_argument("--images", type=cli.positive, default=32, metavar="N", help="at most (default: 32)")
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: work_dirs/<config name>_batch.png")
+    parser.add_argument("--out", type=cli.path, metavar="FILE.png", help="default: work_dirs/<config name>_batch.png")
     arguments = cli.parse(parser, argv)
     if arguments.rank >= arguments.ranks:
         raise UsageError(f"--rank {arguments.rank}: ranks are 0 to {arguments.ranks - 1}.\nGive --ranks, too.")

@@ -38,15 +38,18 @@ def evaluation_parser() -> argparse.ArgumentParser:
     )
     cli.add_config_arguments(parser)
     parser.add_argument(
-        "--data", type=path_argument, metavar="PATH",
+        "--data", type=cli.path, metavar="PATH",
         help="evaluate all images of a separate test set: class folders (or a folder with them in "
         "val), an archive, shards, or a list of images; see docs/your_data.md",
     )  # fmt: skip
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON"
+        "--out",
+        type=cli.path,
+        metavar="FILE",
+        help="write a row for each image: as .csv, or else as lines of JSON",
     )
     parser.add_argument(
-        "--report", type=path_argument, metavar="DIR",
+        "--report", type=cli.path, metavar="DIR",
         help="write report.html, report.json and confusion.csv: classes, confusion, calibration, mistakes",
     )  # fmt: skip
     parser.add_argument(
@@ -66,13 +69,6 @@ def evaluation_parser() -> argparse.ArgumentParser:
     cli.add_allow_import(parser)
     add_rank_options(parser)
     return parser
-
-
-def path_argument(text: str) -> Path:
-    """An argparse type: a path. An empty one, such as that of an unset variable, is an error."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty; give one, or leave out the option")
-    return Path(text)
 
 
 def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:

@@ -42,7 +42,7 @@ def verify_command(argv: Sequence[str]) -> None:
         "data", metavar="ROOT | CONFIG", help="a folder or archive, with all images and archives in it; or a config"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with CONFIG, such as data.root=/my/images")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: ROOT/bad_images.txt")
+    parser.add_argument("--out", type=cli.path, metavar="FILE", help="default: ROOT/bad_images.txt")
     parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each CPU that it may use")
     arguments = parser.parse_intermixed_args(argv)
     verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads or cpu_threads(RankInfo()))

@@ -27,7 +27,12 @@ from imagenet_cls.data.archive_files import (
     tar_members,
     zip_members,
 )
-from imagenet_cls.data.classes import join_names, label_positions, read_classes
+from imagenet_cls.data.classes import (
+    join_names,
+    label_positions,
+    read_classes,
+    targets_by_name,
+)
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
 from imagenet_cls.data.index import (
     IMAGE_SUFFIXES,
@@ -140,8 +145,6 @@ def _with_labels_resolved(
 ) -> ImageIndex:
     """index: of shards, whose targets are indices into `labels`."""
     own = read_classes(class_file) if class_file.is_file() else None
-    if own is not None and classes is not None and own != list(classes):
-        raise DataError(f"{class_file}: not the training classes\nuse the same classes.txt for both parts")
     # In WebDataset `KEY.cls` holds an integer, so that numbers are positions in a classes.txt.
     names = own or classes
     position, names = label_positions(set(labels), names, index.root, by_position=own is not None)
@@ -153,6 +156,8 @@ def _with_labels_resolved(
             f"correct the shards, or list all classes, one per line, in {class_file}"
         )
     targets = np.array([position[label] for label in labels], np.int64)[index.targets]
+    if own is not None and classes is not None:
+        targets, names = targets_by_name(targets, names, classes, class_file), list(classes)
     return replace(index, targets=targets, classes=tuple(names))
 
 

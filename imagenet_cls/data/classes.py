@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.errors import DataError, format_value, printable, shorten
 from imagenet_cls.files import check_regular
@@ -66,6 +68,10 @@ def label_positions(
             names = sorted(labels)
             return {name: i for i, name in enumerate(names)}, names
         found = {label: int(label) for label in numbers}
+        if len(set(found.values())) < len(found):
+            double = next(label for label in sorted(found) if str(int(label)) != label)
+            what = f"{format_value(double)} and {format_value(str(int(double)))} are both labels"
+            raise DataError(f"{place}: {what}\nwrite each number in one way")
         highest = max(found.values())
         if others or min(found.values()) < 0 or len(set(found.values())) <= highest:
             what = f"labels must be the numbers 0 to {highest}, each at least once"
@@ -87,8 +93,37 @@ def label_positions(
             f"{format_value(named[0])} is one, {format_value(number)} is not\n"
             "use the names of the classes as labels, or their positions where no name is a number"
         )
+    numeric = {_number(name): name for name in classes if _number(name) is not None}
+    for label in sorted(labels):
+        name = numeric.get(_number(label), label)
+        if name != label and not by_position:
+            raise DataError(
+                f"{place}: the label {format_value(label)} may be the class {format_value(name)} or "
+                "the position of a class\nwrite labels as the classes are named"
+            )
     found = {label: int(label) for label in labels if 0 <= int(label) < len(classes)}
     return found, list(classes)
+
+
+def _number(text: str) -> float | None:
+    """The number that a text stands for; None for another text."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def targets_by_name(targets: np.ndarray, names: Sequence[str], classes: Sequence[str], place: Path | str) -> np.ndarray:
+    """Targets, int64 (N,), that are positions in `names`, as positions in `classes`.
+
+    place: the file that lists `names`. Raises DataError for a target whose name is no class.
+    """
+    position = {name: i for i, name in enumerate(classes)}
+    used = [names[i] for i in np.unique(targets)]
+    if unknown := [name for name in used if name not in position]:
+        what = f"{len(unknown)} of {len(used)} classes are not among the {len(classes)} training classes"
+        raise DataError(f"{place}: {what}: {join_names(unknown)}\nuse the names of the training classes")
+    return np.array([position.get(name, -1) for name in names], np.int64)[targets]
 
 
 def is_numbered(found: Sequence[str], classes: Sequence[str]) -> bool:

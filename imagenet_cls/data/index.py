@@ -176,11 +176,12 @@ def scan_images(
     """The images at any depth below `base/folder`, as paths relative to `base`, in the order of `index_folder`.
 
     Also returns the number of other files by suffix. Links are followed. folders: each folder is
-    added to it, as in `Scan`. Raises DataError.
+    added to it, as in `Scan`. Raises DataError, also for a link to a folder that holds it.
     """
-    found, pending, unread = [], [folder], Counter[bytes]()
+    found, unread = [], Counter[bytes]()
+    pending: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while pending:
-        path = pending.pop()
+        path, parents = pending.pop()
         full_path = os.path.join(base, path)  # noqa: PTH118
         try:
             status = open_status(full_path)
@@ -188,10 +189,16 @@ def scan_images(
         except OSError as error:
             shown = os.path.normpath(os.fsdecode(full_path))
             raise DataError(f"{shown}: {error.strerror}\ncheck its permissions, or use another folder") from None
+        here = status.st_dev, status.st_ino
+        if here in parents:
+            shown = os.path.normpath(os.fsdecode(full_path))
+            raise DataError(f"{shown}: a link to a folder that holds it\nremove the link")
         folders[path] = status if is_cacheable else None
         found.append((path, images))
         unread.update(map(suffix_of, others))
-        pending += [os.path.normpath(os.path.join(path, name)) for name in subfolders]  # noqa: PTH118
+        for name in subfolders:
+            subfolder = os.path.normpath(os.path.join(path, name))  # noqa: PTH118
+            pending.append((subfolder, parents | {here}))
     names = []
     for path, images in sorted(found):
         prefix = path + b"/"

@@ -22,6 +22,7 @@ from imagenet_cls.data.classes import (
     match_classes,
     read_classes,
     read_text,
+    targets_by_name,
 )
 from imagenet_cls.data.index import ImageIndex, check_not_parts, class_folders, is_image
 from imagenet_cls.errors import DataError, command_line, format_value
@@ -66,20 +67,22 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
     """Index the images that `file` names, in its order, with paths relative to `folder` (or absolute).
 
     A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the
-    first two. Another one has `path label` lines, split at the last white space. The classes are,
-    in this order of precedence: `classes` (the training classes, for a validation list); the lines
-    of a `classes.txt` next to `file`; those of the labels. For labels see `label_positions`. Raises
-    DataError with file and line for a malformed line, a label that is unknown or out of range, and
-    a first image that is missing.
+    first two. Another one has `path label` lines, split at the last white space. Labels are of the
+    classes in a `classes.txt` next to `file`, else of `classes` (the training classes, for a
+    validation list), else name classes themselves: see `label_positions`. The classes of a
+    `classes.txt` are matched to `classes` by name. Raises DataError with file and line for a
+    malformed line, a label that is unknown or out of range, and a first image that is missing.
     """
     file, folder = Path(file), Path(folder)
     rows = read_rows(file)
     if not rows:
         raise DataError(f"{file}: no images in it\nwrite one `path label` line for each image")
     class_file = file.with_name("classes.txt")
-    if classes is None and class_file.is_file():
-        classes = read_classes(class_file)
-    targets, names = _targets(file, rows, classes)
+    own = read_classes(class_file) if class_file.is_file() else None
+    targets, names = _targets(file, rows, own or classes)
+    if own is not None and classes is not None:
+        targets = targets_by_name(targets, names, classes, class_file)
+        names = list(classes)
     number, path, _ = rows[0]  # to look for all images takes minutes on a network disk
     if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)
         remedy = f"paths in a list are relative to data.root, {folder}: correct the paths or data.root"

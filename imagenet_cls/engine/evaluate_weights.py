@@ -152,7 +152,7 @@ def check_not_trained_on(
     Raises DataError as `check_split`.
     """
     data = config.data
-    warning = "warning: these are training images of the run, not those of a test"
+    warning = "warning: these images have the names and classes of the run's training images"
     if trained.data_digest is None:
         return []
     if source.digest() == trained.data_digest:

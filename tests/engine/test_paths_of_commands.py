@@ -4,12 +4,14 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from helpers import arguments, train_here
 
 from imagenet_cls.commands.average_checkpoints import average_command
+from imagenet_cls.commands.cli import main
 from imagenet_cls.commands.compare_parallel import compare_command
 from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.find_batch import find_batch_command
@@ -140,6 +142,32 @@ def test_path_that_is_too_long_is_an_error_of_the_user(
     monkeypatch.chdir(tmp_path)
     code, _, err = call(command, *fill(words))
     assert code in (2, 3, 4, 5), err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        *((command, [*words, ""]) for command, words, _ in WRITERS.values()),
+        (verify_command, [""]),
+        (pack_command, ["IMAGES", ""]),
+        (predict_command, ["RUN", "", *TRUST]),
+        (report_command, [""]),
+        (prepare_command, ["", "new"]),
+        (train_command, ["CONFIG", "--work-dir", ""]),
+        (evaluate_command, ["CONFIG", "RUN", "--data", ""]),
+    ],
+)
+def test_empty_path_is_an_error_and_writes_nothing(
+    command: Callable,
+    words: list[str],
+    fill: Callable[[list[str]], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with suppress(SystemExit):  # of argparse
+        assert main(command, fill(words)) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

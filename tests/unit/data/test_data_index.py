@@ -178,3 +178,14 @@ def test_index_does_not_depend_on_the_order_of_the_file_system(
     for _ in range(3):
         index = index_folder(image_folder / "train")
         assert (index.digest, index.classes) == (expected.digest, expected.classes)
+
+
+def test_link_to_a_folder_that_holds_it_is_an_error(tmp_path: Path) -> None:
+    """Each image would count once for each time that the link is followed."""
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "train" / "cat" / "1.jpg").touch()
+    (tmp_path / "train" / "dog").symlink_to(tmp_path / "train" / "cat")  # a link beside is followed
+    assert len(index_folder(tmp_path / "train")) == 2
+    (tmp_path / "train" / "cat" / "all").symlink_to(tmp_path / "train")
+    with pytest.raises(DataError, match="a link to a folder that holds it"):
+        index_folder(tmp_path / "train")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from imagenet_cls.data.classes import label_positions
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import DataError
 
@@ -115,3 +116,34 @@ def test_index_list_missing_file_or_repeated_class_raises(folder: Path) -> None:
     write(folder, "classes.txt", "cat\ndog\ncat\n")
     with pytest.raises(DataError, match=r"classes\.txt: cat"):
         index_list(write(folder, "t.txt", "images/b.jpg cat\n"), folder)
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        ({"1", "2"}, ["01", "02", "03"]),  # a spreadsheet has removed the zeros
+        ({"0", "2"}, ["0.0", "1.0", "10.0", "2.0"]),
+        ({"00", "0", "1"}, None),
+        ({"-0", "0", "1"}, None),
+    ],
+)
+def test_numbers_that_may_be_names_are_an_error(labels: set[str], classes: list[str] | None) -> None:
+    with pytest.raises(DataError, match="labels"):
+        label_positions(labels, classes, "list.csv")
+
+
+def test_numbers_beside_classes_with_other_numbers_are_positions() -> None:
+    assert label_positions({"0", "2"}, ["10", "9", "cat"], "list.csv")[0] == {"0": 0, "2": 2}
+
+
+@pytest.mark.parametrize("labels", [["0", "1", "2"], ["dog", "ant", "cat"]])
+def test_list_with_its_own_classes_is_matched_by_name(tmp_path: Path, labels: list[str]) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.jpg").touch()
+    (tmp_path / "classes.txt").write_text("dog\nant\ncat\n")
+    rows = zip("abc", labels, strict=True)
+    (tmp_path / "test.csv").write_text("".join(f"{name}.jpg,{label}\n" for name, label in rows))
+    index = index_list(tmp_path / "test.csv", tmp_path, ["ant", "bee", "cat", "dog"])
+    assert index.targets.tolist() == [3, 0, 2] and index.classes == ("ant", "bee", "cat", "dog")
+    with pytest.raises(DataError, match="dog"):
+        index_list(tmp_path / "test.csv", tmp_path, ["ant", "bee", "cat"])
