@@ -34,11 +34,7 @@ def average_command(argv: Sequence[str]) -> None:
     parser = cli.build_parser("average-checkpoints", description)
     parser.add_argument("paths", nargs="+", type=cli.path, metavar="PATH", help="checkpoints, or one run folder")
     parser.add_argument(
-        "--out",
-        type=cli.path,
-        required=True,
-        metavar="DIR",
-        help="a new folder; or x.safetensors, for weights alone",
+        "--out", type=cli.path, required=True, metavar="DIR", help="a new folder; or x.safetensors, for weights alone"
     )
     choice = parser.add_mutually_exclusive_group()
     for rule, meaning in RULES.items():

@@ -17,7 +17,14 @@ from typing import NoReturn, TypeVar
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, DataConfig, Range
-from imagenet_cls.errors import ResourceError, UsageError, UserError, command_line, explain_path_error
+from imagenet_cls.errors import (
+    ResourceError,
+    UsageError,
+    UserError,
+    command_line,
+    explain_path_error,
+    printable,
+)
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.exit import end_process, exit_on_signal, handle_interrupts, print_error
 
@@ -94,13 +101,20 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's parser, whose errors have two lines. argparse prints its usage first, which may have many."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UsageError.exit_code, f"{printable(message)}\nSee {self.prog} --help.\n")
+
+
 def build_parser(
     name: str, description: str, usage: str | None = None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
     """The parser of a command, with --traceback. usage: without the name of the command."""
     program = command_line(name)
     usage = usage and f"{program} {usage}"
-    parser = argparse.ArgumentParser(prog=program, usage=usage, description=description, epilog=epilog)
+    parser = ArgumentParser(prog=program, usage=usage, description=description, epilog=epilog)
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -179,9 +193,7 @@ def load_one_config(arguments: argparse.Namespace, usage: str) -> LoadedConfig:
 
 
 def load_data_config(source: str, overrides: Sequence[str]) -> DataConfig | None:
-    """The section `data` of a config file; None for another path, which takes no overrides. Raises UsageError."""
-    if not source:
-        raise UsageError("The path of the data is empty.\nGive a folder, an archive or a config.")
+    """The section `data` of a config file; None for another path, which takes no overrides."""
     if Path(source).suffix in (".yaml", ".yml"):
         return load_config(source, overrides).config.data
     if overrides:
@@ -199,11 +211,15 @@ def _number(text: str, allowed: Range, kind: type[int] | type[float] = int) -> f
     return number
 
 
-def path(text: str) -> Path:
-    """An argparse type: a path. An empty one, such as that of an unset variable, is an error."""
+def not_empty(text: str) -> str:
+    """Return a path as it is. An empty one, of an unset variable, would mean the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; give one, or leave out the option")
-    return Path(text)
+    return text
+
+
+def path(text: str) -> Path:
+    return Path(not_empty(text))
 
 
 # Types of argparse options.

@@ -71,7 +71,8 @@ def pack_command(argv: Sequence[str]) -> None:
         "SOURCE OUT [key=value ...] [--max-px N] [--quality Q] [--images-per-shard N] [--threads N]",
     )
     parser.add_argument(
-        "source", metavar="SOURCE", help="a folder or archive with train and val; a config; or a folder with the "
+        "source", type=cli.not_empty, metavar="SOURCE",
+        help="a folder or archive with train and val; a config; or a folder with the "
         "Parquet files of a dataset of Hugging Face: train-*.parquet, and validation-*.parquet or "
         "test-*.parquet, perhaps in data/",
     )  # fmt: skip

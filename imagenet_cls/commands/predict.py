@@ -22,7 +22,9 @@ def predict_command(argv: Sequence[str]) -> None:
     """Classify images with a checkpoint folder or an ONNX file."""
     parser = cli.build_parser("predict", "Classify images with a checkpoint folder, or an ONNX file of export.py.")
     cli.add_weights_arguments(parser)
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns")
+    parser.add_argument(
+        "images", type=cli.not_empty, metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns"
+    )
     parser.add_argument("--top", type=cli.positive, default=5, metavar="K", help="classes to show for each image")
     parser.add_argument("--device", type=device_name, default="auto", help="as in a config: auto, cpu, cuda, ...")
     shape = parser.add_mutually_exclusive_group()

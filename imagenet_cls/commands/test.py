@@ -43,10 +43,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "val), an archive, shards, or a list of images; see docs/your_data.md",
     )  # fmt: skip
     parser.add_argument(
-        "--out",
-        type=cli.path,
-        metavar="FILE",
-        help="write a row for each image: as .csv, or else as lines of JSON",
+        "--out", type=cli.path, metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON"
     )
     parser.add_argument(
         "--report", type=cli.path, metavar="DIR",

@@ -36,16 +36,16 @@ def train_parser() -> argparse.ArgumentParser:
     cli.add_config_arguments(parser)
     run = parser.add_argument_group("the run folder")
     run.add_argument(
-        "--work-dir", type=not_empty, metavar="DIR",
+        "--work-dir", type=cli.not_empty, metavar="DIR",
         help="where the run writes (default: work_dirs/<config name>); auto: a new folder in there, named by the time",
     )  # fmt: skip
     run.add_argument(
-        "--resume", type=not_empty, nargs="?", const="auto", metavar="CKPT",
+        "--resume", type=cli.not_empty, nargs="?", const="auto", metavar="CKPT",
         help="resume from the newest whole checkpoint of the run folder; from scratch if there is none. With a "
         "checkpoint: as --resume-from",
     )  # fmt: skip
     run.add_argument(
-        "--resume-from", type=not_empty, metavar="CKPT",
+        "--resume-from", type=cli.not_empty, metavar="CKPT",
         help="resume from this checkpoint: weights, optimizer and step; with --resume only if the folder has none",
     )  # fmt: skip
     run.add_argument("--overwrite", action="store_true", help="remove the run in the folder and start from scratch")
@@ -90,13 +90,6 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     # After a restart, `open_run_folder` checks the folder.
     if arguments.node_rank == 0 and not (options.new_folder or options.restarted_by):
         RunFolder(options.work_dir).check_usable(loaded.config, options)
-
-
-def not_empty(text: str) -> str:
-    """An argparse type: a path, which an unset variable of a shell is not."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty; name a folder, or leave the option out")
-    return text
 
 
 def allowed_key(key: str) -> str:

@@ -39,8 +39,9 @@ def verify_command(argv: Sequence[str]) -> None:
         "ROOT | CONFIG [key=value ...] [--out FILE] [--threads N]",
     )
     parser.add_argument(
-        "data", metavar="ROOT | CONFIG", help="a folder or archive, with all images and archives in it; or a config"
-    )
+        "data", type=cli.not_empty, metavar="ROOT | CONFIG",
+        help="a folder or archive, with all images and archives in it; or a config",
+    )  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with CONFIG, such as data.root=/my/images")
     parser.add_argument("--out", type=cli.path, metavar="FILE", help="default: ROOT/bad_images.txt")
     parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each CPU that it may use")

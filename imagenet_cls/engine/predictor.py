@@ -280,8 +280,6 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
     """
     found: list[Path] = []
     for argument in arguments:
-        if not argument:
-            raise UsageError("The path of an image is empty.\nName image files, folders or patterns.")
         path = Path(argument)
         if path.is_dir():
             matches = []

@@ -4,14 +4,13 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from helpers import arguments, train_here
 
 from imagenet_cls.commands.average_checkpoints import average_command
-from imagenet_cls.commands.cli import main
+from imagenet_cls.commands.check_gpu import check_gpu_command
 from imagenet_cls.commands.compare_parallel import compare_command
 from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.find_batch import find_batch_command
@@ -144,30 +143,40 @@ def test_path_that_is_too_long_is_an_error_of_the_user(
     assert code in (2, 3, 4, 5), err
 
 
+# Commands with an empty path, such as that of an unset variable of a shell.
+EMPTY: list[tuple[Callable, list[str]]] = [
+    *((command, [*words, ""]) for command, words, _ in WRITERS.values()),
+    (train_command, ["CONFIG", "--work-dir", ""]),
+    (evaluate_command, ["CONFIG", "RUN", "--report", ""]),
+    (evaluate_command, ["CONFIG", "RUN", "--data", ""]),
+    (predict_command, ["RUN", "", *TRUST]),
+    (predict_command, ["", "IMAGE"]),
+    (report_command, [""]),
+    (publish_command, ["RUN", "", *TRUST]),
+    (verify_command, [""]),
+    (pack_command, ["", "new"]),
+    (pack_command, ["IMAGES", ""]),
+    (prepare_command, ["", "new"]),
+    (prepare_command, ["IMAGES", "", "--no-count-check"]),
+    (prepare_command, ["IMAGES", "new", "--labels", ""]),
+    (check_gpu_command, ["--out", ""]),
+]
+
+
 @pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        *((command, [*words, ""]) for command, words, _ in WRITERS.values()),
-        (verify_command, [""]),
-        (pack_command, ["IMAGES", ""]),
-        (predict_command, ["RUN", "", *TRUST]),
-        (report_command, [""]),
-        (prepare_command, ["", "new"]),
-        (train_command, ["CONFIG", "--work-dir", ""]),
-        (evaluate_command, ["CONFIG", "RUN", "--data", ""]),
-    ],
+    ("command", "words"), [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(EMPTY)]
 )
-def test_empty_path_is_an_error_and_writes_nothing(
+def test_empty_path_is_a_usage_error_and_writes_nothing(
     command: Callable,
     words: list[str],
     fill: Callable[[list[str]], list[str]],
     tmp_path: Path,
+    call: Call,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with suppress(SystemExit):  # of argparse
-        assert main(command, fill(words)) == 2
-    assert list(tmp_path.iterdir()) == []
+    code, _, err = call(command, *fill(words))
+    assert code == 2 and not list(tmp_path.iterdir()), err
 
 
 @pytest.mark.parametrize(
