@@ -225,5 +225,6 @@ def path(text: str) -> Path:
 # Types of argparse options.
 positive = partial(_number, allowed=COUNT)
 not_negative = partial(_number, allowed=NOT_NEGATIVE)
+num_ranks = partial(_number, allowed=Range(1, 1024))  # on a machine; a typo must not start more processes
 port_number = partial(_number, allowed=Range(1, 65535))
 positive_float = partial(_number, allowed=POSITIVE, kind=float)

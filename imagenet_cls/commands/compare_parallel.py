@@ -73,7 +73,7 @@ def compare_command(argv: Sequence[str]) -> None:
     )
     cli.add_config_arguments(parser)
     parser.add_argument(
-        "--ranks", type=cli.positive, default=2, metavar="N", help="processes, or GPUs of DP (default: %(default)s)"
+        "--ranks", type=cli.num_ranks, default=2, metavar="N", help="processes, or GPUs of DP (default: %(default)s)"
     )
     arguments = cli.parse(parser, argv)
     overrides, configs = cli.split_overrides(arguments, ["one config"])

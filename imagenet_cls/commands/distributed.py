@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imagenet_cls.commands.cli import not_negative, open_streams, parse, port_number, positive
+from imagenet_cls.commands.cli import not_negative, num_ranks, open_streams, parse, port_number
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_path_error, first_line
@@ -241,7 +241,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("several ranks").add_argument
     add("--launcher", choices=LAUNCHERS, default="auto", help="what started, or is to start, the ranks")
     add(
-        "--gpus", "-g", "--nproc-per-node", "--nproc_per_node", type=positive, metavar="N",
+        "--gpus", "-g", "--nproc-per-node", "--nproc_per_node", type=num_ranks, metavar="N",
         help="ranks to start on this machine, on GPUs if it has any",
     )  # fmt: skip
     add("--nodes", type=node_count, default="1", metavar="N", help="machines; 1:4 for one to four (elastic)")

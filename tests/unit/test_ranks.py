@@ -27,6 +27,7 @@ from imagenet_cls.parallel.launch import configure_agent
     [
         ["--gpus", "0"],
         ["--gpus", "two"],
+        ["--gpus", "9223372036854775808"],
         ["--nodes", "0"],
         ["--nodes", "4:1"],
         ["--node-rank", "-1"],
