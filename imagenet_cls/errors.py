@@ -98,10 +98,16 @@ _FAILED_PATH = (
     errno.ETIMEDOUT,
     errno.EHOSTDOWN,
 )
+# How RuntimeErrors of `Path.resolve`, before Python 3.13, and `Path.expanduser` begin.
+_PATHLIB = ("Symlink loop from ", "Could not determine home directory")
 
 
 def explain_path_error(error: BaseException) -> BaseException:
-    """A UserError for an OSError of a path that the user has to change or repair; any other error as it is."""
+    """A UserError for an error of a path that the user has to change or repair; any other error as it is."""
+    if type(error) is RuntimeError and str(error).startswith(_PATHLIB):
+        unresolved = UsageError(f"A path is invalid: {first_line(error)}\nUse another path.")
+        unresolved.__cause__ = error
+        return unresolved
     if not isinstance(error, OSError) or error.filename is None:
         return error
     name = error.filename

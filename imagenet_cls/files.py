@@ -22,6 +22,8 @@ def write_file(path: Path, content: bytes | str) -> None:
 
     A device or FIFO is written to as it is. Renaming a file over it would remove it: for root, /dev/null too.
     """
+    if path.is_dir():  # renaming would replace a link to a folder
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if is_device_or_fifo(path):
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return

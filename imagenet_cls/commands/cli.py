@@ -66,7 +66,7 @@ def exit_code_of(command: Command, argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of stdout (`| head`) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (UserError, OSError) as raised:
+    except (UserError, OSError, RuntimeError) as raised:
         error = explain_path_error(raised)
         if not isinstance(error, UserError):
             raise

@@ -64,6 +64,8 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         raise DataError(f"{root}: no image in it{others}\n{remedy}")
     keys = sorted(images)
     path = out or (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder.\nName a file with --out.")
     if not os.access(path if is_device_or_fifo(path) else path.parent, os.W_OK):
         raise ResourceError(f"can't write {path}\nname another place with --out FILE")
     warnings.simplefilter("ignore")  # decode_rgb suppresses them, but not in several threads at once

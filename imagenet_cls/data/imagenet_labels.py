@@ -18,7 +18,7 @@ DEVKIT_NAMES = (SOLUTION, f"{DEVKIT}.tar.gz", DEVKIT)
 
 def validation_labels(file: Path | None) -> dict[str, str]:
     """WordNet ID of each validation image, by its name without suffix. Raises DataError."""
-    if file is None or not file.exists():
+    if file is None or not (file.is_file() or file.is_dir()):
         raise DataError(
             f"the classes of the validation images are unknown: no {file or 'labels in SOURCE'}\n"
             f"put {DEVKIT}.tar.gz or {SOLUTION} into SOURCE, or give one of them with --labels FILE"
@@ -28,7 +28,16 @@ def validation_labels(file: Path | None) -> dict[str, str]:
             with file.open(newline="", encoding="utf-8-sig") as lines:
                 return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)}
         return _devkit_labels(file)
-    except (tarfile.TarError, csv.Error, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except (
+        FileNotFoundError,
+        tarfile.TarError,
+        csv.Error,
+        EOFError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise DataError(f"{file}: broken labels ({first_line(error)})\ndownload it again") from None
 
 

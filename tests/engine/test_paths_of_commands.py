@@ -179,6 +179,47 @@ def test_empty_path_is_a_usage_error_and_writes_nothing(
     assert code == 2 and not list(tmp_path.iterdir()), err
 
 
+# Commands with a path that leads nowhere, or to another kind of file than they need.
+ODD: list[tuple[Callable, list[str]]] = [
+    (train_command, ["CONFIG", "--work-dir", "LOOP"]),
+    (train_command, ["CONFIG", "--work-dir", "new", "--dry-run", "data.exclude=~nobody-here/list.txt"]),
+    (compare_command, ["LOOP"]),
+    (verify_command, ["~nobody-here/images"]),
+    (verify_command, ["IMAGES", "--out", "FOLDER"]),
+    (verify_command, ["IMAGES", "--out", "."]),
+    (pack_command, ["~nobody-here/images", "new"]),
+    (report_command, ["RUN", "--out", "FOLDER.html"]),
+    (show_batch_command, ["CONFIG", "--out", "FOLDER.png"]),
+    (plot_schedule_command, ["CONFIG", "--out", "FOLDER.png"]),
+    (prepare_command, ["SOURCE", "new", "--labels", "FOLDER"]),
+    (prepare_command, ["SOURCE", "new", "--labels", "FIFO"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(ODD)]
+)
+def test_loop_unknown_home_or_other_kind_of_file_is_an_error_of_the_user(
+    command: Callable,
+    words: list[str],
+    fill: Callable[[list[str]], list[str]],
+    tmp_path: Path,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("LOOP").symlink_to("LOOP")
+    Path("folder").mkdir()
+    links = [Path(f"FOLDER{suffix}") for suffix in ("", ".html", ".png")]
+    for link in links:
+        link.symlink_to("folder")
+    os.mkfifo("FIFO")
+    Path("SOURCE/val").mkdir(parents=True)
+    code, _, err = call(command, *fill(words))
+    assert code in (2, 3, 4, 5), err
+    assert all(link.is_symlink() for link in links)
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     [
