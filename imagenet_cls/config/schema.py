@@ -159,7 +159,7 @@ class ModelConfig:
     # Start from the library's published weights (downloads them once; a timm name may carry a tag: `resnet50.a1_in1k`).
     pretrained: bool = key(False, recipe=False, per_machine=True)
     # Outputs of the head. null: as many as the dataset has classes.
-    num_classes: int | None = key(None, COUNT)
+    num_classes: int | None = key(None, Range(1, 10**9))
     # Weights to start from: a checkpoint folder (its moving average if it has one), a run folder (its best weights), or
     # a .pth, .pth.tar or .safetensors file, or its URL, of timm, torchvision or pytorch/examples (the average if it has
     # one). A head of another size is initialized, and position embeddings of another grid are resized. Of a file of

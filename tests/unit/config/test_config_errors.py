@@ -98,6 +98,7 @@ def test_error_in_file_names_line_and_key(text: str, line: str) -> None:
         ),
         ("data.num_workers=true", "data.num_workers: true is not a whole number or auto or null"),
         ("data.num_workers=-1", "data.num_workers: -1 is out of range: 0 to 256"),
+        ("model.num_classes=9223372036854775808", "model.num_classes: 9223372036854775808 is out of"),
         ("_base_=x.yaml", "_base_: unknown key"),
     ],
 )
