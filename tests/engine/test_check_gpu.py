@@ -137,27 +137,6 @@ def test_killed_run_keeps_its_table(tmp_path: Path, number: signal.Signals) -> N
         assert running_with(str(temporary)) == [] and list(temporary.iterdir()) == []
 
 
-@pytest.mark.nightly
-def test_resume_check_kills_a_run_whose_first_checkpoints_are_gone(tmp_path: Path) -> None:
-    """Two more may be saved before the check looks, which removes the first."""
-    words = [*TOOL, "--only", "resume", "--out", str(tmp_path / "out")]
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-
-    def saved() -> list[str]:
-        folders = temporary.glob("*/runs/killed/checkpoints/step-*")
-        return sorted(folder.name for folder in folders)
-
-    env = environment(TMPDIR=str(temporary))
-    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, cwd=tmp_path) as process:
-        wait_for(lambda: any(temporary.glob("*/runs/killed")), "the run to kill")
-        process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: saved() >= ["step-0000030"], "a removed checkpoint")
-        process.send_signal(signal.SIGCONT)
-        code = process.wait(600)
-    assert (code, results(tmp_path / "out")["resume"]) == (0, "pass"), written(tmp_path / "out")
-
-
 def test_steps_that_differ_fail() -> None:
     steps = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in (1, 2)]
     assert "2 steps" in compare_steps(steps, steps, 0.01)
