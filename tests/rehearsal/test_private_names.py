@@ -25,12 +25,14 @@ NAMES = [
     ("torch.nn.parallel.comm", "reduce_add_coalesced"),
     ("torch.nn.modules.batchnorm", "sync_batch_norm"),
     ("torch._C", "_current_graph_task_id"),
+    ("torch.ops", "aten.add.Tensor._opname"),
+    ("torch.ops", "aten.add.Tensor._schema"),
 ]
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_private_name_exists(module: str, name: str) -> None:
-    found = import_module(module)
+    found = torch.ops if module == "torch.ops" else import_module(module)
     for part in name.split("."):
         assert hasattr(found, part), f"torch {torch.__version__} has no {module}.{name}"
         found = getattr(found, part)
