@@ -68,7 +68,9 @@ class Training:
         return seconds(self.step), time.thread_time() - begin
 
     def snapshot(self) -> Snapshot:
-        parts = SimpleNamespace(model=self.model, ema=self.ema, optimizer=self.optimizer, scaler=self.scaler)
+        parts = SimpleNamespace(
+            model=self.model, ema=self.ema, optimizer=self.optimizer, scaler=self.scaler
+        )
         return take_snapshot(cast(TrainingParts, parts), self.progress, {})
 
     def hash(self) -> None:
@@ -106,7 +108,9 @@ def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, flo
         copies.append(seconds(saver.save))
         while any(thread.name == "checkpoint" for thread in threading.enumerate()):
             meanwhile.append(training.timed_step())
-        beside.append(time.perf_counter() - started[-1])  # to the end of a step; includes the deletion of the old one
+        beside.append(
+            time.perf_counter() - started[-1]
+        )  # to the end of a step; includes the deletion of the old one
         saver.wait()
     rows = [
         ("the loop waits for the copy to host memory", median(copies)),
@@ -122,27 +126,39 @@ def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--saves", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1, help="of the training; the write has another one")
-    parser.add_argument("--folder", type=Path, help="on the disk to write to (default: a temporary one)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the training; the write has another one"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to write to (default: a temporary one)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     training = Training()
     training.step()
     snapshot = training.snapshot()
-    held = sum(size_bytes(tensors or {}) for tensors in (snapshot.model, snapshot.ema, snapshot.optimizer))
+    held = sum(
+        size_bytes(tensors or {}) for tensors in (snapshot.model, snapshot.ema, snapshot.optimizer)
+    )
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         rows = measure(training, Path(folder) / "checkpoints", arguments.saves)
     print(f"torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}")
-    print(f"{arguments.threads} threads on {os.cpu_count()} cores, {held / 1e6:.0f} MB, {arguments.saves} saves\n")
+    print(
+        f"{arguments.threads} threads on {os.cpu_count()} cores, {held / 1e6:.0f} MB, {arguments.saves} saves\n"
+    )
     print("| | ms |\n|---|---:|")
     for what, sec in rows:
         print(f"| {what} | {1e3 * sec:.0f} |")
     still = rows[0][1]
     for name, epoch_sec in EPOCHS.items():
         share = 100 * still / epoch_sec
-        print(f"\n{name}: {epoch_sec:.1f} s per epoch, {100 * SHARE:g} % of it {1e3 * SHARE * epoch_sec:.0f} ms")
+        print(
+            f"\n{name}: {epoch_sec:.1f} s per epoch, {100 * SHARE:g} % of it {1e3 * SHARE * epoch_sec:.0f} ms"
+        )
         print(f"the loop waits for {share:.2f} % of the epoch")
 
 

@@ -47,7 +47,9 @@ class Implementation:
         env = {**os.environ, "PYTHONPATH": str(self.checkout)}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=env)
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=env
+        )
 
     def answer(self) -> dict[str, Any] | None:
         """The next line of the process; None if it has ended."""
@@ -110,12 +112,20 @@ def progress(text: str) -> None:
 def table_of_implementations(implementations: Sequence[Implementation]) -> list[Row]:
     """Images per second and CPU milliseconds per image of each."""
     return [
-        measured(each.label, each.rates, "img/s", note=each.error, cpu_ms=rounded(median(each.cpu_ms or [0])) or None)
+        measured(
+            each.label,
+            each.rates,
+            "img/s",
+            note=each.error,
+            cpu_ms=rounded(median(each.cpu_ms or [0])) or None,
+        )
         for each in implementations
     ]
 
 
-def measured(row: str, values: Sequence[float], unit: str = "", goal: str = "", note: str = "", **more: Any) -> Row:
+def measured(
+    row: str, values: Sequence[float], unit: str = "", goal: str = "", note: str = "", **more: Any
+) -> Row:
     """A row with the median of the values and their range. Without values it was not measured."""
     result: Row = {"row": row, "value": None, "unit": unit}
     if values:
@@ -134,24 +144,44 @@ def measured(row: str, values: Sequence[float], unit: str = "", goal: str = "", 
 
 def check(row: str, holds: bool, note: str = "") -> Row:
     """A row of a property that has to hold: the benchmark fails without it."""
-    result = {"row": row, "value": "yes" if holds else "no", "goal": "yes", "met": holds, "check": True}
+    result = {
+        "row": row,
+        "value": "yes" if holds else "no",
+        "goal": "yes",
+        "met": holds,
+        "check": True,
+    }
     return {**result, "note": note} if note else result
 
 
-def paired(row: str, ours: Implementation | None, other: Implementation | None, goal: str = "", note: str = "") -> Row:
+def paired(
+    row: str,
+    ours: Implementation | None,
+    other: Implementation | None,
+    goal: str = "",
+    note: str = "",
+) -> Row:
     """The ratio of images per second in each round; `cpu_ratio` is that of images per CPU second."""
     if ours is None or other is None or not (ours.passes and other.passes):
         errors = [each.error for each in (ours, other) if each is not None and each.error]
         return measured(row, [], "x", goal, note=errors[0] if errors else NOT_MEASURED)
     ratios = [mine / theirs for mine, theirs in zip(ours.rates, other.rates, strict=True)]
-    cpu = [theirs / mine for mine, theirs in zip(ours.cpu_ms, other.cpu_ms, strict=True) if mine and theirs]
+    cpu = [
+        theirs / mine
+        for mine, theirs in zip(ours.cpu_ms, other.cpu_ms, strict=True)
+        if mine and theirs
+    ]
     return measured(row, ratios, "x", goal, note, cpu_ratio=rounded(median(cpu)) if cpu else None)
 
 
 def best(implementations: Sequence[Implementation]) -> Implementation | None:
     """The fastest by the median of its rounds."""
     finished = [each for each in implementations if each.passes]
-    return max(finished, key=lambda each: median(each.rates)) if finished else next(iter(implementations), None)
+    return (
+        max(finished, key=lambda each: median(each.rates))
+        if finished
+        else next(iter(implementations), None)
+    )
 
 
 def rounded(value: float) -> float:
@@ -174,7 +204,10 @@ def _text(row: Row) -> str:
 COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "row": ("", lambda row: row["row"]),
     "value": ("value", _text),
-    "low": ("range", lambda row: f"{_number(row['low'])} to {_number(row['high'])}" if "low" in row else ""),
+    "low": (
+        "range",
+        lambda row: f"{_number(row['low'])} to {_number(row['high'])}" if "low" in row else "",
+    ),
     "cpu_ms": ("CPU ms/img", lambda row: _number(row.get("cpu_ms", ""))),
     "cpu_ratio": ("by CPU time", lambda row: _number(row.get("cpu_ratio", ""))),
     "goal": ("goal", lambda row: row.get("goal", "")),
@@ -187,7 +220,9 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, with the columns that they have."""
     columns = [column for name, column in COLUMNS.items() if any(name in row for row in rows)]
     lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|---" * len(columns) + "|"]
-    lines += ["| " + " | ".join(cell(row).replace("|", "/") for _, cell in columns) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(cell(row).replace("|", "/") for _, cell in columns) + " |" for row in rows
+    ]
     return "\n".join(lines)
 
 
@@ -197,7 +232,11 @@ def describe_machine() -> dict[str, Any]:
 
     model = platform.processor() or platform.machine()
     if (cpuinfo := Path("/proc/cpuinfo")).exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        names = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if "model name" in line
+        ]
         model = next(iter(names), model)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -212,8 +251,12 @@ def describe_machine() -> dict[str, Any]:
 def describe_commit(checkout: Path = ROOT) -> str:
     """The commit of a checkout, with `+` if files differ from it."""
     git = ["git", "-C", str(checkout)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
+    ).stdout.strip()
     return commit + ("+" if changed else "")
 
 
@@ -223,7 +266,12 @@ def new_result(command: str, **description: Any) -> dict[str, Any]:
     versions = import_module(
         "benchmarks.implementations"
     ).versions()  # mypy does not follow it to packages of other libraries
-    about = {"date": now, "commit": describe_commit(), "machine": describe_machine(), "versions": {"ours": versions}}
+    about = {
+        "date": now,
+        "commit": describe_commit(),
+        "machine": describe_machine(),
+        "versions": {"ours": versions},
+    }
     return {"command": command, **about, **description, "tables": {}}
 
 
@@ -247,13 +295,19 @@ def page_section(result: Mapping[str, Any]) -> str:
         f"- {processors}, {cores}",
     ]
     if machine["load"][0] > machine["cores"] / 2:
-        lines.append("- other programs used the machine: ratios by CPU time say more, and the number of workers little")
+        lines.append(
+            "- other programs used the machine: ratios by CPU time say more, and the number of workers little"
+        )
     if images:
-        size = f"{images['width']}x{images['height']} pixels and {images['kilobytes']:g} KB on average"
+        size = (
+            f"{images['width']}x{images['height']} pixels and {images['kilobytes']:g} KB on average"
+        )
         lines.append(f"- {images['images']} images ({images['source']}), {size}")
     for name, packages in result["versions"].items():
         listing = ", ".join(f"{package} {version}" for package, version in packages.items())
-        lines.append(f"- environment of {name}: {'' if name == 'ours' else 'the same, except '}{listing}")
+        lines.append(
+            f"- environment of {name}: {'' if name == 'ours' else 'the same, except '}{listing}"
+        )
     for title, rows in result["tables"].items():
         lines.append(f"\n{title}:\n\n{table(rows)}" if title else f"\n{table(rows)}")
     return "\n".join(lines) + "\n"

@@ -43,7 +43,9 @@ def decode_options() -> list[str]:
 def loader_options(workers: int) -> list[list[str]]:
     """Overrides that must not change a batch: numbers of workers, and each value of `data.decode`."""
     counts = [[f"data.num_workers={count}"] for count in sorted({0, 1, workers})]
-    return counts + [[f"data.num_workers={workers}", f"data.decode={value}"] for value in decode_options()]
+    return counts + [
+        [f"data.num_workers={workers}", f"data.decode={value}"] for value in decode_options()
+    ]
 
 
 def reference_image(path: Path) -> torch.Tensor:
@@ -71,14 +73,20 @@ def decode_rows(folder: Path, images: int) -> Iterator[Row]:
         image, (top, left, height, width) = decode_region(data, transform.draw_crop, turbojpeg)
         rows, columns = slice(top, top + height), slice(left, left + width)
         same_regions += torch.equal(image[:, rows, columns], expected[:, rows, columns])
-    yield check("pixels of torchvision's decoder", same == len(paths), f"{same} of {len(paths)} images")
+    yield check(
+        "pixels of torchvision's decoder", same == len(paths), f"{same} of {len(paths)} images"
+    )
     library = "with libjpeg-turbo 3" if turbojpeg is not None else "without libjpeg-turbo 3"
     note = f"{same_regions} of {len(paths)} images, {library}"
     yield check("the same in random regions", same_regions == len(paths), note)
 
 
 def config_of(folder: Path, batch_size: int, overrides: Sequence[str]) -> Config:
-    options = [f"data.root={folder}", f"train.global_batch_size={batch_size}", f"eval.batch_size={batch_size}"]
+    options = [
+        f"data.root={folder}",
+        f"train.global_batch_size={batch_size}",
+        f"eval.batch_size={batch_size}",
+    ]
     return load_config("resnet50", [*options, *overrides]).config
 
 
@@ -91,12 +99,16 @@ def pixel_rows(folder: Path, batch_size: int, workers: int, images: int) -> Iter
         config = config_of(folder, batch_size, overrides)
         source = open_datasets(config.data).train
         assert isinstance(source, FolderSource)
-        loader = build_train_loader(config, source, plan_run(config.train, len(source), 1), CPU, IMAGENET_DEFAULT_MEAN)
+        loader = build_train_loader(
+            config, source, plan_run(config.train, len(source), 1), CPU, IMAGENET_DEFAULT_MEAN
+        )
         transform, differing, total = TrainTransform(config.augment), 0, 0
         loader.sampler.set_epoch(0, 0)
         sample_keys = iter(list(loader.sampler))
         for batch in islice(loader.epoch(0), max(images // batch_size, 1)):
-            for pixels, (epoch, index, view) in zip(batch.images, islice(sample_keys, len(batch.images)), strict=True):
+            for pixels, (epoch, index, view) in zip(
+                batch.images, islice(sample_keys, len(batch.images)), strict=True
+            ):
                 key = hash_key("sample", config.seed, epoch, index, view)
                 if key not in reference:
                     image = reference_image(source.index.path(index))
@@ -104,7 +116,12 @@ def pixel_rows(folder: Path, batch_size: int, workers: int, images: int) -> Iter
                     ours = transform.draw_crop(*image.shape[1:])
                     seed_generators(key)
                     drawn = crop.make_params([image])
-                    same_crops &= ours == (drawn["top"], drawn["left"], drawn["height"], drawn["width"])
+                    same_crops &= ours == (
+                        drawn["top"],
+                        drawn["left"],
+                        drawn["height"],
+                        drawn["width"],
+                    )
                     seed_generators(key)
                     reference[key] = flip(crop(image))
                 differing += not torch.equal(pixels, reference[key])
@@ -138,7 +155,13 @@ class LossRecorder:
 
 def loss_rows(folder: Path, workers: int, steps: int) -> Iterator[Row]:
     """Whether all losses of a ResNet-18 are the same bits with each option."""
-    small = ["model.name=resnet18", "model.kwargs={}", "augment.size_px=32", "eval.crop_px=32", "eval.resize_px=36"]
+    small = [
+        "model.name=resnet18",
+        "model.kwargs={}",
+        "augment.size_px=32",
+        "eval.crop_px=32",
+        "eval.resize_px=36",
+    ]
     small += [f"train.max_steps={steps}", f"train.epochs={steps}", "optimizer.lr=0.01"]
     torch.set_num_threads(1)
     first: list[float] | None = None
@@ -150,4 +173,8 @@ def loss_rows(folder: Path, workers: int, steps: int) -> Iterator[Row]:
         losses = torch.stack(run.losses).tolist()
         first = first or losses
         assert len(losses) == steps
-        yield check(f"losses of {steps} steps, {' '.join(overrides)}", losses == first, f"last loss {losses[-1]:.6f}")
+        yield check(
+            f"losses of {steps} steps, {' '.join(overrides)}",
+            losses == first,
+            f"last loss {losses[-1]:.6f}",
+        )

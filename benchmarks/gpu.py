@@ -37,12 +37,22 @@ class Sizes:
         assert tiny or self.device == "cuda", "no GPU: use --tiny"
         self.steps = 2 if tiny else 20
         size_px, classes = (32, 10) if tiny else (224, 1000)
-        self.overrides = [f"augment.size_px={size_px}", f"eval.crop_px={size_px}", f"device={self.device}"]
+        self.overrides = [
+            f"augment.size_px={size_px}",
+            f"eval.crop_px={size_px}",
+            f"device={self.device}",
+        ]
         self.overrides += ["train.precision=bf16", "train.channels_last=true"]
         self.name = "a model of three layers" if tiny else "ResNet-50"
         if tiny:
-            self.overrides += ["model.name=benchmarks.step:tiny", "model.kwargs={}", "eval.resize_px=36"]
-        images = f"train_images: 1281167, val_images: 64, num_classes: {classes}, size_px: {size_px}"
+            self.overrides += [
+                "model.name=benchmarks.step:tiny",
+                "model.kwargs={}",
+                "eval.resize_px=36",
+            ]
+        images = (
+            f"train_images: 1281167, val_images: 64, num_classes: {classes}, size_px: {size_px}"
+        )
         self.synthetic = [*self.overrides, "data.name=synthetic", f"data.kwargs={{{images}}}"]
 
     def batch(self, size: int) -> int:
@@ -59,15 +69,23 @@ def group_of(sizes: Sizes, mode: str = "auto") -> Any:
     return init_group(RankInfo(), device, mode, "auto", "env://", 60.0)
 
 
-def training(sizes: Sizes, rounds: int, batch: int, compiled: bool = False, mode: str = "auto") -> list[Row]:
+def training(
+    sizes: Sizes, rounds: int, batch: int, compiled: bool = False, mode: str = "auto"
+) -> list[Row]:
     """Synthetic images: images per second, ratio to the reference loop, peak memory."""
     from benchmarks.step import throughput_rows
 
     how = {"auto": "", "dp": ", DP on one device", "ddp": ", DDP on one device"}[mode]
     name = f"{sizes.name}, batch {sizes.batch(batch)}, {'compiled' if compiled else 'eager'}{how}"
-    overrides = [*sizes.synthetic, f"train.compile={str(compiled).lower()}", f"parallel.mode={mode}"]
+    overrides = [
+        *sizes.synthetic,
+        f"train.compile={str(compiled).lower()}",
+        f"parallel.mode={mode}",
+    ]
     goal = GOALS[compiled] if mode == "auto" else ""
-    return throughput_rows(name, overrides, group_of(sizes, mode), sizes.batch(batch), sizes.steps, rounds, goal)
+    return throughput_rows(
+        name, overrides, group_of(sizes, mode), sizes.batch(batch), sizes.steps, rounds, goal
+    )
 
 
 def files(sizes: Sizes, rounds: int, batch: int) -> list[Row]:
@@ -80,27 +98,45 @@ def files(sizes: Sizes, rounds: int, batch: int) -> list[Row]:
     options = [f"train.global_batch_size={batch}", f"data.num_workers={workers}"]
     with tempfile.TemporaryDirectory() as folder:
         prepare_images(Path(folder, "images"), count)
-        from_files = ["data.name=folder", f"data.root={folder}/images", "data.kwargs={}", "model.num_classes=1000"]
+        from_files = [
+            "data.name=folder",
+            f"data.root={folder}/images",
+            "data.kwargs={}",
+            "model.num_classes=1000",
+        ]
         group = group_of(sizes)
-        together = TrainingLoop([*sizes.overrides, *options, *from_files], group, Path(folder, "files"))
+        together = TrainingLoop(
+            [*sizes.overrides, *options, *from_files], group, Path(folder, "files")
+        )
         step = TrainingLoop([*sizes.synthetic, *options], group, Path(folder, "synthetic"))
         epochs = iter(range(10**6, 10**7))
 
         def load(wanted: int) -> None:
             while wanted > 0:
-                wanted -= sum(1 for _ in islice(together.parts.train_loader.epoch(next(epochs)), wanted))
+                wanted -= sum(
+                    1 for _ in islice(together.parts.train_loader.epoch(next(epochs)), wanted)
+                )
 
         loops: Sequence[Callable[[int], None]] = (together, load, step)
         for loop in loops:
             loop(steps)
-        rates = [[batch * steps / wall for wall, _ in found] for found in seconds_in_turn(loops, steps, rounds)]
+        rates = [
+            [batch * steps / wall for wall, _ in found]
+            for found in seconds_in_turn(loops, steps, rounds)
+        ]
         together.close()
         step.close()
     name = f"{sizes.name}, batch {batch}, JPEG files, {workers} workers"
     whats = ("together", "loader", "step")
     ratios = [both / min(alone) for both, *alone in zip(*rates, strict=True)]
-    rows = [measured(f"{name}: {what}", values, "img/s") for what, values in zip(whats, rates, strict=True)]
-    return [*rows, measured(f"{name}: together / the slower of loader and step", ratios, "x", ">= 0.95")]
+    rows = [
+        measured(f"{name}: {what}", values, "img/s")
+        for what, values in zip(whats, rates, strict=True)
+    ]
+    return [
+        *rows,
+        measured(f"{name}: together / the slower of loader and step", ratios, "x", ">= 0.95"),
+    ]
 
 
 def sync_bn(sizes: Sizes, rounds: int) -> list[Row]:
@@ -127,7 +163,10 @@ def _sync_bn_rank(rank: int, folder: str, device: str, tiny: bool, rounds: int) 
     torch.manual_seed(0)
     shape = (8, 16, 8, 8) if tiny else (256, 256, 56, 56)
     whole = torch.randn(2 * shape[0], *shape[1:], device=device) * 2 + 1
-    own, weights = whole.chunk(2)[rank].clone(), torch.linspace(-1, 1, shape[1], device=device).view(1, -1, 1, 1)
+    own, weights = (
+        whole.chunk(2)[rank].clone(),
+        torch.linspace(-1, 1, shape[1], device=device).view(1, -1, 1, 1),
+    )
     on_gpu = device == "cuda"
     theirs = (nn.SyncBatchNorm if on_gpu else nn.BatchNorm2d)(shape[1], device=device)
     seconds: dict[str, list[float]] = {"ours": [], "torch's": []}
@@ -149,9 +188,17 @@ def _sync_bn_rank(rank: int, folder: str, device: str, tiny: bool, rounds: int) 
             results[name] = [each.chunk(2)[rank] if len(each) > len(own) else each for each in pair]
     if rank == 0:
         rows: list[tuple[str, list[float], str]] = []
-        for what, mine, other in zip(("output", "gradient"), results["ours"], results["torch's"], strict=True):
-            rows.append((f"largest difference of the {what}", [(mine - other).abs().max().item()], ""))
-        rows += [(f"{name}, forward and backward", values[1:], "ms") for name, values in seconds.items() if on_gpu]
+        for what, mine, other in zip(
+            ("output", "gradient"), results["ours"], results["torch's"], strict=True
+        ):
+            rows.append(
+                (f"largest difference of the {what}", [(mine - other).abs().max().item()], "")
+            )
+        rows += [
+            (f"{name}, forward and backward", values[1:], "ms")
+            for name, values in seconds.items()
+            if on_gpu
+        ]
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     os._exit(0)
@@ -161,24 +208,42 @@ def resume(sizes: Sizes, rounds: int) -> list[Row]:
     """Whether a resumed run ends with the same weights as an uninterrupted one, with `train.deterministic`."""
     steps = 6 if sizes.tiny else 40
     options = [*sizes.synthetic, f"train.global_batch_size={sizes.batch(64)}", "optimizer.lr=0.01"]
-    options += ["train.deterministic=true", f"train.max_steps={steps}", f"checkpoint.every_steps={steps // 2}"]
+    options += [
+        "train.deterministic=true",
+        f"train.max_steps={steps}",
+        f"checkpoint.every_steps={steps // 2}",
+    ]
     options += ["log.tensorboard=false", "log.plots=false", "checkpoint.keep_last=2"]
     digests = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "tools" / "train.py"), "resnet50", *options, "--work-dir", folder]
+        command = [
+            sys.executable,
+            str(ROOT / "tools" / "train.py"),
+            "resnet50",
+            *options,
+            "--work-dir",
+            folder,
+        ]
         last = Path(folder, "checkpoints", f"step-{steps:07d}")
         for _ in range(2):
             done = subprocess.run([*command, "--resume"], capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             digests.append(sha256((last / "model.safetensors").read_bytes()).hexdigest())
             shutil.rmtree(last)  # the second run resumes from the checkpoint before
-    return [check(f"same weights after {steps} steps, resumed after {steps // 2}", digests[0] == digests[1])]
+    return [
+        check(
+            f"same weights after {steps} steps, resumed after {steps // 2}",
+            digests[0] == digests[1],
+        )
+    ]
 
 
 CASES: dict[str, Callable[[Sizes, int], list[Row]]] = {
     **{
         f"{'compiled' if compiled else 'eager'}-{batch}": (
-            lambda sizes, rounds, batch=batch, compiled=compiled: training(sizes, rounds, batch, compiled)
+            lambda sizes, rounds, batch=batch, compiled=compiled: training(
+                sizes, rounds, batch, compiled
+            )
         )
         for compiled in (False, True)
         for batch in BATCHES
@@ -200,10 +265,20 @@ def run(rounds: int = 5, tiny: bool = False, cases: Sequence[str] = tuple(CASES)
         begin = time.perf_counter()
         limit = CASE_SEC if tiny else min(CASE_SEC, max(end - begin, 1))
         with tempfile.NamedTemporaryFile() as file:
-            command = [sys.executable, "-m", "benchmarks.gpu", case, str(rounds), str(int(tiny)), file.name]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.gpu",
+                case,
+                str(rounds),
+                str(int(tiny)),
+                file.name,
+            ]
             note = f"not finished in {limit:.0f} s"
             with suppress(subprocess.TimeoutExpired):
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+                done = subprocess.run(
+                    command, cwd=ROOT, capture_output=True, text=True, timeout=limit
+                )
                 note = (done.stderr.strip().splitlines() or ["failed"])[-1][:200]
             text = Path(file.name).read_text()
         rows += json.loads(text) if text else [measured(case, [], note=note)]

@@ -50,8 +50,13 @@ def jpeg(number: int, quality: int = 95) -> bytes:
     size = SIZES[draws.choice(len(SIZES), p=[0.4, 0.15, 0.2, 0.15, 0.1])]
     scale = draws.uniform(0.5, 1.0) * min(photograph.width / size[0], photograph.height / size[1])
     width, height = round(size[0] * scale), round(size[1] * scale)
-    left, top = int(draws.integers(photograph.width - width + 1)), int(draws.integers(photograph.height - height + 1))
-    crop = photograph.crop((left, top, left + width, top + height)).resize(size, Image.Resampling.BICUBIC)
+    left, top = (
+        int(draws.integers(photograph.width - width + 1)),
+        int(draws.integers(photograph.height - height + 1)),
+    )
+    crop = photograph.crop((left, top, left + width, top + height)).resize(
+        size, Image.Resampling.BICUBIC
+    )
     row, column = draws.integers(100, size=2)
     noise = _noise()[row : row + size[1], column : column + size[0]]
     pixels = np.roll(np.asarray(crop), draws.integers(3), axis=2) + noise

@@ -26,7 +26,17 @@ from pathlib import Path
 from typing import Any
 
 Pass = Callable[[], int]  # one pass over the images; returns their number
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "ffcv", "turbojpeg", "nvidia-dali", "nvidia-nvimgcodec")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "pillow",
+    "ffcv",
+    "turbojpeg",
+    "nvidia-dali",
+    "nvidia-nvimgcodec",
+)
 SIZE_PX, RESIZE_PX = 224, 256
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -59,18 +69,34 @@ def ours(
     from imagenet_cls.parallel.environment import RankInfo
     from imagenet_cls.parallel.process_group import Group
 
-    options = [f"data.root={folder}", f"data.num_workers={workers}", f"train.global_batch_size={batch_size}"]
-    options += [f"eval.batch_size={batch_size}", "train.epochs=1", *overrides]  # 1: nothing is read ahead of a pass
+    options = [
+        f"data.root={folder}",
+        f"data.num_workers={workers}",
+        f"train.global_batch_size={batch_size}",
+    ]
+    options += [
+        f"eval.batch_size={batch_size}",
+        "train.epochs=1",
+        *overrides,
+    ]  # 1: nothing is read ahead of a pass
     config = load_config("resnet50", options).config
-    assert (config.augment.size_px, config.eval.resize_px, config.eval.crop_px) == (SIZE_PX, RESIZE_PX, SIZE_PX)
+    assert (config.augment.size_px, config.eval.resize_px, config.eval.crop_px) == (
+        SIZE_PX,
+        RESIZE_PX,
+        SIZE_PX,
+    )
     group, data = Group(RankInfo(), torch.device("cpu")), open_datasets(config.data)
     assert data.train is not None and data.val is not None
-    preprocess = Preprocess(MEAN, STD, group.device, channels_last=True) if floats else lambda images: images
+    preprocess = (
+        Preprocess(MEAN, STD, group.device, channels_last=True) if floats else lambda images: images
+    )
     if evaluate:
         # The package of an older checkout (`--baseline`) has no argument `mean`.
         mean = [MEAN] if "mean" in inspect.signature(build_val_batches).parameters else []
         val = data.val
-        return lambda: sum(len(preprocess(batch[0])) for batch in build_val_batches(config, val, group, 1, *mean))
+        return lambda: sum(
+            len(preprocess(batch[0])) for batch in build_val_batches(config, val, group, 1, *mean)
+        )
     plan = plan_run(config.train, len(data.train), 1)
     loader = build_train_loader(config, data.train, plan, group, MEAN)
     epochs = iter(range(10**9))
@@ -78,14 +104,21 @@ def ours(
 
 
 def timm(
-    folder: str, batch_size: int, workers: int, evaluate: bool = False, prefetcher: bool = False, policy: str = ""
+    folder: str,
+    batch_size: int,
+    workers: int,
+    evaluate: bool = False,
+    prefetcher: bool = False,
+    policy: str = "",
 ) -> Pass:
     """timm's `create_loader`, as its scripts call it: normalized float batches."""
     import torch
     from timm.data import create_dataset, create_loader
 
     split = "val" if evaluate else "train"
-    dataset = create_dataset("", root=str(Path(folder, split)), split=split, is_training=not evaluate)
+    dataset = create_dataset(
+        "", root=str(Path(folder, split)), split=split, is_training=not evaluate
+    )
     training = {"auto_augment": policy or None, "color_jitter": 0.0, "persistent_workers": True}
     evaluation = {"crop_pct": SIZE_PX / RESIZE_PX, "persistent_workers": False}
     loader = create_loader(
@@ -116,7 +149,14 @@ def torchvision(folder: str, batch_size: int, workers: int, evaluate: bool = Fal
     crop = [transforms.RandomResizedCrop(SIZE_PX), transforms.RandomHorizontalFlip()]
     dataset = ImageFolder(Path(folder, "train"), transforms.Compose([*crop, *normalize]))
     return passes_over(
-        DataLoader(dataset, batch_size, True, num_workers=workers, persistent_workers=workers > 0, drop_last=True)
+        DataLoader(
+            dataset,
+            batch_size,
+            True,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            drop_last=True,
+        )
     )
 
 
@@ -134,7 +174,9 @@ def ffcv(folder: str, batch_size: int, workers: int) -> Pass:
     if not path.exists():
         partial = path.with_suffix(".partial")
         image = RGBImageField(write_mode="jpg", max_resolution=500, jpeg_quality=90)
-        writer = DatasetWriter(str(partial), {"image": image, "label": IntField()}, num_workers=workers)
+        writer = DatasetWriter(
+            str(partial), {"image": image, "label": IntField()}, num_workers=workers
+        )
         writer.from_indexed_dataset(ImageFolder(Path(folder, "train")))
         partial.rename(path)
     crop = RandomResizedCropRGBImageDecoder((SIZE_PX, SIZE_PX))
@@ -142,7 +184,12 @@ def ffcv(folder: str, batch_size: int, workers: int) -> Pass:
         "image": [crop, RandomHorizontalFlip(), ToTensor(), ToTorchImage()],
         "label": [IntDecoder(), ToTensor(), Squeeze()],
     }
-    options = {"order": OrderOption.RANDOM, "os_cache": True, "drop_last": True, "pipelines": pipelines}
+    options = {
+        "order": OrderOption.RANDOM,
+        "os_cache": True,
+        "drop_last": True,
+        "pipelines": pipelines,
+    }
     return passes_over(Loader(str(path), batch_size=batch_size, num_workers=workers, **options))
 
 
@@ -152,18 +199,24 @@ def dali(folder: str, batch_size: int, workers: int, crop_decode: bool = True) -
 
     files, depth = train_files(folder), 2
 
-    @pipeline_def(batch_size=batch_size, num_threads=workers, device_id=None, prefetch_queue_depth=depth)
+    @pipeline_def(
+        batch_size=batch_size, num_threads=workers, device_id=None, prefetch_queue_depth=depth
+    )
     def pipeline() -> tuple[Any, Any]:
         data, label = fn.readers.file(files=files, random_shuffle=True)
         if crop_decode:
             crop = {"random_area": [0.08, 1.0], "random_aspect_ratio": [3 / 4, 4 / 3]}
-            images = fn.decoders.image_random_crop(data, device="cpu", output_type=types.RGB, **crop)
+            images = fn.decoders.image_random_crop(
+                data, device="cpu", output_type=types.RGB, **crop
+            )
             images = fn.resize(images, size=[SIZE_PX, SIZE_PX], antialias=True)
         else:
             images = fn.decoders.image(data, device="cpu", output_type=types.RGB)
             images = fn.random_resized_crop(images, size=[SIZE_PX, SIZE_PX], antialias=True)
         mirror = fn.random.coin_flip()
-        return fn.crop_mirror_normalize(images, dtype=types.UINT8, mirror=mirror, mean=0.0, std=1.0), label
+        return fn.crop_mirror_normalize(
+            images, dtype=types.UINT8, mirror=mirror, mean=0.0, std=1.0
+        ), label
 
     loader, batches = pipeline(), max(len(files) // batch_size, 1)
 
@@ -189,7 +242,9 @@ def _read_and_decode(path: str) -> int:
     torch.set_num_threads(1)
     data = Path(path).read_bytes()
     try:
-        return len(torch.ops.image.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), 3))
+        return len(
+            torch.ops.image.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), 3)
+        )
     except RuntimeError:  # CMYK
         with Image.open(path) as image:
             return len(image.convert("RGB").getbands())
@@ -232,7 +287,10 @@ Crop = tuple[int, int, int, int]  # top, left, height, width
 def draw_crop(draws: random.Random, height: int, width: int) -> Crop:
     """A crop of 8 to 100 % of the area and a ratio of 3:4 to 4:3, as of RandomResizedCrop."""
     while True:
-        area, ratio = height * width * draws.uniform(0.08, 1), math.exp(draws.uniform(math.log(3 / 4), math.log(4 / 3)))
+        area, ratio = (
+            height * width * draws.uniform(0.08, 1),
+            math.exp(draws.uniform(math.log(3 / 4), math.log(4 / 3))),
+        )
         rows, columns = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
         if rows <= height and columns <= width:
             return draws.randint(0, height - rows), draws.randint(0, width - columns), rows, columns
@@ -281,7 +339,9 @@ def nvimgcodec_whole() -> Callable[[bytes, Crop], Any]:
 def nvimgcodec_region() -> Callable[[bytes, Crop], Any]:
     def region(codec: Any, data: bytes, crop: Crop) -> Any:
         top, left, height, width = crop
-        return codec.CodeStream(data).get_sub_code_stream(region=codec.Region(top, left, top + height, left + width))
+        return codec.CodeStream(data).get_sub_code_stream(
+            region=codec.Region(top, left, top + height, left + width)
+        )
 
     return _nvimgcodec(region)
 
@@ -302,16 +362,27 @@ def _nvimgcodec(stream: Callable[[Any, bytes, Crop], Any]) -> Callable[[bytes, C
 
 DECODERS: dict[str, Callable[[], Callable[[bytes, Crop], Any]]] = {
     function.__name__: function
-    for function in (ours_whole, ours_region, torchvision_whole, pillow_whole, nvimgcodec_whole, nvimgcodec_region)
+    for function in (
+        ours_whole,
+        ours_region,
+        torchvision_whole,
+        pillow_whole,
+        nvimgcodec_whole,
+        nvimgcodec_region,
+    )
 }
 IMPLEMENTATIONS: dict[str, Callable[..., Pass]] = {
-    function.__name__: function for function in (ours, timm, torchvision, ffcv, dali, decode_only, decoder)
+    function.__name__: function
+    for function in (ours, timm, torchvision, ffcv, dali, decode_only, decoder)
 }
 
 
 def cpu_seconds() -> float:
     """CPU seconds of this process, of its ended children and of its living workers."""
-    own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    own, ended = (
+        resource.getrusage(resource.RUSAGE_SELF),
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
     ticks = 0
     for child in multiprocessing.active_children():
         fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
@@ -322,7 +393,11 @@ def cpu_seconds() -> float:
 
 def versions() -> dict[str, str]:
     found = {each.metadata["Name"].lower(): each.version for each in distributions()}
-    wanted = {name: version for name, version in found.items() if name.startswith(PACKAGES) and "tensorrt" not in name}
+    wanted = {
+        name: version
+        for name, version in found.items()
+        if name.startswith(PACKAGES) and "tensorrt" not in name
+    }
     return {"python": platform.python_version(), **dict(sorted(wanted.items()))}
 
 
@@ -338,7 +413,11 @@ def main() -> None:
     for _ in sys.stdin:
         cpu, begin = cpu_seconds(), time.perf_counter()
         images = one_pass()
-        result = {"images": images, "seconds": time.perf_counter() - begin, "cpu_seconds": cpu_seconds() - cpu}
+        result = {
+            "images": images,
+            "seconds": time.perf_counter() - begin,
+            "cpu_seconds": cpu_seconds() - cpu,
+        }
         print(json.dumps(result), file=answers, flush=True)
     for child in multiprocessing.active_children():
         child.kill()

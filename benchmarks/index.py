@@ -52,7 +52,10 @@ def make_folder(root: Path, images: int) -> None:
 def make_archives(folder: Path, images: int) -> None:
     """`train.tar` and `train.zip` with members of ten bytes."""
     content = b"ten bytes."
-    with (folder / "train.tar").open("wb") as tar, zipfile.ZipFile(folder / "train.zip", "w") as archive:
+    with (
+        (folder / "train.tar").open("wb") as tar,
+        zipfile.ZipFile(folder / "train.zip", "w") as archive,
+    ):
         for name in names(images):
             header = tarfile.TarInfo(name)
             header.size = len(content)
@@ -126,8 +129,14 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
             equal = expected == index_folder(root).digest
             for name in ("train.tar", "train.zip"):
                 archived = index_archives(root.parent, name, [root.parent / name]).digest
-                cached &= index_cache.read_scan(root.parent / name, [root.parent / name]) is not None
-                equal &= archived == expected == index_archives(root.parent, name, [root.parent / name]).digest
+                cached &= (
+                    index_cache.read_scan(root.parent / name, [root.parent / name]) is not None
+                )
+                equal &= (
+                    archived
+                    == expected
+                    == index_archives(root.parent, name, [root.parent / name]).digest
+                )
             for _ in range(rounds):
                 for name, implementation in implementations.items():
                     start = time.process_time()
@@ -139,7 +148,11 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
             index_cache.MIN_AGE_SEC = age
     rows = []
     for name, values in seconds.items():
-        rows.append(measured(f"{name}: CPU time", values, "s", CACHE_GOAL if "from the cache" in name else ""))
+        rows.append(
+            measured(
+                f"{name}: CPU time", values, "s", CACHE_GOAL if "from the cache" in name else ""
+            )
+        )
         per_image = [1e6 * value / images for value in values]
         rows.append(measured(f"{name}: CPU time per image", per_image, "us", GOALS.get(name, "")))
     return [*rows, check("the indexes were cached, and all have the same digest", cached and equal)]

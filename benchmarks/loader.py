@@ -45,8 +45,16 @@ class Options:
     def implementation(
         self, label: str, name: str, library: str = "", checkout: Path = ROOT, **arguments: Any
     ) -> Implementation:
-        python = self.pythons.get(library, self.pythons.get("all", sys.executable)) if library else sys.executable
-        shared = {"folder": str(self.folder), "batch_size": self.batch_size, "workers": self.workers}
+        python = (
+            self.pythons.get(library, self.pythons.get("all", sys.executable))
+            if library
+            else sys.executable
+        )
+        shared = {
+            "folder": str(self.folder),
+            "batch_size": self.batch_size,
+            "workers": self.workers,
+        }
         return Implementation(label, {"name": name, **shared, **arguments}, python, checkout)
 
     def wants(self, label: str) -> bool:
@@ -67,16 +75,22 @@ class Group:
         return paired(row, self.by_label.get(ours), best(found), goal, note)
 
 
-def ours_and_timm(options: Options, suffix: str, ours: dict[str, Any], timm: dict[str, Any]) -> list[Implementation]:
+def ours_and_timm(
+    options: Options, suffix: str, ours: dict[str, Any], timm: dict[str, Any]
+) -> list[Implementation]:
     """Implementations whose labels end in `suffix`: ours, and with floats; timm's loader, and with its prefetcher."""
     found = [
         options.implementation(f"ours{suffix}", "ours", **ours),
         options.implementation(f"ours, floats{suffix}", "ours", floats=True, **ours),
         options.implementation(f"timm{suffix}", "timm", library="timm", **timm),
-        options.implementation(f"timm, prefetcher{suffix}", "timm", library="timm", prefetcher=True, **timm),
+        options.implementation(
+            f"timm, prefetcher{suffix}", "timm", library="timm", prefetcher=True, **timm
+        ),
     ]
     if options.baseline is not None:
-        found.append(options.implementation(f"baseline{suffix}", "ours", checkout=options.baseline, **ours))
+        found.append(
+            options.implementation(f"baseline{suffix}", "ours", checkout=options.baseline, **ours)
+        )
     return found
 
 
@@ -84,7 +98,9 @@ def ratio_rows(group: Group, suffix: str, goal: str, floats_goal: str = "") -> I
     """Ours to timm's best and to the baseline."""
     timms = (f"timm{suffix}", f"timm, prefetcher{suffix}")
     yield group.ratio("ours / timm's best", f"ours{suffix}", *timms, goal=goal)
-    yield group.ratio("ours, floats / timm's best", f"ours, floats{suffix}", *timms, goal=floats_goal)
+    yield group.ratio(
+        "ours, floats / timm's best", f"ours, floats{suffix}", *timms, goal=floats_goal
+    )
     if f"baseline{suffix}" in group.by_label:
         yield group.ratio("ours / baseline", f"ours{suffix}", f"baseline{suffix}")
 
@@ -117,15 +133,25 @@ def run_loader(options: Options) -> dict[str, Any]:
     rows = [
         *ratio_rows(train, "", ">= 2.5"),
         train.ratio("ours / torchvision", "ours", "torchvision"),
-        train.ratio("ours / FFCV", "ours", "FFCV", goal=">= 1.2", note="FFCV reads its own file, of smaller images"),
+        train.ratio(
+            "ours / FFCV",
+            "ours",
+            "FFCV",
+            goal=">= 1.2",
+            note="FFCV reads its own file, of smaller images",
+        ),
         train.ratio("ours / DALI, crop decode", "ours", "DALI, crop decode", goal=">= 1.5"),
         train.ratio("ours / DALI, whole decode", "ours", "DALI, whole decode"),
         train.ratio("ours / decode only", "ours", "decode only", goal=">= 1.1"),
-        train.ratio(f"ours, {workers} workers / 1 worker", "ours", "ours, 1 worker", goal=">= 1.85"),
+        train.ratio(
+            f"ours, {workers} workers / 1 worker", "ours", "ours, 1 worker", goal=">= 1.85"
+        ),
         *(train.ratio(f"ours / {each.label}", "ours", each.label) for each in decode),
     ]
     policy_overrides = {"overrides": [f"augment.policy={POLICY}"]}
-    policy = Group(options, ours_and_timm(options, ", policy", policy_overrides, {"policy": POLICY}))
+    policy = Group(
+        options, ours_and_timm(options, ", policy", policy_overrides, {"policy": POLICY})
+    )
     evaluation = Group(
         options,
         [
@@ -140,15 +166,21 @@ def run_loader(options: Options) -> dict[str, Any]:
         f"The same with {POLICY}": list(ratio_rows(policy, ", policy", ">= 1.8")),
         "Evaluation, resize 256 and crop 224; workers start in each pass": [
             *ratio_rows(evaluation, ", evaluation", "", ">= 1.6"),
-            evaluation.ratio("ours, floats / torchvision", "ours, floats, evaluation", "torchvision, evaluation"),
+            evaluation.ratio(
+                "ours, floats / torchvision", "ours, floats, evaluation", "torchvision, evaluation"
+            ),
         ],
-        "Each implementation": [row for group in groups for row in table_of_implementations(group.implementations)],
+        "Each implementation": [
+            row for group in groups for row in table_of_implementations(group.implementations)
+        ],
         "Equality": [
             *pixel_rows(options.folder, options.batch_size, workers, min(options.images, 512)),
             *loss_rows(options.folder, workers, options.loss_steps),
         ],
     }
-    result["versions"] |= versions_of_libraries([each for group in groups for each in group.implementations])
+    result["versions"] |= versions_of_libraries(
+        [each for group in groups for each in group.implementations]
+    )
     if options.baseline is not None:
         result["baseline"] = describe_commit(options.baseline)
     return result
@@ -189,7 +221,13 @@ def versions_of_libraries(implementations: Sequence[Implementation]) -> dict[str
     for python in dict.fromkeys(
         each.python for each in implementations if each.python != sys.executable and each.versions
     ):
-        labels = dict.fromkeys(each.label.partition(",")[0] for each in implementations if each.python == python)
-        packages = next(each.versions for each in implementations if each.python == python and each.versions)
-        found[", ".join(labels)] = {name: text for name, text in packages.items() if ours.get(name) != text}
+        labels = dict.fromkeys(
+            each.label.partition(",")[0] for each in implementations if each.python == python
+        )
+        packages = next(
+            each.versions for each in implementations if each.python == python and each.versions
+        )
+        found[", ".join(labels)] = {
+            name: text for name, text in packages.items() if ours.get(name) != text
+        }
     return found

@@ -19,7 +19,12 @@ from PIL import Image
 
 from benchmarks.compare import Row, measured, progress
 
-IMAGES, SMALL, BATCH_SIZE, WORKERS = 1_281_167, 20_000, 64, 2  # an epoch of the small index is not exceeded
+IMAGES, SMALL, BATCH_SIZE, WORKERS = (
+    1_281_167,
+    20_000,
+    64,
+    2,
+)  # an epoch of the small index is not exceeded
 
 
 def memory_bytes(process: int | str, kind: str) -> int:
@@ -52,7 +57,11 @@ def our_batches(root: str) -> Iterable[Any]:
     from imagenet_cls.parallel.environment import RankInfo
     from imagenet_cls.parallel.process_group import Group
 
-    options = [f"data.root={root}", f"data.num_workers={WORKERS}", f"train.global_batch_size={BATCH_SIZE}"]
+    options = [
+        f"data.root={root}",
+        f"data.num_workers={WORKERS}",
+        f"train.global_batch_size={BATCH_SIZE}",
+    ]
     config = load_config("resnet50", [*options, "augment.size_px=32", "eval.crop_px=32"]).config
     source = open_datasets(config.data, ("train",)).train
     assert source is not None
@@ -66,10 +75,14 @@ def torchvision_batches(root: str) -> Iterable[Any]:
 
     steps = transforms.Compose([transforms.RandomResizedCrop(32), transforms.ToTensor()])
     dataset = datasets.ImageFolder(f"{root}/train", steps)
-    return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=WORKERS, multiprocessing_context="fork")
+    return DataLoader(
+        dataset, BATCH_SIZE, shuffle=True, num_workers=WORKERS, multiprocessing_context="fork"
+    )
 
 
-def measure(batches_of: Callable[[str], Iterable[Any]], warm_up: str, root: str, steps: int) -> tuple[int, float]:
+def measure(
+    batches_of: Callable[[str], Iterable[Any]], warm_up: str, root: str, steps: int
+) -> tuple[int, float]:
     """In a fresh process: bytes by which opening `root` enlarges it, and mean private bytes of its workers.
 
     warm_up: another root, opened before, so that imports do not count.
@@ -93,18 +106,28 @@ def run(rounds: int = 1, tiny: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
         make_folder(Path(root, "large"), images)
         make_folder(Path(root, "small"), small_images)
-        for name, batches_of in (("ours", our_batches), ("torchvision's ImageFolder", torchvision_batches)):
+        for name, batches_of in (
+            ("ours", our_batches),
+            ("torchvision's ImageFolder", torchvision_batches),
+        ):
             found = []
             for part in ("large", "small"):
                 progress(f"{name}, {part} index")
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                    found.append(process.submit(measure, batches_of, f"{root}/small", f"{root}/{part}", steps).result())
+                    found.append(
+                        process.submit(
+                            measure, batches_of, f"{root}/small", f"{root}/{part}", steps
+                        ).result()
+                    )
             (once, large), (_, small) = found
             goal, after = "<= 1" if name == "ours" else "", f"after {BATCH_SIZE * steps:,} samples"
             rows += [
                 measured(f"{name}: once", [once / images], "B/sample"),
                 measured(
-                    f"{name}: in each worker, {after}", [(large - small) / (images - small_images)], "B/sample", goal
+                    f"{name}: in each worker, {after}",
+                    [(large - small) / (images - small_images)],
+                    "B/sample",
+                    goal,
                 ),
                 measured(f"{name}: private memory of a worker, {after}", [large / 2**20], "MiB"),
             ]

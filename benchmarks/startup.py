@@ -20,14 +20,27 @@ from benchmarks.compare import ROOT, Row, measured
 
 COMMANDS = {
     "train.py --help": (["tools/train.py", "--help"], 0, "<= 0.4"),
-    "train.py, error in a config": (["tools/train.py", "optimizer.lrr=1", "train.epochs=x"], 2, "<= 0.7"),
-    "train.py --dry-run, unknown model": (["tools/train.py", "--dry-run", "model.name=resnt50"], 2, ""),
+    "train.py, error in a config": (
+        ["tools/train.py", "optimizer.lrr=1", "train.epochs=x"],
+        2,
+        "<= 0.7",
+    ),
+    "train.py --dry-run, unknown model": (
+        ["tools/train.py", "--dry-run", "model.name=resnt50"],
+        2,
+        "",
+    ),
     "train.py --dry-run of the demo": (["tools/train.py", "--dry-run"], 0, ""),
     "import torch": (["-c", "import torch"], 0, ""),
     "import torch, torchvision": (["-c", "import torch, torchvision"], 0, ""),
     "import torch, torchvision, timm": (["-c", "import torch, torchvision, timm"], 0, ""),
 }
-STAGES = ("imports", "from imports to the first batch", "first step", "after the imports, to the end of the first step")
+STAGES = (
+    "imports",
+    "from imports to the first batch",
+    "first step",
+    "after the imports, to the end of the first step",
+)
 GOALS = {STAGES[-1]: "<= 1.5"}
 
 
@@ -64,7 +77,15 @@ def time_demo(folder: str) -> None:
         after_step(self, *arguments)
 
     run.Run.epoch_batches, run.Run.after_step = marked_batches, marked_step  # type: ignore[method-assign]
-    main(train_command, [f"data.root={folder}/digits", f"--work-dir={folder}/run", "--overwrite", "train.max_steps=2"])
+    main(
+        train_command,
+        [
+            f"data.root={folder}/digits",
+            f"--work-dir={folder}/run",
+            "--overwrite",
+            "train.max_steps=2",
+        ],
+    )
     imports, built, stepped = marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]
     print(json.dumps([imports, built, stepped, built + stepped]))
 
@@ -74,20 +95,29 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     stages: dict[str, list[float]] = {name: [] for name in STAGES}
     with tempfile.TemporaryDirectory() as folder:
-        time_command(["tools/train.py", "--dry-run"], 0, folder)  # writes the digits, and fills caches
+        time_command(
+            ["tools/train.py", "--dry-run"], 0, folder
+        )  # writes the digits, and fills caches
         for _ in range(rounds):
             for name, (arguments, code, _) in COMMANDS.items():
                 found[name].append(time_command(arguments, code, folder))
             command = [sys.executable, "-P", "-m", "benchmarks.startup", folder]
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+            output = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+            )
             for name, value in zip(STAGES, json.loads(output.stdout.splitlines()[-1]), strict=True):
                 stages[name].append(value)
     rows = []
     for name, (_, _, goal) in COMMANDS.items():
         cpu, wall = zip(*found[name], strict=True)
-        rows.append(measured(f"{name}: CPU time", cpu, "s", goal, note=f"wall time {median(wall):.2f} s"))
-    return rows + [measured(f"demo, {name}: CPU time", stages[name], "s", GOALS.get(name, "")) for name in STAGES]
+        rows.append(
+            measured(f"{name}: CPU time", cpu, "s", goal, note=f"wall time {median(wall):.2f} s")
+        )
+    return rows + [
+        measured(f"demo, {name}: CPU time", stages[name], "s", GOALS.get(name, ""))
+        for name in STAGES
+    ]
 
 
 if __name__ == "__main__":

@@ -54,13 +54,23 @@ OVERHEAD_GOALS = {("tiny", 1): "<= 300", ("many_tensors", 1): "<= 1000", ("tiny"
 
 def tiny(num_classes: int) -> nn.Module:
     """A convolution, a BatchNorm and a linear layer."""
-    layers = [nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    layers = [
+        nn.Conv2d(3, 8, 3, stride=4),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
 
 
 def many_tensors(num_classes: int) -> nn.Module:
     """As many tensors and BatchNorm layers as a ResNet-50, all of them tiny."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 8, 3, stride=4, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+    ]
     for _ in range(52):
         layers += [nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
@@ -87,7 +97,9 @@ class TrainingLoop:
             self.parts.train_loader.epoch = lambda *_: cycle(batches)  # type: ignore[method-assign,assignment]
         plan = self.parts.plan
         with contextlib.redirect_stdout(io.StringIO()):
-            self.reporter = Reporter(folder, 0, config, group.is_main, plan.total_steps, plan.epochs)
+            self.reporter = Reporter(
+                folder, 0, config, group.is_main, plan.total_steps, plan.epochs
+            )
         saver = open_saver(self.parts, self.progress, RunFolder(folder), self.reporter)
         self.stop_signals = StopSignalHandler(group)
         self.run = PartialRun(self.parts, self.progress, self.reporter, saver, self.stop_signals)
@@ -113,9 +125,17 @@ class ReferenceLoop:
             self.model.compile()
         is_ddp = isinstance(parts.wrapped, DistributedDataParallel)
         self.wrapped = DistributedDataParallel(self.model) if is_ddp else self.model
-        self.optimizer = build_optimizer(config.optimizer, parameter_groups(self.model, config.optimizer))
-        self.averaged = [tensor.detach() for tensor in self.model.state_dict().values() if tensor.is_floating_point()]
-        self.average = None if config.ema.decay is None else [tensor.clone() for tensor in self.averaged]
+        self.optimizer = build_optimizer(
+            config.optimizer, parameter_groups(self.model, config.optimizer)
+        )
+        self.averaged = [
+            tensor.detach()
+            for tensor in self.model.state_dict().values()
+            if tensor.is_floating_point()
+        ]
+        self.average = (
+            None if config.ema.decay is None else [tensor.clone() for tensor in self.averaged]
+        )
         self.preprocess, self.device = parts.preprocess.preprocess, parts.group.device
         self.dtype = parts.evaluation.autocast_dtype
         self.batches = cycle(list(islice(parts.train_loader.epoch(0), BATCHES)))
@@ -123,13 +143,18 @@ class ReferenceLoop:
     def __call__(self, steps: int) -> None:
         values = []
         for batch in islice(self.batches, steps):
-            images, targets = self.preprocess(batch.images), batch.targets.to(self.device, non_blocking=True)
+            images, targets = (
+                self.preprocess(batch.images),
+                batch.targets.to(self.device, non_blocking=True),
+            )
             with autocast(self.device, self.dtype):
                 logits = self.wrapped(images)
                 loss = functional.cross_entropy(logits, targets)
             loss.backward()
             values.append(loss.detach())
-            gradients = [gradient for p in self.model.parameters() if (gradient := p.grad) is not None]
+            gradients = [
+                gradient for p in self.model.parameters() if (gradient := p.grad) is not None
+            ]
             if self.same_arithmetic:
                 values += [(logits.argmax(1) == targets).float().mean(), any_nonfinite(gradients)]
             if self.clip_norm is not None:
@@ -145,7 +170,9 @@ class ReferenceLoop:
         torch.stack(values).tolist()
 
 
-def seconds_in_turn(loops: Sequence[Callable[[int], None]], steps: int, rounds: int) -> list[list[tuple[float, float]]]:
+def seconds_in_turn(
+    loops: Sequence[Callable[[int], None]], steps: int, rounds: int
+) -> list[list[tuple[float, float]]]:
     """Wall-clock and CPU seconds of some steps, for each loop and round. Loops wait for the device."""
     seconds: list[list[tuple[float, float]]] = [[] for _ in loops]
     for _ in range(rounds):
@@ -157,7 +184,13 @@ def seconds_in_turn(loops: Sequence[Callable[[int], None]], steps: int, rounds: 
 
 
 def throughput_rows(
-    name: str, overrides: Sequence[str], group: Group, batch_size: int, steps: int, rounds: int, goal: str = ""
+    name: str,
+    overrides: Sequence[str],
+    group: Group,
+    batch_size: int,
+    steps: int,
+    rounds: int,
+    goal: str = "",
 ) -> list[Row]:
     """Rows of a config: images per second of `train()`, its ratio to the reference loop, on GPUs its peak memory.
 
@@ -165,7 +198,9 @@ def throughput_rows(
     """
     on_gpu = group.device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
-        ours = TrainingLoop([f"train.global_batch_size={batch_size}", *overrides], group, Path(folder))
+        ours = TrainingLoop(
+            [f"train.global_batch_size={batch_size}", *overrides], group, Path(folder)
+        )
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         ours(steps)
@@ -176,18 +211,31 @@ def throughput_rows(
         ours.close()
     rates = [batch_size * steps / wall for wall, _ in our_seconds]
     pairs = list(zip(our_seconds, reference_seconds, strict=True))
-    ratios, cpu_ratios = ([theirs[clock] / mine[clock] for mine, theirs in pairs] for clock in (0, 1))
+    ratios, cpu_ratios = (
+        [theirs[clock] / mine[clock] for mine, theirs in pairs] for clock in (0, 1)
+    )
     rows = [
         measured(f"{name}: train()", rates, "img/s", goal),
-        measured(f"{name}: train() / reference loop", ratios, "x", RATIO_GOAL, cpu_ratio=rounded(median(cpu_ratios))),
+        measured(
+            f"{name}: train() / reference loop",
+            ratios,
+            "x",
+            RATIO_GOAL,
+            cpu_ratio=rounded(median(cpu_ratios)),
+        ),
     ]
     return rows + ([measured(f"{name}: peak memory", memory, "GiB")] if on_gpu else [])
 
 
-def overhead_rows(model: str, ema_and_clip: bool, group: Group, steps: int, rounds: int) -> list[Row]:
+def overhead_rows(
+    model: str, ema_and_clip: bool, group: Group, steps: int, rounds: int
+) -> list[Row]:
     """Rows of a tiny model: microseconds of a step of `train()`, and those that it adds to the reference loops."""
     overrides = [*synthetic(16), f"model.name=benchmarks.step:{model}"]
-    overrides += [f"train.global_batch_size={OVERHEAD_BATCH * group.world_size}", f"log.every_steps={steps}"]
+    overrides += [
+        f"train.global_batch_size={OVERHEAD_BATCH * group.world_size}",
+        f"log.every_steps={steps}",
+    ]
     overrides += ["ema.decay=0.999", "train.clip_norm=1.0"] * ema_and_clip
     with tempfile.TemporaryDirectory() as folder:
         ours = TrainingLoop(overrides, group, Path(folder))
@@ -195,12 +243,15 @@ def overhead_rows(model: str, ema_and_clip: bool, group: Group, steps: int, roun
         seconds_in_turn(loops, steps, 1)
         seconds = seconds_in_turn(loops, steps, rounds)
         ours.close()
-    wall, cpu = ([[1e6 * each[clock] / steps for each in found] for found in seconds] for clock in (0, 1))
+    wall, cpu = (
+        [[1e6 * each[clock] / steps for each in found] for found in seconds] for clock in (0, 1)
+    )
     name = f"{model}{', EMA and clipping' * ema_and_clip}, {group.world_size} rank{'s' * (group.world_size > 1)}"
     rows = [measured(f"{name}: train()", wall[0], "us", note=f"CPU time {median(cpu[0]):.0f} us")]
     for number, what in ((1, "reference loop"), (2, "the same arithmetic")):
         added, cpu_added = (
-            [mine - theirs for mine, theirs in zip(found[0], found[number], strict=True)] for found in (wall, cpu)
+            [mine - theirs for mine, theirs in zip(found[0], found[number], strict=True)]
+            for found in (wall, cpu)
         )
         goal = OVERHEAD_GOALS.get((model, group.world_size), "") if number == 2 else ""
         fastest = min(wall[0]) - min(wall[number])
@@ -212,7 +263,12 @@ def overhead_rows(model: str, ema_and_clip: bool, group: Group, steps: int, roun
 def synthetic(size_px: int) -> list[str]:
     """Overrides for synthetic images on the CPU, and for models without arguments."""
     images = f"{{train_images: 65536, val_images: 64, num_classes: 10, size_px: {size_px}}}"
-    sizes = [f"augment.size_px={size_px}", f"eval.crop_px={size_px}", "model.kwargs={}", "device=cpu"]
+    sizes = [
+        f"augment.size_px={size_px}",
+        f"eval.crop_px={size_px}",
+        "model.kwargs={}",
+        "device=cpu",
+    ]
     return ["data.name=synthetic", f"data.kwargs={images}", *sizes]
 
 
@@ -231,7 +287,9 @@ def run_rank(rank: int, world_size: int, folder: str, rounds: int, tiny: bool) -
     """All models on one rank; rank 0 writes the rows into `folder`."""
     torch.set_num_threads(1)
     rank_info = RankInfo(rank, rank, world_size, world_size)
-    group = init_group(rank_info, torch.device("cpu"), "auto", "gloo", f"file://{folder}/store", 60.0)
+    group = init_group(
+        rank_info, torch.device("cpu"), "auto", "gloo", f"file://{folder}/store", 60.0
+    )
     rows: list[Row] = []
     if world_size == 1:
         size_px, batch_size, steps = (32, 4, 2) if tiny else (64, 32, 4)

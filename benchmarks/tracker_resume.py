@@ -26,7 +26,9 @@ Rows = dict[int, dict[str, float]]
 
 def run_until(command: list[str], folder: Path, step: int | None) -> None:
     """Run the command; kill it once metrics.jsonl has this step."""
-    process = subprocess.Popen(command, env={**os.environ, "WANDB_MODE": "offline"}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env={**os.environ, "WANDB_MODE": "offline"}, stdout=subprocess.DEVNULL
+    )
     while process.poll() is None and step is not None:
         records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
         if records and records[-1]["step"] >= step:
@@ -63,17 +65,22 @@ def rows_of_wandb(folder: Path) -> Rows:
             record, content = Record.FromString(content), b""
             if record.WhichOneof("record_type") == "history":
                 items: dict[str, Any] = {
-                    item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
+                    for item in record.history.item
                 }
                 assert items["_step"] not in rows, "a step is there twice"
-                rows[items["_step"]] = {key: value for key, value in items.items() if not key.startswith("_")}
+                rows[items["_step"]] = {
+                    key: value for key, value in items.items() if not key.startswith("_")
+                }
     return rows
 
 
 def rows_of_mlflow(folder: Path) -> Rows:
     rows: Rows = {}
     with sqlite3.connect(folder / "mlflow" / "mlflow.db") as database:
-        for key, value, step in database.execute("select key, value, step from metrics where key != 'step'"):
+        for key, value, step in database.execute(
+            "select key, value, step from metrics where key != 'step'"
+        ):
             assert key not in rows.setdefault(step, {}), "a step is there twice"
             rows[step][key] = value
     return rows
@@ -81,8 +88,19 @@ def rows_of_mlflow(folder: Path) -> Rows:
 
 def main() -> None:
     digits, folder = sys.argv[1], Path(sys.argv[2])
-    command = [sys.executable, "tools/train.py", "configs/demo.yaml", f"data.root={digits}", "train.epochs=3"]
-    command += ["train.global_batch_size=64", "log.every_steps=3", "checkpoint.every_steps=7", "ema.decay=0.9"]
+    command = [
+        sys.executable,
+        "tools/train.py",
+        "configs/demo.yaml",
+        f"data.root={digits}",
+        "train.epochs=3",
+    ]
+    command += [
+        "train.global_batch_size=64",
+        "log.every_steps=3",
+        "checkpoint.every_steps=7",
+        "ema.decay=0.9",
+    ]
     command += ["log.writers=[tensorboard,wandb,mlflow]", "--work-dir", str(folder), "--resume"]
     for step in (*KILL_AT, None):
         run_until(command, folder, step)
@@ -90,9 +108,16 @@ def main() -> None:
     for name, rows in (("wandb", rows_of_wandb(folder)), ("mlflow", rows_of_mlflow(folder))):
         assert list(rows) == sorted(expected) == list(range(1, len(expected) + 1)), name
         assert all(rows[step].keys() == values.keys() for step, values in expected.items()), name
-        differing = {tag for step, values in expected.items() for tag in values if rows[step][tag] != values[tag]}
+        differing = {
+            tag
+            for step, values in expected.items()
+            for tag in values
+            if rows[step][tag] != values[tag]
+        }
         steps = sum(rows[step] != values for step, values in expected.items())
-        print(f"{name} has {len(rows)} steps, each once; {steps} steps differ, in {sorted(differing) or 'nothing'}")
+        print(
+            f"{name} has {len(rows)} steps, each once; {steps} steps differ, in {sorted(differing) or 'nothing'}"
+        )
         assert all(tag.endswith(MEASURED) for tag in differing), name
 
 

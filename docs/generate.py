@@ -114,7 +114,11 @@ def comments() -> dict[tuple[str, str], str]:
 def _type_text(key: str) -> str:
     hint = keys.value_types()[key]
     bare, optional = keys.split_optional(hint)
-    plain = [member for member in keys.members(hint) if member is not type(None) and not keys.choices(member)]
+    plain = [
+        member
+        for member in keys.members(hint)
+        if member is not type(None) and not keys.choices(member)
+    ]
     text = "dict" if bare == schema.Kwargs else " or ".join(map(inspect.formatannotation, plain))
     text = keys.describe_type(bare) if keys.choices(bare) else text
     allowed = keys.info(key).allowed
@@ -137,7 +141,11 @@ def _limits_text(key: str) -> str:
 
 def _section_lines(section: str) -> list[str]:
     of, texts = keys.sections()[section], comments()
-    lines = [f"## `{section}`", "", (of.__doc__ or "").strip(), ""] if section else ["## At the top level", ""]
+    lines = (
+        [f"## `{section}`", "", (of.__doc__ or "").strip(), ""]
+        if section
+        else ["## At the top level", ""]
+    )
     for key in keys.value_types():
         parent, _, name = key.rpartition(".")
         if parent == section:
@@ -151,7 +159,11 @@ def _section_lines(section: str) -> list[str]:
 
 def config_page() -> str:
     """docs/config.md."""
-    lines = [line for section in sorted(keys.sections(), key=lambda name: not name) for line in _section_lines(section)]
+    lines = [
+        line
+        for section in sorted(keys.sections(), key=lambda name: not name)
+        for line in _section_lines(section)
+    ]
     return CONFIG_INTRODUCTION + "\n" + "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -265,7 +277,9 @@ def recipes() -> list[Recipe]:
             if config.expect.source is not None:
                 found.append(Recipe(relative, config))
     order = list(FAMILIES)
-    return sorted(found, key=lambda recipe: (order.index(recipe.family), _natural(recipe.path.stem)))
+    return sorted(
+        found, key=lambda recipe: (order.index(recipe.family), _natural(recipe.path.stem))
+    )
 
 
 def recipes_page() -> str:
@@ -298,7 +312,9 @@ def main(check_only: bool) -> int:
     pages = {DOCS / "config.md": config_page(), DOCS / "recipes.md": recipes_page()}
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in stale:
-        print(f"{path} {'is out of date: run python docs/generate.py' if check_only else 'written'}")
+        print(
+            f"{path} {'is out of date: run python docs/generate.py' if check_only else 'written'}"
+        )
         if not check_only:
             path.write_text(pages[path])
     return int(check_only and bool(stale))

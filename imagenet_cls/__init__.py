@@ -19,6 +19,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if sys.platform == "win32":
-        raise ImportError("imagenet_cls does not run on Windows; use WSL (Windows Subsystem for Linux)")
+        raise ImportError(
+            "imagenet_cls does not run on Windows; use WSL (Windows Subsystem for Linux)"
+        )
     module = "report.jsonl" if name == "read_metrics" else "engine.predictor"
     return getattr(import_module(f"{__name__}.{module}"), name)

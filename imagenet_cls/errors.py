@@ -111,14 +111,20 @@ def explain_path_error(error: BaseException) -> BaseException:
     if not isinstance(error, OSError) or error.filename is None:
         return error
     name = error.filename
-    where = shorten(printable(os.fsdecode(name) if isinstance(name, str | bytes) else str(name)), 300)
+    where = shorten(
+        printable(os.fsdecode(name) if isinstance(name, str | bytes) else str(name)), 300
+    )
     explained: UserError
     if error.errno in _INVALID_PATH:
         explained = UsageError(f"{where}: {error.strerror}.\nUse another path.")
     elif error.errno in (errno.EACCES, errno.EPERM):
-        explained = ResourceError(f"{where}: {error.strerror}.\nGive this user access to it, or use another path.")
+        explained = ResourceError(
+            f"{where}: {error.strerror}.\nGive this user access to it, or use another path."
+        )
     elif error.errno in _FAILED_PATH:
-        explained = ResourceError(f"{where}: {error.strerror}.\nRepair the disk or file system, or use another path.")
+        explained = ResourceError(
+            f"{where}: {error.strerror}.\nRepair the disk or file system, or use another path."
+        )
     else:
         return error
     explained.__cause__ = error
@@ -147,7 +153,11 @@ def command_line(name: str) -> str:
     """How a user calls a command, for messages: `imagenet-cls train`, or `python tools/train.py` in a clone."""
     tool = Path("tools", f"{name.replace('-', '_')}.py")
     has_tool = (Path(__file__).resolve().parents[1] / tool).is_file()
-    return f"python {tool}" if has_tool and Path(sys.argv[0]).stem != "imagenet-cls" else f"imagenet-cls {name}"
+    return (
+        f"python {tool}"
+        if has_tool and Path(sys.argv[0]).stem != "imagenet-cls"
+        else f"imagenet-cls {name}"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -27,7 +27,9 @@ def write_file(path: Path, content: bytes | str) -> None:
     if is_device_or_fifo(path):
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")  # one name, so that the next write replaces what a kill left
+    temporary = path.with_name(
+        f"{TEMPORARY}{path.name}"
+    )  # one name, so that the next write replaces what a kill left
     data = content.encode() if isinstance(content, str) else content
     try:
         with temporary.open("wb") as file:
@@ -49,7 +51,9 @@ def is_device_or_fifo(path: Path) -> bool:
 def check_exists(checkpoint: Path) -> None:
     """Raise CheckpointError if there is no such file or folder."""
     if not checkpoint.exists():
-        raise CheckpointError(f"no checkpoint {str(checkpoint)!r}: no such file or folder; check the path")
+        raise CheckpointError(
+            f"no checkpoint {str(checkpoint)!r}: no such file or folder; check the path"
+        )
 
 
 def check_output_path(path: Path | None, option: str = "--out") -> None:
@@ -57,7 +61,9 @@ def check_output_path(path: Path | None, option: str = "--out") -> None:
     if path is None:
         return
     if path.is_file() or path.is_dir() or (path.is_symlink() and not path.exists()):
-        raise UsageError(f"{path} already exists.\nName another file with {option}, or move that one away.")
+        raise UsageError(
+            f"{path} already exists.\nName another file with {option}, or move that one away."
+        )
     if not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         what = "no permission" if path.parent.is_dir() else "its folder does not exist"
         raise UsageError(f"can't write {path}: {what}\nName another file with {option}.")

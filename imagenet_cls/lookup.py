@@ -28,14 +28,18 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 def did_you_mean_part(pattern: str, names: Iterable[str]) -> str:
     """`did_you_mean` for a pattern of dotted names, such as `layer1.*`, which may match one name or all of a part."""
     parts = [name.split(".") for name in names]
-    wholes = dict.fromkeys(".".join([*words[:depth], "*"]) for words in parts for depth in range(1, len(words)))
+    wholes = dict.fromkeys(
+        ".".join([*words[:depth], "*"]) for words in parts for depth in range(1, len(words))
+    )
     return did_you_mean(pattern, [*wholes, *(".".join(words) for words in parts)])
 
 
 def is_factory_name(name: str) -> bool:
     """Whether a component's name has the form `my_module:my_factory`."""
     module, colon, attribute = name.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+    return bool(colon) and all(
+        part.isidentifier() for part in [*module.split("."), *attribute.split(".")]
+    )
 
 
 def is_model_source(name: str) -> bool:
@@ -62,7 +66,9 @@ def import_factory(name: str) -> Callable[..., Any]:
     target: Any = import_from_cwd(module_name)
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise LookupError(f"module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(target))}")
+            raise LookupError(
+                f"module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(target))}"
+            )
         target = getattr(target, part)
     if not callable(target):
         raise LookupError(f"{name!r} is not a function or class")
@@ -74,7 +80,9 @@ def import_factory(name: str) -> Callable[..., Any]:
     return target
 
 
-def find_factory(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def find_factory(
+    kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
     """The built-in factory of this name, or that of `my_module:my_factory`. Raises LookupError, with the kind."""
     if is_factory_name(name):
         return import_factory(name)
@@ -106,7 +114,9 @@ def kwargs_problems(
     """
     taken, takes_any = keyword_names(factory)
     set_by_program = {*passed, *reserved}
-    allowed = [name for name in [*taken, *more_names] if name not in {*set_by_program, "self", "cls"}]
+    allowed = [
+        name for name in [*taken, *more_names] if name not in {*set_by_program, "self", "cls"}
+    ]
     problems = []
     for name in kwargs:
         if name in set_by_program:
@@ -117,8 +127,14 @@ def kwargs_problems(
             problems.append(Problem(f"{key}.{name}", text))
     parameters = inspect.signature(factory).parameters
     given = {*kwargs, *passed, "self", "cls"}
-    missing = [name for name in taken if parameters[name].default is inspect.Parameter.empty and name not in given]
-    return problems + [Problem(key, f"{name!r} has no default and must be given") for name in missing]
+    missing = [
+        name
+        for name in taken
+        if parameters[name].default is inspect.Parameter.empty and name not in given
+    ]
+    return problems + [
+        Problem(key, f"{name!r} has no default and must be given") for name in missing
+    ]
 
 
 def number_problem(value: Any, allowed: Any, whole: bool = False) -> str | None:

@@ -65,7 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     """In CI, a skipped test fails, except `gpu` tests."""
     report = yield
-    if in_ci() and report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
+    if (
+        in_ci()
+        and report.skipped
+        and not hasattr(report, "wasxfail")
+        and not item.get_closest_marker("gpu")
+    ):
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} was skipped, which counts as a failure where CI is set: {report.longrepr}"
     return report
@@ -111,7 +116,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         command = ["mount", "-t", "tmpfs", "-o", "size=1000000", "tmpfs", folder]
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs a small file system (root, mount): {getattr(error, 'stderr', '') or error}")
+        pytest.skip(
+            f"needs a small file system (root, mount): {getattr(error, 'stderr', '') or error}"
+        )
     yield folder
     for _ in range(2):  # a test may have mounted it twice
         subprocess.run(["umount", "-l", folder], capture_output=True)

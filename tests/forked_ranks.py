@@ -42,7 +42,12 @@ class RankServer:
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(
-            ["kill_points", "torch.utils.tensorboard", "imagenet_cls.commands.train", "imagenet_cls.parallel.wrap"]
+            [
+                "kill_points",
+                "torch.utils.tensorboard",
+                "imagenet_cls.commands.train",
+                "imagenet_cls.parallel.wrap",
+            ]
         )
         self.started_at = 0.0
         paths = ":".join(map(str, (HERE / "faults", HERE / "distributed", HERE, REPOSITORY)))
@@ -63,7 +68,9 @@ class RankServer:
 
         output: the file that receives stdout and stderr. arguments_of_rank_1: where rank 1 gets other arguments.
         """
-        if int(time.time()) == int(self.started_at):  # TensorBoard orders its files by the second of their start
+        if int(time.time()) == int(
+            self.started_at
+        ):  # TensorBoard orders its files by the second of their start
             time.sleep(1.0 - time.time() % 1.0)
         self.started_at = time.time()
         if ranks > 1:
@@ -71,9 +78,13 @@ class RankServer:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         calls: list[tuple[Any, ...]] = []
         for rank in range(ranks):
-            words = arguments_of_rank_1 if rank == 1 and arguments_of_rank_1 is not None else arguments
+            words = (
+                arguments_of_rank_1 if rank == 1 and arguments_of_rank_1 is not None else arguments
+            )
             own_env = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
-            calls.append((train, list(words), [kill for kill in kills if kill.rank == rank], own_env))
+            calls.append(
+                (train, list(words), [kill for kill in kills if kill.rank == rank], own_env)
+            )
         return self._start(output, calls, FAILED_SEC)
 
     def call(self, function: Callable[[int, int, Path], None], ranks: int, folder: Path) -> None:
@@ -82,10 +93,14 @@ class RankServer:
         The function creates the process group itself (`join_group`).
         """
         output = folder / f"{function.__name__}.txt"
-        codes = self._start(output, [(function, rank, ranks, folder) for rank in range(ranks)], KILLED_SEC)
+        codes = self._start(
+            output, [(function, rank, ranks, folder) for rank in range(ranks)], KILLED_SEC
+        )
         assert codes == [0] * ranks, output.read_text()
 
-    def _start(self, output: Path, calls: Sequence[tuple[Any, ...]], failed_sec: float) -> list[int]:
+    def _start(
+        self, output: Path, calls: Sequence[tuple[Any, ...]], failed_sec: float
+    ) -> list[int]:
         """Call a function on each rank. Returns the exit codes. Kills ranks that outlive a failure or a timeout."""
         ranks = [self.context.Process(target=run_rank, args=(output, *call)) for call in calls]
         for rank in ranks:
@@ -95,7 +110,9 @@ class RankServer:
             connection.wait([rank.sentinel for rank in running], max(0.01, end - time.monotonic()))
             for rank in running:
                 if rank.exitcode:
-                    end = min(end, time.monotonic() + (KILLED_SEC if rank.exitcode < 0 else failed_sec))
+                    end = min(
+                        end, time.monotonic() + (KILLED_SEC if rank.exitcode < 0 else failed_sec)
+                    )
                 elif rank.exitcode is None and time.monotonic() > end:
                     rank.kill()
             running = [rank for rank in running if rank.exitcode is None]
@@ -141,7 +158,9 @@ def join_group(rank: int, world_size: int, store: Path, timeout_sec: float = 60.
     from imagenet_cls.parallel.process_group import init_group
 
     rank_info = RankInfo(rank, rank, world_size, world_size)
-    return init_group(rank_info, torch.device("cpu"), "auto", "gloo", f"file://{store}", timeout_sec)
+    return init_group(
+        rank_info, torch.device("cpu"), "auto", "gloo", f"file://{store}", timeout_sec
+    )
 
 
 def destroy_group(group) -> None:  # type: ignore[no-untyped-def]

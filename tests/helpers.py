@@ -104,7 +104,9 @@ def noisy(
 
         def forward(self, images: Any) -> Any:
             if self.training:
-                pauses = self.passed >= pause_after and not (pause_until and Path(pause_until).exists())
+                pauses = self.passed >= pause_after and not (
+                    pause_until and Path(pause_until).exists()
+                )
                 pauses = pauses and (pause_rank is None or os.environ["RANK"] == str(pause_rank))
                 if pauses and pause_marker:
                     Path(pause_marker).touch()
@@ -117,7 +119,9 @@ def noisy(
 
         def forward(self, images: Any) -> Any:
             sizes = images.shape[-2:]
-            return functional.avg_pool2d(images, [(size + 1) // 2 for size in sizes], [size // 2 for size in sizes])
+            return functional.avg_pool2d(
+                images, [(size + 1) // 2 for size in sizes], [size // 2 for size in sizes]
+            )
 
     return nn.Sequential(
         Pause(),
@@ -172,7 +176,12 @@ def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) 
         "ema.decay": "null",
     }
     settings |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(work_dir)]
+    return [
+        DEMO,
+        *(f"{name}={value}" for name, value in settings.items()),
+        "--work-dir",
+        str(work_dir),
+    ]
 
 
 def runs_on_gpus(markers: str) -> bool:
@@ -184,7 +193,11 @@ def environment(**more: str) -> dict[str, str]:
     """For processes of tests: one thread, `helpers` on the path, no variables of a launcher around the tests."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in foreign}
-    env |= {"PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    env |= {
+        "PYTHONPATH": str(REPOSITORY / "tests"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHON": sys.executable,
+    }
     return env | more
 
 
@@ -254,7 +267,9 @@ def state_digest(work_dir: Path) -> str:
 
 # For each process of pytest-xdist other ports, below those that systems give to sockets without a chosen port (Linux:
 # from 32768): until the test uses a port of those, another test's process may get it.
-_PORTS = itertools.count(20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+_PORTS = itertools.count(
+    20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+)
 
 
 def free_port() -> str:

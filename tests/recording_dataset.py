@@ -22,7 +22,9 @@ class RecordingDataset:
         import torch
 
         if self.notes is not None:
-            with Path(self.notes).open("ab", buffering=0) as file:  # one write, which no other process can come between
+            with Path(self.notes).open(
+                "ab", buffering=0
+            ) as file:  # one write, which no other process can come between
                 file.write(b"%d\n" % i)
         generator = torch.Generator().manual_seed(i)
         pixels = torch.randint(0, 256, (3, 16, 16), generator=generator, dtype=torch.uint8)

@@ -7,5 +7,7 @@ from timm.models import register_model
 
 
 @register_model
-def helpers_registered(pretrained: bool = False, num_classes: int = 10, **more_from_timm: Any) -> Any:
+def helpers_registered(
+    pretrained: bool = False, num_classes: int = 10, **more_from_timm: Any
+) -> Any:
     return helpers.plain(num_classes)

@@ -71,14 +71,23 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     def two_nodes_are_idle() -> bool:
         words = ["sinfo", "--noheader", "--format=%D %t"]
         return (
-            "2 idle" in subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout
+            "2 idle"
+            in subprocess.run(
+                words, env=os.environ | env, capture_output=True, text=True, timeout=60
+            ).stdout
         )
 
     daemons = []
     try:
-        for words in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "127.0.0.1"], ["slurmd", "-D", "-N", "127.0.0.2"]):
+        for words in (
+            ["slurmctld", "-D"],
+            ["slurmd", "-D", "-N", "127.0.0.1"],
+            ["slurmd", "-D", "-N", "127.0.0.2"],
+        ):
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            daemons.append(subprocess.Popen(words, env=os.environ | env, start_new_session=True, **quiet))
+            daemons.append(
+                subprocess.Popen(words, env=os.environ | env, start_new_session=True, **quiet)
+            )
         wait_for(two_nodes_are_idle, f"the cluster, see {folder}/*.log", 120)
         yield env
     finally:

@@ -28,11 +28,19 @@ WITH_IMAGES = ("decode", "loader")
 def parser() -> argparse.ArgumentParser:
     """All options."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=[*COMMANDS, "all", "docs"], help="docs: write docs/benchmarks.md from --out")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files (default: %(default)s)")
     parser.add_argument(
-        "--tiny", action="store_true", help="one round of small sizes: shows that all runs, not how fast"
+        "command",
+        choices=[*COMMANDS, "all", "docs"],
+        help="docs: write docs/benchmarks.md from --out",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder of the JSON files (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="one round of small sizes: shows that all runs, not how fast",
     )
     images = parser.add_argument_group("decode and loader")
     images.add_argument(
@@ -42,10 +50,14 @@ def parser() -> argparse.ArgumentParser:
         help="for images; empty, new or made by this tool (default: %(default)s)",
     )
     images.add_argument(
-        "--root", type=Path, help="take the images from class folders in train/ and val/ of this folder"
+        "--root",
+        type=Path,
+        help="take the images from class folders in train/ and val/ of this folder",
     )
     images.add_argument("--images", type=int, default=1056, help="of each part (default: 1056)")
-    images.add_argument("--workers", type=int, default=2, help="processes or threads of each loader (default: 2)")
+    images.add_argument(
+        "--workers", type=int, default=2, help="processes or threads of each loader (default: 2)"
+    )
     images.add_argument("--batch-size", type=int, default=64, help="default: 64")
     images.add_argument(
         "--only",
@@ -54,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help='rows of "Each implementation" to run; `*` matches any text',
     )
-    images.add_argument("--baseline", type=Path, metavar="DIR", help="also run the package of this checkout")
+    images.add_argument(
+        "--baseline", type=Path, metavar="DIR", help="also run the package of this checkout"
+    )
     images.add_argument(
         "--peer",
         action="append",

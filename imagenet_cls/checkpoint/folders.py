@@ -23,10 +23,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Raises CheckpointError if the folder can't be read.
     """
     try:
-        paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+        paths = (
+            [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+            if folder.is_dir()
+            else []
+        )
         found = [path for path in paths if path.is_dir() or path.is_symlink()]
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}\nRestore access, or give another folder.") from error
+        raise CheckpointError(
+            f"{error.filename}: {error.strerror}\nRestore access, or give another folder."
+        ) from error
     return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
 
 

@@ -30,13 +30,24 @@ from torch import Tensor
 from imagenet_cls.checkpoint.folders import finish_interrupted_writes, list_checkpoints, step_of
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError, explain_content_errors, first_line
+from imagenet_cls.errors import (
+    CheckpointError,
+    ConfigError,
+    ResourceError,
+    explain_content_errors,
+    first_line,
+)
 from imagenet_cls.files import TEMPORARY, check_regular, fsync, remove
 
 FORMAT = 1
 
 # Results of an evaluation by their names in configs (`checkpoint.best`, `train.early_stop.metric`).
-METRICS = {"top1": "top1_pct", "top5": "top5_pct", "loss": "loss", "balanced_accuracy": "balanced_accuracy_pct"}
+METRICS = {
+    "top1": "top1_pct",
+    "top5": "top5_pct",
+    "loss": "loss",
+    "balanced_accuracy": "balanced_accuracy_pct",
+}
 
 
 @dataclass
@@ -96,13 +107,17 @@ def read_checkpoint(path: Path) -> Snapshot:
     content = verified_files(path)
     with invalid_content_errors(path):
         tensors = {
-            name.removesuffix(".safetensors"): dict(sorted(load_tensors(data).items()))  # their order is random
+            name.removesuffix(".safetensors"): dict(
+                sorted(load_tensors(data).items())
+            )  # their order is random
             for name, data in content.items()
             if name.endswith(".safetensors")
         }
         state = json.loads(content["state.json"])
         if (written := state.pop("format", None)) != FORMAT:
-            raise CheckpointError(f"{path}: format {written} is unknown here.\nRead it with the version that wrote it.")
+            raise CheckpointError(
+                f"{path}: format {written} is unknown here.\nRead it with the version that wrote it."
+            )
         read_progress(state["progress"])
         return Snapshot(
             model=tensors["model"],
@@ -121,15 +136,23 @@ def read_progress(values: Mapping[str, Any]) -> Progress:
     checkpoint is an error when it is read and not in the middle of a run.
     """
     progress = Progress(**values)
-    progress.step, progress.evaluated_step = _integer(progress.step), _integer(progress.evaluated_step)
-    progress.evaluations = [(_integer(step), _number(top1_pct)) for step, top1_pct in progress.evaluations]
+    progress.step, progress.evaluated_step = (
+        _integer(progress.step),
+        _integer(progress.evaluated_step),
+    )
+    progress.evaluations = [
+        (_integer(step), _number(top1_pct)) for step, top1_pct in progress.evaluations
+    ]
     for best in progress.best.values():
         _integer(best["step"])
         _number(best_score(best))
     for results in progress.latest.values():
         _number(results["top1_pct"])
         _number(results["loss"])
-    progress.history = [{metric: _number(value) for metric, value in results.items()} for results in progress.history]
+    progress.history = [
+        {metric: _number(value) for metric, value in results.items()}
+        for results in progress.history
+    ]
     return progress
 
 
@@ -148,7 +171,9 @@ def _number(value: Any) -> float:
 def mean_std(state: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """The normalization of a checkpoint's images. Raises LookupError, TypeError or ValueError if it is malformed."""
     mean, std = ([float(value) for value in state["preprocessing"][key]] for key in ("mean", "std"))
-    if len(mean) not in (1, 3) or not all(isfinite(m) and 0 < s < inf for m, s in zip(mean, std, strict=True)):
+    if len(mean) not in (1, 3) or not all(
+        isfinite(m) and 0 < s < inf for m, s in zip(mean, std, strict=True)
+    ):
         raise ValueError(f"mean {mean} and std {std}")
     return mean, std
 
@@ -179,7 +204,9 @@ def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
             check_regular(file)
             content[name] = file.read_bytes()
             if hashlib.sha256(content[name]).hexdigest() != digest:
-                raise CheckpointError(f"{path}: damaged ({name} does not match its digest).\nUse another checkpoint.")
+                raise CheckpointError(
+                    f"{path}: damaged ({name} does not match its digest).\nUse another checkpoint."
+                )
     return content
 
 
@@ -219,7 +246,9 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         needed = sum(size_bytes(group) for group in tensors.values() if group is not None)
         space = f"{needed:,} bytes needed"
         with contextlib.suppress(OSError):
-            space += f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} free"
+            space += (
+                f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} free"
+            )
         raise ResourceError(
             f"could not write {final}: {_reason(error)} ({space})\n"
             "Older checkpoints are unchanged. Free space or repair the folder, then resume with --resume."
@@ -241,7 +270,13 @@ def size_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int], damaged: Collection[int] = ()) -> None:
+def prune(
+    folder: Path,
+    step: int,
+    keep_last: int | None,
+    keep_steps: set[int],
+    damaged: Collection[int] = (),
+) -> None:
     """Remove all but the newest `keep_last` checkpoints up to `step`, and those of `keep_steps` (the best ones).
 
     step: of the checkpoint just written; later ones are damaged, and stay until the run has passed them. damaged: steps
@@ -253,7 +288,9 @@ def prune(folder: Path, step: int, keep_last: int | None, keep_steps: set[int], 
         earlier = [path for path in list_checkpoints(folder) if step_of(path) <= step]
         intact = [path for path in earlier if step_of(path) not in damaged]
         for path in earlier:
-            if path not in intact[:keep_last] and (step_of(path) not in keep_steps or step_of(path) in damaged):
+            if path not in intact[:keep_last] and (
+                step_of(path) not in keep_steps or step_of(path) in damaged
+            ):
                 remove(path)
     except OSError as error:
         text = f"could not remove an old checkpoint from {folder}: {_reason(error)}"

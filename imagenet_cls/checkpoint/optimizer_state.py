@@ -18,7 +18,10 @@ _FROM_CONFIG = ("weight_decay", "lr_scale")
 def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU copies that share memory with nothing, as safetensors requires."""
     contiguous = torch.contiguous_format
-    return {name: t.detach().to("cpu", copy=True, memory_format=contiguous) for name, t in tensors.items()}
+    return {
+        name: t.detach().to("cpu", copy=True, memory_format=contiguous)
+        for name, t in tensors.items()
+    }
 
 
 def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -34,15 +37,25 @@ def optimizer_to_tensors(
     found: dict[str, Tensor] = {}
     groups, parameters, on_host = [], {}, []
     for index, group in enumerate(optimizer.param_groups):
-        tensors, values = _split({key: value for key, value in group.items() if key not in ("params", "names")})
-        found |= {f"group{_SEPARATOR}{index}{_SEPARATOR}{key}": tensor for key, tensor in tensors.items()}
-        groups.append({"members": [names[id(parameter)] for parameter in group["params"]], "values": values})
+        tensors, values = _split(
+            {key: value for key, value in group.items() if key not in ("params", "names")}
+        )
+        found |= {
+            f"group{_SEPARATOR}{index}{_SEPARATOR}{key}": tensor for key, tensor in tensors.items()
+        }
+        groups.append(
+            {"members": [names[id(parameter)] for parameter in group["params"]], "values": values}
+        )
     for parameter, state in base_optimizer(optimizer).state.items():
         name = names[id(parameter)]
         tensors, parameters[name] = _split(state)
         found |= {f"{name}{_SEPARATOR}{key}": tensor for key, tensor in tensors.items()}
-        on_host += [f"{name}{_SEPARATOR}{key}" for key, t in tensors.items() if t.device != parameter.device]
-    return copy_to_host(found), deepcopy({"groups": groups, "parameters": parameters, "on_host": on_host})
+        on_host += [
+            f"{name}{_SEPARATOR}{key}" for key, t in tensors.items() if t.device != parameter.device
+        ]
+    return copy_to_host(found), deepcopy(
+        {"groups": groups, "parameters": parameters, "on_host": on_host}
+    )
 
 
 def _split(values: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -100,7 +113,9 @@ def load_optimizer(
         if key == "step":
             value = tensor.to(parameter.device if owner[0] in on_device else "cpu", copy=True)
         elif tensor.shape == parameter.shape:
-            value = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+            value = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(
+                tensor
+            )
         else:
             value = tensor.to("cpu" if full_name in on_host else parameter.device, copy=True)
         state[parameter][key] = value

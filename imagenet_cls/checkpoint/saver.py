@@ -102,4 +102,6 @@ class CheckpointSaver:
             for top in sorted(best, key=lambda step: best[step])[-1:]:
                 link(self.checkpoints / "best", present[top])
         link(self.checkpoints / "last", present[step])
-        prune(self.checkpoints, step, self.config.keep_last, {*best, *self._saved_best}, self._damaged)
+        prune(
+            self.checkpoints, step, self.config.keep_last, {*best, *self._saved_best}, self._damaged
+        )

@@ -60,7 +60,9 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     with invalid_content_errors(newest.path):
         best = newest.state["progress"]["best"]
         name = max(best, key=lambda name: best_score(best[name]), default=None)
-        wanted = [path for path in candidates if name is not None and step_of(path) == best[name]["step"]]
+        wanted = [
+            path for path in candidates if name is not None and step_of(path) == best[name]["step"]
+        ]
     if not wanted or wanted[0] == newest.path:
         return newest, name if wanted else None, damage
     try:

@@ -22,7 +22,10 @@ if Path(sys.argv[0]).stem == "check_gpu" or sys.argv[1:2] == ["check-gpu"]:
     os.environ["IMAGENET_CLS_NO_REPORTS"] = "1"
 
 if sys.platform == "win32":
-    print("imagenet-cls does not run on Windows.\nUse WSL (Windows Subsystem for Linux).", file=sys.stderr)
+    print(
+        "imagenet-cls does not run on Windows.\nUse WSL (Windows Subsystem for Linux).",
+        file=sys.stderr,
+    )
     sys.exit(5)
 
 unused = _FOR_REPORTS if "IMAGENET_CLS_NO_REPORTS" in os.environ else ()
@@ -30,6 +33,8 @@ needed = [name for name in LIBRARIES if name not in (*sys.modules, *unused)]
 if missing := [name for name in needed if find_spec(name) is None]:
     clone = Path(__file__).resolve().parents[2] / "scripts" / "setup.sh"
     remedy = "Run `bash scripts/setup.sh`, which makes .venv, and then `source .venv/bin/activate`."
-    remedy = remedy if clone.is_file() else "Install imagenet-cls with pip again, without --no-deps."
+    remedy = (
+        remedy if clone.is_file() else "Install imagenet-cls with pip again, without --no-deps."
+    )
     print(f"{', '.join(missing)}: not installed for {sys.executable}.\n{remedy}", file=sys.stderr)
     sys.exit(2)

@@ -32,24 +32,36 @@ def average_command(argv: Sequence[str]) -> None:
     """Write the average to --out: a checkpoint with the `state.json` of the last path, or a file of weights alone."""
     description = "Average the weights of checkpoints into one for test.py and predict.py."
     parser = cli.build_parser("average-checkpoints", description)
-    parser.add_argument("paths", nargs="+", type=cli.path, metavar="PATH", help="checkpoints, or one run folder")
     parser.add_argument(
-        "--out", type=cli.path, required=True, metavar="DIR", help="a new folder; or x.safetensors, for weights alone"
+        "paths", nargs="+", type=cli.path, metavar="PATH", help="checkpoints, or one run folder"
+    )
+    parser.add_argument(
+        "--out",
+        type=cli.path,
+        required=True,
+        metavar="DIR",
+        help="a new folder; or x.safetensors, for weights alone",
     )
     choice = parser.add_mutually_exclusive_group()
     for rule, meaning in RULES.items():
         choice.add_argument(f"--{rule}", type=cli.positive, metavar="N", help=meaning)
-    parser.add_argument("--weights", choices=("raw", "ema"), default="raw", help="which weights (default: raw)")
+    parser.add_argument(
+        "--weights", choices=("raw", "ema"), default="raw", help="which weights (default: raw)"
+    )
     arguments = parser.parse_args(argv)
     paths, out, kind = arguments.paths, arguments.out, arguments.weights
     for rule in RULES:
         if (count := getattr(arguments, rule)) is not None:
             if len(paths) > 1:
-                raise UsageError(f"--{rule} takes one run folder, but {len(paths)} paths are given.\nGive one.")
+                raise UsageError(
+                    f"--{rule} takes one run folder, but {len(paths)} paths are given.\nGive one."
+                )
             paths = choose(paths[0], rule, count, kind)
     if len(paths) < 2:
         ways = ", ".join(f"--{rule} N" for rule in RULES)
-        raise UsageError(f"an average needs two checkpoints or more.\nGive them, or a run folder with one of {ways}.")
+        raise UsageError(
+            f"an average needs two checkpoints or more.\nGive them, or a run folder with one of {ways}."
+        )
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UsageError(f"{out} exists and is not overwritten.\nGive another --out.")
     from safetensors.torch import save
@@ -66,10 +78,17 @@ def average_command(argv: Sequence[str]) -> None:
             state = sources[-1].state | {
                 "progress": asdict(Progress(step=sources[-1].state["step"])),
                 "scaler": {},
-                "averaged": [{"checkpoint": str(s.path), "step": s.state["step"], "weights": kind} for s in sources],
+                "averaged": [
+                    {"checkpoint": str(s.path), "step": s.state["step"], "weights": kind}
+                    for s in sources
+                ],
             }
-            out = write_checkpoint(out, Snapshot(average, {}, {"groups": [], "parameters": {}, "on_host": []}, state))
-    print(f"averaged the weights of {len(paths)} checkpoints ({', '.join(path.name for path in paths)}) into {out}.")
+            out = write_checkpoint(
+                out, Snapshot(average, {}, {"groups": [], "parameters": {}, "on_host": []}, state)
+            )
+    print(
+        f"averaged the weights of {len(paths)} checkpoints ({', '.join(path.name for path in paths)}) into {out}."
+    )
     print("BatchNorm's running statistics, if any, are averaged too, not estimated again.")
 
 
@@ -83,13 +102,25 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
 
     paths = list_checkpoints(run / "checkpoints") or list_checkpoints(run)  # newest first
     with invalid_content_errors(run):
-        states = {path: json.loads(verified_files(path, "state.json")["state.json"]) for path in paths}
+        states = {
+            path: json.loads(verified_files(path, "state.json")["state.json"]) for path in paths
+        }
         progress = {path: state["progress"] for path, state in states.items()}
-        evaluated = [path for path, p in progress.items() if p["evaluated_step"] == p["step"] and kind in p["latest"]]
+        evaluated = [
+            path
+            for path, p in progress.items()
+            if p["evaluated_step"] == p["step"] and kind in p["latest"]
+        ]
         fitting = {
             "last": paths,
-            "best": sorted(evaluated, key=lambda path: progress[path]["latest"][kind]["top1_pct"], reverse=True),
-            "improving": [path for path in evaluated if progress[path]["best"][kind]["step"] == progress[path]["step"]],
+            "best": sorted(
+                evaluated, key=lambda path: progress[path]["latest"][kind]["top1_pct"], reverse=True
+            ),
+            "improving": [
+                path
+                for path in evaluated
+                if progress[path]["best"][kind]["step"] == progress[path]["step"]
+            ],
         }[rule]
     if len(fitting) < count:
         raise CheckpointError(
@@ -113,7 +144,9 @@ def read_states(
     first: Snapshot | None = None
     for path in paths:
         if path.is_file() and not weights_only:
-            raise UsageError(f"{path} is a file of weights alone.\nWrite weights alone, too: --out average.safetensors")
+            raise UsageError(
+                f"{path} is a file of weights alone.\nWrite weights alone, too: --out average.safetensors"
+            )
         if path.is_file():
             yield path, read_weights(path, averaged=kind == "ema")[0], None
             continue
@@ -122,13 +155,17 @@ def read_states(
             raise CheckpointError(f"{damage[0]}\nGive the checkpoints to average one by one.")
         tensors = snapshot.ema if kind == "ema" else snapshot.model
         if tensors is None:
-            raise CheckpointError(f"{snapshot.path} has no EMA.\nAverage its raw weights, or give another one.")
+            raise CheckpointError(
+                f"{snapshot.path} has no EMA.\nAverage its raw weights, or give another one."
+            )
         source = replace(snapshot, model={}, optimizer={}, ema=None)
         first = first or source
         mine, others = task_of(source), task_of(first)
         if different := [key for key in mine if mine[key] != others[key]]:
             text = f"{snapshot.path} and {first.path} differ in {', '.join(different)}"
-            raise CheckpointError(f"{text}.\nAverage checkpoints of one architecture and one task only.")
+            raise CheckpointError(
+                f"{text}.\nAverage checkpoints of one architecture and one task only."
+            )
         yield path, tensors, source
 
 
@@ -140,7 +177,11 @@ def task_of(snapshot: "Snapshot") -> dict[str, Any]:
         name, kwargs = (snapshot.state["config"]["model"][key] for key in ("name", "kwargs"))
         return {
             "model.name": name if is_factory_name(name) else name.partition(".")[0],
-            "model.kwargs": {k: v for k, v in kwargs.items() if not re.search(r"drop|stochastic_depth|^weights$", k)},
+            "model.kwargs": {
+                k: v
+                for k, v in kwargs.items()
+                if not re.search(r"drop|stochastic_depth|^weights$", k)
+            },
             **{key: snapshot.state[key] for key in ("num_classes", "classes", "preprocessing")},
         }
 
@@ -169,5 +210,7 @@ def mean_of_weights(
                 sums[key] = sums[key] + value if key in sums else value.double()
             else:
                 sums[key] = value
-    means = {key: value / count if value.is_floating_point() else value for key, value in sums.items()}
+    means = {
+        key: value / count if value.is_floating_point() else value for key, value in sums.items()
+    }
     return {key: value.to(expected[key][1]) for key, value in means.items()}, sources

@@ -29,13 +29,17 @@ _MAX_TIMEOUT_SEC = 60.0  # shorter than a run's
 def check_command(argv: Sequence[str]) -> int:
     """Check the ranks of any launcher, or of --gpus N. Returns the exit code."""
     checks = (load_for_check, check_nothing, check_nothing)
-    return run_command(RankCommand("check-dist", check_parser, *checks, check_ranks, join_over_gloo), argv)
+    return run_command(
+        RankCommand("check-dist", check_parser, *checks, check_ranks, join_over_gloo), argv
+    )
 
 
 def check_parser() -> argparse.ArgumentParser:
     description = "Join the ranks, compare versions, run an all-reduce. Exit code 0 if all checks pass, else 5."
     parser = cli.build_parser("check-dist", description, "[key=value ...] [options]")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="device=cpu, parallel.backend=gloo, ...")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="device=cpu, parallel.backend=gloo, ..."
+    )
     add_rank_options(parser)
     return parser
 
@@ -93,7 +97,9 @@ def check_ranks(arguments: argparse.Namespace, loaded: LoadedConfig, group: Grou
     report = replace(report, sum="right" if is_right else "WRONG", gb_per_sec=f"{bandwidth:.2f}")
     raise_problems(group, report, show_always=True)
     if group.is_main:
-        print(f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: all checks passed")
+        print(
+            f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: all checks passed"
+        )
 
 
 def raise_problems(group: Group, own: RankReport, show_always: bool = False) -> None:
@@ -149,15 +155,23 @@ def rank_problems(reports: Sequence[RankReport]) -> list[str]:
     for name in ("torch", "python", "nccl"):
         ranks_of = ranks_by(reports, name)
         if len(ranks_of) > 1:
-            listing = "; ".join(f"{version} on {name_ranks(ranks)}" for (version,), ranks in ranks_of.items())
+            listing = "; ".join(
+                f"{version} on {name_ranks(ranks)}" for (version,), ranks in ranks_of.items()
+            )
             problems.append(f"different versions of {name}: {listing}")
-    for (host, _), ranks in ranks_by([report for report in reports if report.gpu != "-"], "host", "gpu").items():
+    for (host, _), ranks in ranks_by(
+        [report for report in reports if report.gpu != "-"], "host", "gpu"
+    ).items():
         if len(ranks) > 1:
             device = next(report.device for report in reports if report.rank == ranks[0])
-            problems.append(f"{name_ranks(ranks)} share one GPU of {host} ({device}): give each rank its own")
+            problems.append(
+                f"{name_ranks(ranks)} share one GPU of {host} ({device}): give each rank its own"
+            )
     wrong = [report.rank for report in reports if report.sum == "WRONG"]
     if wrong:
-        problems.append(f"an all-reduce gave a wrong sum on {name_ranks(wrong)}: the network or a device corrupts data")
+        problems.append(
+            f"an all-reduce gave a wrong sum on {name_ranks(wrong)}: the network or a device corrupts data"
+        )
     return problems
 
 

@@ -55,9 +55,18 @@ train: {epochs: 1, max_steps: 60, precision: bf16}
 log: {every_steps: 10, tensorboard: false, plots: false}
 """
 DISTINCT_IMAGES = 64  # the other files are links to these
-TOLERANCE = 0.02  # of losses and gradient norms: a lost or repeated micro-batch changes the norm by more
+TOLERANCE = (
+    0.02  # of losses and gradient norms: a lost or repeated micro-batch changes the norm by more
+)
 CPU_SLOWER = 5  # time limits are for a GPU
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Errors)\b.*")
 
 
@@ -108,14 +117,24 @@ class Task:
     values: dict[str, Any] = field(default_factory=dict)
     output: str = ""
 
-    def run(self, words: Sequence[str | Path], kill_if: Callable[[], bool] = lambda: False, **env: str) -> str:
+    def run(
+        self, words: Sequence[str | Path], kill_if: Callable[[], bool] = lambda: False, **env: str
+    ) -> str:
         """Run a process; return what it printed. Raises CheckFailed. kill_if: whether to kill it by SIGKILL now."""
         log = self.session.logs / f"{self.name}.txt"
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES} | env
+        environment = {
+            name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+        } | env
         cache = str(self.session.folder / "compiled")  # of no earlier run
         environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
         with log.open("a") as file:
-            print("$", *(f"{name}={value}" for name, value in env.items()), *words, file=file, flush=True)
+            print(
+                "$",
+                *(f"{name}={value}" for name, value in env.items()),
+                *words,
+                file=file,
+                flush=True,
+            )
             begin = file.tell()
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
@@ -135,13 +154,17 @@ class Task:
         if not in_time:
             raise CheckFailed("a process was killed at the time limit of this check")
         if process.returncode and not killed:
-            raise CheckFailed(error_line(self.output) or f"exit code {process.returncode}, without a message")
+            raise CheckFailed(
+                error_line(self.output) or f"exit code {process.returncode}, without a message"
+            )
         return self.output
 
     def command(self, name: str, *words: str | Path) -> str:
         return self.run([*child_command(name), *words])
 
-    def train(self, name: str, *words: str | Path, config: str = "small.yaml", **options: Any) -> Path:
+    def train(
+        self, name: str, *words: str | Path, config: str = "small.yaml", **options: Any
+    ) -> Path:
         """Train; return the run folder. words: overrides and options. options: of `run`."""
         folder = self.session.folder / "runs" / name
         device = f"device={'cuda' if self.session.gpus else 'cpu'}"
@@ -178,11 +201,15 @@ def check_gpu_command(argv: Sequence[str]) -> int:
     arguments = cli.parse(check_gpu_parser(), argv)
     for name in [*arguments.only, *arguments.skip]:
         if name not in CHECKS:
-            raise UsageError(f"no check {name!r}{did_you_mean(name, CHECKS)}\nThe checks: {', '.join(CHECKS)}.")
+            raise UsageError(
+                f"no check {name!r}{did_you_mean(name, CHECKS)}\nThe checks: {', '.join(CHECKS)}."
+            )
     is_default = [name for name, check in CHECKS.items() if check.quick or not arguments.quick]
     names = [name for name in arguments.only or is_default if name not in arguments.skip]
     handle_interrupts(signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no process is left behind
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that no process is left behind
     checks = {name: check for name, check in CHECKS.items() if name in names}
     results = run_checks(checks, arguments.out, arguments.quick, arguments.jobs)
     return ResourceError.exit_code if any(result.result == "fail" for result in results) else 0
@@ -197,8 +224,12 @@ def check_gpu_parser() -> argparse.ArgumentParser:
         "[--quick] [--only NAME ...] [--skip NAME ...] [--out DIR] [--jobs N]",
         f"Checks: {', '.join(CHECKS)}.",
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run only these checks")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="do not run these checks")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="run only these checks"
+    )
+    parser.add_argument(
+        "--skip", nargs="+", default=[], metavar="NAME", help="do not run these checks"
+    )
     parser.add_argument(
         "--jobs", type=cli.positive, default=max(1, min(4, (os.cpu_count() or 1) // 4)), metavar="N",
         help="checks that run at a time, but for those of memory and speed (default here: %(default)s)",
@@ -212,7 +243,9 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False, jobs: int = 1) -> list[Result]:
+def run_checks(
+    checks: Mapping[str, Check], out: Path, quick: bool = False, jobs: int = 1
+) -> list[Result]:
     """Run checks, several at a time; print each result and write all so far when a check has finished.
 
     Raises ResourceError if `out` can't be written.
@@ -231,7 +264,10 @@ def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False, jobs
         results = [run_check("machine", Check(describe_machine, 300), session)]
 
         def report(result: Result) -> None:
-            print(f"{result.check:<25} {result.result:<7} {result.seconds:6.1f} s  {result.line}", flush=True)
+            print(
+                f"{result.check:<25} {result.result:<7} {result.seconds:6.1f} s  {result.line}",
+                flush=True,
+            )
             write_results(out, session, results, len(results) == 1 + len(checks), started)
 
         report(results[0])
@@ -251,7 +287,9 @@ def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False, jobs
                     session.stopped.set()
                     pool.shutdown(cancel_futures=True)
                     raise
-    counts = [f"{sum(r.result == kind for r in results)} {kind}" for kind in ("pass", "fail", "skipped")]
+    counts = [
+        f"{sum(r.result == kind for r in results)} {kind}" for kind in ("pass", "fail", "skipped")
+    ]
     print(f"{', '.join(counts)}; written to {out}/check_gpu.md and check_gpu.json")
     return results
 
@@ -278,7 +316,9 @@ def run_check(name: str, check: Check, session: Session) -> Result:
     return Result(name, outcome, round(time.monotonic() - begin, 1), line, task.values, output)
 
 
-def write_results(out: Path, session: Session, results: Sequence[Result], finished: bool, started: float) -> None:
+def write_results(
+    out: Path, session: Session, results: Sequence[Result], finished: bool, started: float
+) -> None:
     """Write check_gpu.json and check_gpu.md. Raises ResourceError."""
     content = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -292,7 +332,10 @@ def write_results(out: Path, session: Session, results: Sequence[Result], finish
     }
     write_output(out / "check_gpu.json", json.dumps(content, indent=1) + "\n")
     commit = f" ({session.code['commit'][:7]})" if session.code else ""
-    rows = [f"| {r.check} | {r.result} | {r.seconds:.0f} | {r.line.replace('|', chr(92) + '|')} |" for r in results]
+    rows = [
+        f"| {r.check} | {r.result} | {r.seconds:.0f} | {r.line.replace('|', chr(92) + '|')} |"
+        for r in results
+    ]
     head = f"imagenet-cls {__version__}{commit}, {content['date'][:10]}, {content['seconds']} s"
     head += "" if finished else ", not finished"
     lines = [head, "", "| check | result | s | |", "|---|---|---|---|", *rows]
@@ -344,9 +387,24 @@ def describe_machine(task: Task) -> str:
     task.values |= machine
     if problem:
         raise CheckFailed(problem)
-    names = ", ".join(f"{gpu['name']} ({gpu['gib']} GiB, sm_{gpu['capability']})" for gpu in machine["gpus"])
-    software = ("python", "torch", "torchvision", "timm", "omegaconf", "safetensors", "cuda", "cudnn", "nccl", "driver")
-    versions = ", ".join(f"{name} {machine[name]}" for name in software if machine[name] is not None)
+    names = ", ".join(
+        f"{gpu['name']} ({gpu['gib']} GiB, sm_{gpu['capability']})" for gpu in machine["gpus"]
+    )
+    software = (
+        "python",
+        "torch",
+        "torchvision",
+        "timm",
+        "omegaconf",
+        "safetensors",
+        "cuda",
+        "cudnn",
+        "nccl",
+        "driver",
+    )
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in software if machine[name] is not None
+    )
     return f"{names or 'no GPU'}; {machine['cpus']} CPUs; {versions}"
 
 
@@ -363,7 +421,9 @@ def print_machine() -> None:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "nccl": None}
-    found |= {"cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()}
+    found |= {
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    }
     gpus, problem = [], ""
     try:
         for index in range(torch.cuda.device_count()):
@@ -383,7 +443,9 @@ def nvidia_smi(query: str) -> list[str]:
     """The answers of nvidia-smi, one for each GPU; none without it."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.splitlines()
     return []
 
 
@@ -398,7 +460,9 @@ def write_images(folder: Path, count: int, width: int, height: int) -> str:
     draws = np.random.default_rng(0)
     for number in range(DISTINCT_IMAGES):
         colors = draws.integers(0, 256, (6, 8, 3), dtype=np.uint8)
-        smooth = np.asarray(Image.fromarray(colors).resize((width, height), Image.Resampling.BICUBIC), np.int16)
+        smooth = np.asarray(
+            Image.fromarray(colors).resize((width, height), Image.Resampling.BICUBIC), np.int16
+        )
         pixels = smooth + draws.normal(0, 6, (height, width, 1)).astype(np.int16)
         path = folder / "distinct" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -431,9 +495,16 @@ def sanitizer(task: Task) -> str:
 
     Without workers: the sanitizer asks CUDA for the stream of each operator, which a forked process can't do.
     """
-    words = ["train.precision=bf16", "train.micro_batch_size=16", "ema.decay=0.9", "mix.mixup_alpha=0.2"]
+    words = [
+        "train.precision=bf16",
+        "train.micro_batch_size=16",
+        "ema.decay=0.9",
+        "mix.mixup_alpha=0.2",
+    ]
     words += ["mix.cutmix_alpha=1.0", "augment.erasing.prob=0.5"]
-    task.train("sanitizer", *small_images(task.session, workers=0), *words, TORCH_CUDA_SANITIZER="1")
+    task.train(
+        "sanitizer", *small_images(task.session, workers=0), *words, TORCH_CUDA_SANITIZER="1"
+    )
     return "10 steps of JPEG files, mixing, erasing, accumulation and EMA without a race"
 
 
@@ -484,16 +555,26 @@ def ddp(task: Task) -> str:
 def reproducible_words(session: Session) -> list[str]:
     """The settings of a run whose bits are compared, long enough to be killed."""
     steps = 300 if session.gpus else 60
-    words = ["train.deterministic=true", "train.precision=bf16", "ema.decay=0.9", "checkpoint.every_steps=10"]
+    words = [
+        "train.deterministic=true",
+        "train.precision=bf16",
+        "ema.decay=0.9",
+        "checkpoint.every_steps=10",
+    ]
     return [*small_images(session), *words, f"train.max_steps={steps}", "eval.every_epochs=100"]
 
 
 def deterministic(task: Task) -> str:
     """Two runs with the same bits."""
     words = reproducible_words(task.session)
-    first, second = digest(task.reference("undisturbed", *words)), digest(task.train("again", *words))
+    first, second = (
+        digest(task.reference("undisturbed", *words)),
+        digest(task.train("again", *words)),
+    )
     if first != second:
-        raise CheckFailed(f"two runs with train.deterministic=true differ: {first[:12]} and {second[:12]}")
+        raise CheckFailed(
+            f"two runs with train.deterministic=true differ: {first[:12]} and {second[:12]}"
+        )
     return f"two runs end with {first[:12]}"
 
 
@@ -508,7 +589,9 @@ def resume(task: Task) -> str:
         raise CheckFailed("the run ended before it could be killed")
     found = digest(task.train("killed", *words, "--resume"))
     if found != expected:
-        raise CheckFailed(f"resumed from step {saved}: {found[:12]}, and undisturbed {expected[:12]}")
+        raise CheckFailed(
+            f"resumed from step {saved}: {found[:12]}, and undisturbed {expected[:12]}"
+        )
     return f"killed, resumed from step {saved}, ends with {found[:12]}"
 
 
@@ -527,17 +610,31 @@ def speed(task: Task, from_files: bool) -> str:
     gib = min(gpu["gib"] for gpu in task.session.machine["gpus"])
     batch = 256 if gib >= 30 else 64
     steps = 30 if task.session.quick else 60
-    words = [f"train.global_batch_size={batch}", f"train.max_steps={steps}", f"eval.batch_size={batch}"]
+    words = [
+        f"train.global_batch_size={batch}",
+        f"train.max_steps={steps}",
+        f"eval.batch_size={batch}",
+    ]
     if from_files:
         folder = task.session.folder / "photos"
         write_images(folder, batch * steps, 500, 375)
-        words += ["data.name=folder", "data.kwargs={}", f"data.root={folder}", "model.num_classes=1000"]
+        words += [
+            "data.name=folder",
+            "data.kwargs={}",
+            f"data.root={folder}",
+            "model.num_classes=1000",
+        ]
     run = task.train(task.name, *words, config="resnet50.yaml")
     intervals = [record for record in steps_of(run) if "images_per_sec" in record][1:]
     rate = median(record["images_per_sec"] for record in intervals)
     waiting = median(record["data_wait_pct"] for record in intervals)
     gib = intervals[-1]["memory_mib"] / 2**10
-    task.values |= {"images_per_sec": rate, "data_wait_pct": waiting, "memory_gib": gib, "batch": batch}
+    task.values |= {
+        "images_per_sec": rate,
+        "data_wait_pct": waiting,
+        "memory_gib": gib,
+        "batch": batch,
+    }
     return f"{rate:,.0f} img/s, {waiting:.0f} % waiting for data, {gib:.1f} GiB: ResNet-50, 224 px, bf16, batch {batch}"
 
 
@@ -561,7 +658,9 @@ def compare_steps(
             difference = abs(mine[name] - other[name]) / abs(other[name])
             if not difference <= tolerance:  # also of NaN
                 step = mine["step"]
-                raise CheckFailed(f"step {step}: {name} {mine[name]:.6g}, expected {other[name]:.6g}")
+                raise CheckFailed(
+                    f"step {step}: {name} {mine[name]:.6g}, expected {other[name]:.6g}"
+                )
             worst = max(worst, difference)
     what = "losses and gradient norms" if "grad_norm" in names else "losses"
     return f"{len(found)} steps: {what} differ by at most {worst:.1e}"
@@ -599,6 +698,8 @@ CHECKS = {
     "dp": Check(data_parallel, 90, min_gpus=2),
     "ddp": Check(ddp, 120),
     "find-batch": Check(find_batch, 120, alone=True),
-    "speed-synthetic": Check(partial(speed, from_files=False), 90, min_gpus=1, alone=True, quick=True),
+    "speed-synthetic": Check(
+        partial(speed, from_files=False), 90, min_gpus=1, alone=True, quick=True
+    ),
     "speed-jpeg": Check(partial(speed, from_files=True), 120, min_gpus=1, alone=True),
 }

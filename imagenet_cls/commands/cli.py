@@ -29,7 +29,9 @@ from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.exit import end_process, exit_on_signal, handle_interrupts, print_error
 
 Command = Callable[[Sequence[str]], int | None]
-_NO_VALUE = re.compile(r"-.*|[\w.]+=.*|.*\.ya?ml|")  # another option, an override, a config or nothing
+_NO_VALUE = re.compile(
+    r"-.*|[\w.]+=.*|.*\.ya?ml|"
+)  # another option, an override, a config or nothing
 T = TypeVar("T")
 
 
@@ -40,7 +42,9 @@ def main(command: Command, argv: Sequence[str] | None = None) -> int:
     """
     open_streams()
     if argv is None:
-        handle_interrupts(exit_on_signal)  # libraries may swallow a KeyboardInterrupt while they are imported
+        handle_interrupts(
+            exit_on_signal
+        )  # libraries may swallow a KeyboardInterrupt while they are imported
         end(exit_code_of(command, sys.argv[1:]))
     return exit_code_of(command, argv or [])
 
@@ -61,7 +65,9 @@ def exit_code_of(command: Command, argv: Sequence[str]) -> int:
         try:
             os.getcwd()  # noqa: PTH109
         except FileNotFoundError as missing:
-            raise ResourceError("The working directory no longer exists.\nChange to another folder.") from missing
+            raise ResourceError(
+                "The working directory no longer exists.\nChange to another folder."
+            ) from missing
         return command(argv) or 0
     except BrokenPipeError:  # the reader of stdout (`| head`) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -121,8 +127,12 @@ def build_parser(
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the config file and its overrides, for `split_overrides`."""
-    parser.add_argument("arguments", nargs="*", metavar="CONFIG key=value", help="a config file, and overrides")
-    parser.add_argument("--cfg-options", nargs="+", metavar="key=value", help="overrides, as mmdetection has them")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="CONFIG key=value", help="a config file, and overrides"
+    )
+    parser.add_argument(
+        "--cfg-options", nargs="+", metavar="key=value", help="overrides, as mmdetection has them"
+    )
 
 
 def add_allow_import(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +179,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     return arguments
 
 
-def split_overrides(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_overrides(
+    arguments: argparse.Namespace, names: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Return the overrides (key=value) and the other arguments, which `names` describes: at most as many as `names`."""
     every = [*arguments.arguments, *(arguments.cfg_options or [])]
     overrides = [argument for argument in every if "=" in argument]
@@ -197,7 +209,9 @@ def load_data_config(source: str, overrides: Sequence[str]) -> DataConfig | None
     if Path(source).suffix in (".yaml", ".yml"):
         return load_config(source, overrides).config.data
     if overrides:
-        raise UsageError(f"{overrides[0]!r}: an override of a config, and {source} is none\nname a .yaml file")
+        raise UsageError(
+            f"{overrides[0]!r}: an override of a config, and {source} is none\nname a .yaml file"
+        )
     return None
 
 
@@ -207,7 +221,9 @@ def _number(text: str, allowed: Range, kind: type[int] | type[float] = int) -> f
     except ValueError:
         number = math.nan
     if number not in allowed:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a {'whole ' if kind is int else ''}number, {allowed}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a {'whole ' if kind is int else ''}number, {allowed}"
+        )
     return number
 
 
@@ -225,6 +241,8 @@ def path(text: str) -> Path:
 # Types of argparse options.
 positive = partial(_number, allowed=COUNT)
 not_negative = partial(_number, allowed=NOT_NEGATIVE)
-num_ranks = partial(_number, allowed=Range(1, 1024))  # on a machine; a typo must not start more processes
+num_ranks = partial(
+    _number, allowed=Range(1, 1024)
+)  # on a machine; a typo must not start more processes
 port_number = partial(_number, allowed=Range(1, 65535))
 positive_float = partial(_number, allowed=POSITIVE, kind=float)

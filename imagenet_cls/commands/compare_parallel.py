@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Settings of every run; overrides have priority.
-SHORT_RUN: dict[str, Any] = {"train": {"max_steps": 12}, "log": {"every_steps": 4, "tensorboard": False}}
+SHORT_RUN: dict[str, Any] = {
+    "train": {"max_steps": 12},
+    "log": {"every_steps": 4, "tensorboard": False},
+}
 # What is trained without a CONFIG: the demo's digits, by a small ResNet with BatchNorm and smooth activations. With
 # ReLU and max pooling a rounding error of 1e-7 grows to 1e-2 in four steps, and all rows would differ by that much.
 DEMO_RUN: dict[str, Any] = SHORT_RUN | {
@@ -73,26 +76,41 @@ def compare_command(argv: Sequence[str]) -> None:
     )
     cli.add_config_arguments(parser)
     parser.add_argument(
-        "--ranks", type=cli.num_ranks, default=2, metavar="N", help="processes, or GPUs of DP (default: %(default)s)"
+        "--ranks",
+        type=cli.num_ranks,
+        default=2,
+        metavar="N",
+        help="processes, or GPUs of DP (default: %(default)s)",
     )
     arguments = cli.parse(parser, argv)
     overrides, configs = cli.split_overrides(arguments, ["one config"])
     handle_interrupts(signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that nothing is left behind
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as name:
         folder, outcomes = Path(name), []
         config = write_config(folder / "compare.yaml", configs[0] if configs else None)
         modes = plan_modes(config, overrides, arguments.ranks)
         for number, mode in enumerate(modes, start=1):
-            print(f"{number} of {len(modes)}: {mode.name}{mode.missing and ': ' + mode.missing}", file=sys.stderr)
+            print(
+                f"{number} of {len(modes)}: {mode.name}{mode.missing and ': ' + mode.missing}",
+                file=sys.stderr,
+            )
             run_arguments = [config, *replace_overrides(overrides, mode.overrides), *mode.options]
-            outcomes.append(None if mode.missing else read_outcome(run(mode.name, run_arguments, folder / str(number))))
+            outcomes.append(
+                None
+                if mode.missing
+                else read_outcome(run(mode.name, run_arguments, folder / str(number)))
+            )
     print(table(modes, outcomes), NOTES, sep="\n\n")
 
 
 def write_config(path: Path, config: str | None) -> str:
     """Write the config of all runs, which is based on `config` or the demo's. Returns its path."""
-    base, settings = (DEMO, DEMO_RUN) if config is None else (find_config(config).resolve(), SHORT_RUN)
+    base, settings = (
+        (DEMO, DEMO_RUN) if config is None else (find_config(config).resolve(), SHORT_RUN)
+    )
     path.write_text(yaml.safe_dump({"_base_": [str(base)], **settings}))
     return str(path)
 
@@ -108,18 +126,26 @@ def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
     if ranks < 2:
         raise UsageError("--ranks 1: there is nothing to compare.\nAsk for two ranks or more.")
     if find_rank_info(os.environ) is not None:
-        raise UsageError("this process is a rank of a launcher.\nStart the tool without one: it starts its own ranks.")
+        raise UsageError(
+            "this process is a rank of a launcher.\nStart the tool without one: it starts its own ranks."
+        )
     for override in overrides:
         if ROW_OVERRIDES.match(override):
-            raise UsageError(f"{override}: each row of the table sets this key itself.\nLeave it out.")
+            raise UsageError(
+                f"{override}: each row of the table sets this key itself.\nLeave it out."
+            )
     loaded = load_config(config, overrides)
-    if problem := batch_problem(loaded.config.train, ranks, loaded.config.parallel.uneven == "allow"):
+    if problem := batch_problem(
+        loaded.config.train, ranks, loaded.config.parallel.uneven == "allow"
+    ):
         raise ConfigError(format_problems([problem], loaded.origins))
     batch, limit = loaded.config.train.global_batch_size, loaded.config.train.micro_batch_size
     share = micro_batch_for(batch, ranks, limit)
     part = micro_batch_for(batch, ranks, max(1, share // 2))
     if share == 1 or (part == 1 and batch % ranks):
-        raise UsageError(f"{batch} images on {ranks} ranks are too few to accumulate gradients.\nGive a larger batch.")
+        raise UsageError(
+            f"{batch} images on {ranks} ranks are too few to accumulate gradients.\nGive a larger batch."
+        )
 
     def passes(size: int) -> int:  # of each rank in a step
         return -(-batch // (ranks * size))
@@ -133,12 +159,28 @@ def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
     accumulated = [*ddp, f"train.micro_batch_size={part}"]
     on_all_ranks = -(-batch // passes(share))
     modes = [
-        Mode("one process", ["parallel.mode=none"], none, micro_batch_for(batch, 1, limit), "one GPU, debugging"),
-        Mode(f"DP, {ranks} GPUs", dp, none, share, "old scripts: no launcher, but slower", why_no_dp),
+        Mode(
+            "one process",
+            ["parallel.mode=none"],
+            none,
+            micro_batch_for(batch, 1, limit),
+            "one GPU, debugging",
+        ),
+        Mode(
+            f"DP, {ranks} GPUs", dp, none, share, "old scripts: no launcher, but slower", why_no_dp
+        ),
         Mode("DDP by spawn", ddp, spawn, share, "all GPUs of a machine, without a launcher"),
         Mode("DDP by torchrun", ddp, torchrun, share, "one machine or many; can restart"),
-        Mode(f"DDP, {passes(part)} accumulation steps", accumulated, spawn, part, "a batch that the GPUs can't hold"),
-        Mode("DDP with SyncBN", sync_bn, spawn, on_all_ranks, "BatchNorm with few images on each GPU"),
+        Mode(
+            f"DDP, {passes(part)} accumulation steps",
+            accumulated,
+            spawn,
+            part,
+            "a batch that the GPUs can't hold",
+        ),
+        Mode(
+            "DDP with SyncBN", sync_bn, spawn, on_all_ranks, "BatchNorm with few images on each GPU"
+        ),
     ]
     for mode in modes:
         if not mode.missing:
@@ -162,10 +204,14 @@ def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
     """Run train.py with these arguments in a process; return the run folder. Raises UserError if it fails."""
     folder.mkdir()
     command = [*child_command("train"), *arguments, "--work-dir", str(folder / "run")]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
     if code := done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        error = UserError(f"{name}: " + "\n".join(lines[-1:] if code == 1 else lines))  # the last line of a traceback
+        error = UserError(
+            f"{name}: " + "\n".join(lines[-1:] if code == 1 else lines)
+        )  # the last line of a traceback
         error.exit_code = 128 - code if code < 0 else code
         raise error
     return folder / "run"
@@ -205,7 +251,9 @@ def weight_difference(one: "Mapping[str, Tensor]", other: "Mapping[str, Tensor]"
     differences = [
         (one[name].double() - other[name].double()).abs().max().item()
         for name in one
-        if not name.endswith(("running_mean", "running_var")) and one[name].is_floating_point() and one[name].numel()
+        if not name.endswith(("running_mean", "running_var"))
+        and one[name].is_floating_point()
+        and one[name].numel()
     ]
     return float(np.max(differences))
 
@@ -214,7 +262,18 @@ def table(modes: Sequence[Mode], outcomes: Sequence[Outcome | None]) -> str:
     """Aligned text, a line for each mode. The others are compared with the first."""
     one = outcomes[0]
     assert one is not None
-    rows = [["", "images/forward", "first loss diff", "max loss diff", "weight diff", "img/s", "MiB", "use for"]]
+    rows = [
+        [
+            "",
+            "images/forward",
+            "first loss diff",
+            "max loss diff",
+            "weight diff",
+            "img/s",
+            "MiB",
+            "use for",
+        ]
+    ]
     for mode, outcome in zip(modes, outcomes, strict=True):
         if outcome is None:
             rows.append([mode.name, *["-"] * 6, f"not run: {mode.missing}"])

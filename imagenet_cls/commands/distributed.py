@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands.cli import not_negative, num_ranks, open_streams, parse, port_number
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_path_error, first_line
+from imagenet_cls.errors import (
+    ResourceError,
+    Stopped,
+    UsageError,
+    UserError,
+    explain_path_error,
+    first_line,
+)
 from imagenet_cls.parallel.environment import (
     LAUNCHERS,
     RankInfo,
@@ -46,7 +53,9 @@ if TYPE_CHECKING:
 # other one's error, which is the cause.
 _PATIENCE_SEC = 5.0
 
-if multiprocessing.parent_process() is not None:  # a spawned rank imports this module, and then torch
+if (
+    multiprocessing.parent_process() is not None
+):  # a spawned rank imports this module, and then torch
     handle_interrupts(exit_on_signal)
 
 
@@ -66,10 +75,19 @@ def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
 
     logging.captureWarnings(True)  # warnings of libraries go to the log files
     parallel = loaded.config.parallel
-    device = choose_device(loaded.config.device, rank_info, None if parallel.mode == "dp" else parallel.device_ids)
+    device = choose_device(
+        loaded.config.device, rank_info, None if parallel.mode == "dp" else parallel.device_ids
+    )
     if parallel.mode == "dp" and device.type == "cuda" and rank_info.world_size == 1:
         device = data_parallel_devices(loaded.config).all[0]
-    group = init_group(rank_info, device, parallel.mode, parallel.backend, parallel.init_method, parallel.timeout_sec)
+    group = init_group(
+        rank_info,
+        device,
+        parallel.mode,
+        parallel.backend,
+        parallel.init_method,
+        parallel.timeout_sec,
+    )
     return replace(group, heartbeat=start_heartbeat(group, parallel.timeout_sec))
 
 
@@ -84,7 +102,9 @@ def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
             f"this runs in one process, and a launcher has started {rank_info.world_size}.\n"
             "Run it without torchrun, srun or mpirun, and unset WORLD_SIZE and RANK."
         )
-    loaded = replace(loaded, config=replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none")))
+    loaded = replace(
+        loaded, config=replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none"))
+    )
     prepare_process(loaded, RankInfo())
     check_components(loaded, None)
     return loaded.config, join_group(loaded, RankInfo())
@@ -137,7 +157,9 @@ def run_command(command: RankCommand, argv: Sequence[str]) -> int:
     return 0
 
 
-def start(command: RankCommand, arguments: argparse.Namespace, argv: Sequence[str], launcher: str) -> int:
+def start(
+    command: RankCommand, arguments: argparse.Namespace, argv: Sequence[str], launcher: str
+) -> int:
     """Check everything once, then start the ranks and wait for them. Returns the exit code."""
     loaded = command.load(arguments)
     command.check_files(arguments, loaded)
@@ -199,7 +221,11 @@ def run_rank(command: RankCommand, arguments: argparse.Namespace, rank_info: Ran
             error = lost_rank_error(error, rank_info.rank, group)
         error = explain_path_error(error)
         code = error.exit_code if isinstance(error, UserError) else 1
-        text = "".join(traceback.format_exception(error)) if code == 1 or arguments.traceback else str(error)
+        text = (
+            "".join(traceback.format_exception(error))
+            if code == 1 or arguments.traceback
+            else str(error)
+        )
         report_error(text, code, rank_info.rank, getattr(error, "printed_elsewhere", False))
     if group is not None:
         leave_group(group, failed)
@@ -215,7 +241,11 @@ def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> R
         lost = group.heartbeat.wait_for_lost_rank(_PATIENCE_SEC)
     where = "the errors and logs of the other ranks for the cause."
     if re.search("timed? ?out", str(error), re.IGNORECASE) and trains():
-        others = f"rank{1 - rank}.log" if group is not None and group.world_size == 2 else "rank<r>.log of the others"
+        others = (
+            f"rank{1 - rank}.log"
+            if group is not None and group.world_size == 2
+            else "rank<r>.log of the others"
+        )
         where = f"the stacks in logs/{others}, which show where a rank hangs; with nccl also logs/nccl_trace_rank<r>."
     lost = lost or nccl_error(error, rank)
     return lost or ResourceError(
@@ -239,16 +269,35 @@ def prepare_process(loaded: LoadedConfig, rank_info: RankInfo) -> None:
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """The options of every command that runs on ranks."""
     add = parser.add_argument_group("several ranks").add_argument
-    add("--launcher", choices=LAUNCHERS, default="auto", help="what started, or is to start, the ranks")
+    add(
+        "--launcher",
+        choices=LAUNCHERS,
+        default="auto",
+        help="what started, or is to start, the ranks",
+    )
     add(
         "--gpus", "-g", "--nproc-per-node", "--nproc_per_node", type=num_ranks, metavar="N",
         help="ranks to start on this machine, on GPUs if it has any",
     )  # fmt: skip
-    add("--nodes", type=node_count, default="1", metavar="N", help="machines; 1:4 for one to four (elastic)")
-    add("--node-rank", type=not_negative, default=0, metavar="K", help="number of this machine, from 0")
+    add(
+        "--nodes",
+        type=node_count,
+        default="1",
+        metavar="N",
+        help="machines; 1:4 for one to four (elastic)",
+    )
+    add(
+        "--node-rank",
+        type=not_negative,
+        default=0,
+        metavar="K",
+        help="number of this machine, from 0",
+    )
     add("--master-addr", metavar="HOST", help="address of the first machine")
     add("--master-port", type=port_number, metavar="PORT", help="free port of the first machine")
-    add("--max-restarts", type=not_negative, default=0, metavar="N", help="restarts after a failure")
+    add(
+        "--max-restarts", type=not_negative, default=0, metavar="N", help="restarts after a failure"
+    )
     # torch.distributed.launch passes the local rank as an option, in either spelling, and in the environment.
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
@@ -257,5 +306,7 @@ def node_count(text: str) -> str:
     """An argparse type: torchrun's number of machines, `N` or `MIN:MAX`."""
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None or int(match[1]) > int(match[2] or match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of machines nor a range such as 1:4")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of machines nor a range such as 1:4"
+        )
     return text

@@ -21,7 +21,9 @@ def find_batch_command(argv: Sequence[str]) -> None:
         "The data is read only for the number of classes, if model.num_classes is not set.",
     )
     cli.add_config_arguments(parser)
-    parser.add_argument("--gpus", "-g", type=cli.positive, default=1, metavar="N", help="of the run (default: 1)")
+    parser.add_argument(
+        "--gpus", "-g", type=cli.positive, default=1, metavar="N", help="of the run (default: 1)"
+    )
     parser.add_argument(
         "--max",
         type=cli.positive,
@@ -34,7 +36,10 @@ def find_batch_command(argv: Sequence[str]) -> None:
     config, group = join_alone(loaded)
     from imagenet_cls.engine.finders import micro_batch_trials
 
-    print(f"{'images':>9}  {'images/s':>9}  peak GiB" + ("  reserved GiB" if group.device.type == "cuda" else ""))
+    print(
+        f"{'images':>9}  {'images/s':>9}  peak GiB"
+        + ("  reserved GiB" if group.device.type == "cuda" else "")
+    )
     fitting = []
     for trial in micro_batch_trials(config, group, arguments.gpus, arguments.max):
         memory = f"{trial.peak_bytes / _GIB:8.2f}" if trial.peak_bytes else f"{'-':>8}"
@@ -50,7 +55,9 @@ def find_batch_command(argv: Sequence[str]) -> None:
         )
     fastest = max(fitting, key=lambda trial: trial.images_per_sec)
     largest = max(trial.images for trial in fitting)
-    print(f"largest that fits: {largest:,}; fastest: {fastest.images:,}, {fastest.images_per_sec:.1f} images/s")
+    print(
+        f"largest that fits: {largest:,}; fastest: {fastest.images:,}, {fastest.images_per_sec:.1f} images/s"
+    )
     print(describe_plan(config.train, arguments.gpus, largest))
 
 

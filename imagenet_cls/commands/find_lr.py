@@ -30,13 +30,34 @@ def find_lr_command(argv: Sequence[str]) -> None:
     )
     cli.add_config_arguments(parser)
     add = parser.add_argument
-    add("--from", dest="low", type=rate, default=1e-6, metavar="LR", help="of the first step (default: 1e-6)")
-    add("--to", dest="high", type=rate, default=10.0, metavar="LR", help="of the last step (default: 10)")
+    add(
+        "--from",
+        dest="low",
+        type=rate,
+        default=1e-6,
+        metavar="LR",
+        help="of the first step (default: 1e-6)",
+    )
+    add(
+        "--to",
+        dest="high",
+        type=rate,
+        default=10.0,
+        metavar="LR",
+        help="of the last step (default: 10)",
+    )
     add("--steps", type=cli.positive, default=100, metavar="N", help="at most (default: 100)")
-    add("--out", type=cli.path, metavar="FILE.png", help="a new file; default: work_dirs/<config name>_lr.png")
+    add(
+        "--out",
+        type=cli.path,
+        metavar="FILE.png",
+        help="a new file; default: work_dirs/<config name>_lr.png",
+    )
     arguments = cli.parse(parser, argv)
     if arguments.low >= arguments.high or arguments.steps < _MIN_STEPS:
-        raise UsageError(f"--from must be below --to, and --steps at least {_MIN_STEPS}.\nCorrect the options.")
+        raise UsageError(
+            f"--from must be below --to, and --steps at least {_MIN_STEPS}.\nCorrect the options."
+        )
     loaded = cli.load_one_config(arguments, f"find_lr.py {_USAGE}")
     path = arguments.out or Path(f"work_dirs/{loaded.name}_lr.png")
     exists = path.exists() and not is_device_or_fifo(path)
@@ -53,7 +74,10 @@ def find_lr_command(argv: Sequence[str]) -> None:
     def report(found: "LrRange") -> None:
         step = len(found.lrs)
         if step % max(1, arguments.steps // _ROWS) == 0:
-            print(f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  {found.smoothed[-1]:9.4f}", flush=True)
+            print(
+                f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  {found.smoothed[-1]:9.4f}",
+                flush=True,
+            )
 
     print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
     with explain_device_errors(describe_batch_sizes(config, 1)):
@@ -68,7 +92,11 @@ def find_lr_command(argv: Sequence[str]) -> None:
         plot_lr_range(path, found.lrs, found.losses, found.smoothed, {f"suggestion: {lr:.2g}": lr})
     batch = config.train.global_batch_size
     factor, _ = scaled_lr(replace(config.optimizer, lr=1.0), batch)
-    scaled = "" if factor == 1 else f", which optimizer.lr_base_batch multiplies by {factor:.4g} to {lr:.2g}"
+    scaled = (
+        ""
+        if factor == 1
+        else f", which optimizer.lr_base_batch multiplies by {factor:.4g} to {lr:.2g}"
+    )
     careful = f"more careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest smoothed loss\n"
     print(
         f"suggestion: optimizer.lr={lr / factor:.2g}{scaled}: where the smoothed loss falls fastest with the logarithm "

@@ -26,7 +26,10 @@ COMMANDS = {
     "average-checkpoints": ("average_command", "average the weights of checkpoints"),
     "check-dist": ("check_command", "check that the ranks can communicate"),
     "check-gpu": ("check_gpu_command", "check training on the GPUs of this machine by short runs"),
-    "compare-parallel": ("compare_command", "compare the same steps in one process, under DP and under DDP"),
+    "compare-parallel": (
+        "compare_command",
+        "compare the same steps in one process, under DP and under DDP",
+    ),
 }
 
 
@@ -43,6 +46,8 @@ def main() -> None:
     elif name == "--version":
         print(__version__)
     else:
-        problem = f"no command {name!r}{did_you_mean(name, COMMANDS)}" if name else "no command given"
+        problem = (
+            f"no command {name!r}{did_you_mean(name, COMMANDS)}" if name else "no command given"
+        )
         print(f"imagenet-cls: {problem}\nSee imagenet-cls --help.", file=sys.stderr)
         sys.exit(2)

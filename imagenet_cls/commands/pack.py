@@ -48,7 +48,9 @@ SHARD_FORMAT = 2  # 1: images have the suffixes of their files
 UNREADABLE = "check its permissions, or use another SOURCE"
 PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
 
-Sample = tuple[str, bytes, int, str]  # name of an image below its class, the file, target; its place, for messages
+Sample = tuple[
+    str, bytes, int, str
+]  # name of an image below its class, the file, target; its place, for messages
 RowGroup = tuple[Path, int, int]  # file, number, rows
 
 
@@ -77,11 +79,31 @@ def pack_command(argv: Sequence[str]) -> None:
         "test-*.parquet, perhaps in data/",
     )  # fmt: skip
     parser.add_argument("out", type=cli.path, metavar="OUT")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with a config, such as data.root=/my/images")
-    parser.add_argument("--max-px", type=cli.positive, metavar="N", help="shrink images whose longer side exceeds N")
-    parser.add_argument("--quality", type=cli.positive, default=90, metavar="Q", help="of shrunk images (default: 90)")
-    parser.add_argument("--images-per-shard", type=cli.positive, default=1000, metavar="N", help="default: 1000")
-    parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each CPU that it may use")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="with a config, such as data.root=/my/images",
+    )
+    parser.add_argument(
+        "--max-px", type=cli.positive, metavar="N", help="shrink images whose longer side exceeds N"
+    )
+    parser.add_argument(
+        "--quality",
+        type=cli.positive,
+        default=90,
+        metavar="Q",
+        help="of shrunk images (default: 90)",
+    )
+    parser.add_argument(
+        "--images-per-shard", type=cli.positive, default=1000, metavar="N", help="default: 1000"
+    )
+    parser.add_argument(
+        "--threads",
+        type=cli.positive,
+        metavar="N",
+        help="default: one for each CPU that it may use",
+    )
     arguments = parser.parse_intermixed_args(argv)
     out, options = arguments.out, (arguments.max_px, arguments.quality, arguments.images_per_shard)
     parts = open_parts(arguments.source, arguments.overrides, arguments.images_per_shard)
@@ -98,7 +120,11 @@ def check_class_names(classes: Sequence[str], source: str) -> None:
     """Raise DataError for a name that `read_classes` would not read back from the classes.txt of the shards."""
     for name, count in Counter(classes).items():
         if count > 1 or name.strip() != name or name.splitlines() != [name] or "\0" in name:
-            what = "is there twice" if count > 1 else "is empty, or has white space at an end, a line break or a NUL"
+            what = (
+                "is there twice"
+                if count > 1
+                else "is empty, or has white space at an end, a line break or a NUL"
+            )
             remedy = "rename it: shards list their classes in classes.txt"
             raise DataError(f"{source}: the class {format_value(name)} {what}\n{remedy}")
 
@@ -146,15 +172,26 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
     def samples(source: FolderSource, start: int) -> Iterator[Sample]:
         for i in range(start, min(start + per_shard, len(source))):
             try:
-                yield source.name(i), source.read(i), int(source.index.targets[i]), source.index.describe(i)
+                yield (
+                    source.name(i),
+                    source.read(i),
+                    int(source.index.targets[i]),
+                    source.index.describe(i),
+                )
             except (OSError, DataError) as error:
-                raise DataError(f"{source.index.describe(i)}: {getattr(error, 'strerror', None) or error}") from None
+                raise DataError(
+                    f"{source.index.describe(i)}: {getattr(error, 'strerror', None) or error}"
+                ) from None
 
     for name, source in (("train", opened.train), ("val", opened.val)):
         if not isinstance(source, FolderSource):
-            raise UsageError(f"data.name {data.name!r} is not made of image files\ngive a folder, an archive or a list")
+            raise UsageError(
+                f"data.name {data.name!r} is not made of image files\ngive a folder, an archive or a list"
+            )
         shards = [partial(samples, source, start) for start in range(0, len(source), per_shard)]
-        parts[name] = Part(source.classes, f"{source.digest()} {describe_sizes(source)}", len(source), shards)
+        parts[name] = Part(
+            source.classes, f"{source.digest()} {describe_sizes(source)}", len(source), shards
+        )
     return parts
 
 
@@ -197,7 +234,9 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
                 labels[path] = column.drop_null().unique().to_pylist()
             else:
                 names[path] = stored
-            groups += [(path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)]
+            groups += [
+                (path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)
+            ]
     folder = files[0].parent
     if not groups:
         listed = join_names([path.name for path in files])
@@ -280,7 +319,11 @@ def _check_columns(path: Path, schema: Any) -> None:
             "rename the columns, or give a dataset for image classification"
         )
     image, label = schema.field("image").type, schema.field("label").type
-    content = image.field("bytes").type if types.is_struct(image) and image.get_field_index("bytes") >= 0 else None
+    content = (
+        image.field("bytes").type
+        if types.is_struct(image) and image.get_field_index("bytes") >= 0
+        else None
+    )
     if content is None or not (types.is_binary(content) or types.is_large_binary(content)):
         wrong, needed = f"`image` has type {image}", "a struct with `bytes`, the file"
     elif not (types.is_integer(label) or types.is_string(label) or types.is_large_string(label)):
@@ -290,11 +333,15 @@ def _check_columns(path: Path, schema: Any) -> None:
     raise DataError(f"{path}: column {shorten(printable(wrong), 200)}\nconvert it to {needed}")
 
 
-def _parquet_row(row: dict[str, Any], targets: Mapping[int | str, int], place: str) -> tuple[str, bytes, int]:
+def _parquet_row(
+    row: dict[str, Any], targets: Mapping[int | str, int], place: str
+) -> tuple[str, bytes, int]:
     """Name (perhaps empty), file and target. targets: of the labels."""
     image, label = row["image"] or {}, row["label"]
     if not image.get("bytes"):
-        raise DataError(f"{place}: no image: `bytes` is empty\ngive files that hold the images, not only their paths")
+        raise DataError(
+            f"{place}: no image: `bytes` is empty\ngive files that hold the images, not only their paths"
+        )
     if label not in targets:
         what = f"label {format_value(label)} is not one of the classes"
         if label is None:
@@ -305,7 +352,13 @@ def _parquet_row(row: dict[str, Any], targets: Mapping[int | str, int], place: s
 
 
 def write_part(
-    out: Path, name: str, part: Part, max_px: int | None, quality: int, per_shard: int, num_threads: int
+    out: Path,
+    name: str,
+    part: Part,
+    max_px: int | None,
+    quality: int,
+    per_shard: int,
+    num_threads: int,
 ) -> None:
     """Write the shards of a part to a hidden folder, read them back, and give the folder its name.
 
@@ -314,7 +367,9 @@ def write_part(
     folder, partial_folder = out / name, out / f".{name}.partial"
     plan = json.dumps([part.source, list(part.classes), max_px, quality, per_shard, SHARD_FORMAT])
     for place in (folder, partial_folder):
-        if place.exists() and (not (place / PLAN_FILE).exists() or (place / PLAN_FILE).read_text() != plan):
+        if place.exists() and (
+            not (place / PLAN_FILE).exists() or (place / PLAN_FILE).read_text() != plan
+        ):
             what = "was made of other data, with other options, or by an earlier version"
             raise UsageError(f"{place} {what}.\nGive another OUT, or remove it.")
     if not folder.exists():
@@ -325,18 +380,24 @@ def write_part(
         paths = [partial_folder / f"{name}-{number:05d}.tar" for number in range(len(part.shards))]
         pack = partial(packed, classes=part.classes, max_px=max_px, quality=quality)
         with ThreadPoolExecutor(num_threads) as pool:
-            for path, samples in cli.track(list(zip(paths, part.shards, strict=True)), f"packing {name}"):
+            for path, samples in cli.track(
+                list(zip(paths, part.shards, strict=True)), f"packing {name}"
+            ):
                 if not path.exists():
                     temporary = path.with_name(f"{TEMPORARY}{path.name}")
                     write_shard(temporary, pool.map(pack, samples()))
                     temporary.replace(path)
         index = index_archives(out, partial_folder.name, paths)
         if len(index) != part.count or index.classes != tuple(part.classes):
-            raise DataError(f"{partial_folder}: {len(index)} images instead of {part.count}\nremove it, and pack again")
+            raise DataError(
+                f"{partial_folder}: {len(index)} images instead of {part.count}\nremove it, and pack again"
+            )
         fsync(partial_folder)
         partial_folder.rename(folder)
         fsync(out)
-    print(f"{folder}: {part.count:,} images of {len(part.classes):,} classes in {len(part.shards):,} shards")
+    print(
+        f"{folder}: {part.count:,} images of {len(part.classes):,} classes in {len(part.shards):,} shards"
+    )
 
 
 def write_shard(path: Path, files: Iterator[Sample]) -> None:
@@ -347,7 +408,9 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
             for name, data, target, place in files:
                 key = name.rpartition(".")[0]
                 if key in keys:
-                    raise DataError(f"{printable(place)}: another image has this key in a shard\nrename one of them")
+                    raise DataError(
+                        f"{printable(place)}: another image has this key in a shard\nrename one of them"
+                    )
                 keys.add(key)
                 for member_name, content in ((name, data), (f"{key}.cls", str(target).encode())):
                     member = tarfile.TarInfo(member_name)
@@ -361,7 +424,11 @@ def shrunk(data: bytes, max_px: int, quality: int) -> bytes:
     """A JPEG of the pixels that training would decode, which keeps the EXIF orientation."""
     from imagenet_cls.data.decode import ORIENTATION, decode_rgb, exif_orientation  # imports torch
 
-    image, exif, file = Image.fromarray(decode_rgb(data).permute(1, 2, 0).numpy()), Image.Exif(), io.BytesIO()
+    image, exif, file = (
+        Image.fromarray(decode_rgb(data).permute(1, 2, 0).numpy()),
+        Image.Exif(),
+        io.BytesIO(),
+    )
     image.thumbnail((max_px, max_px), Image.Resampling.LANCZOS)
     if (orientation := exif_orientation(data)) != 1:
         exif[ORIENTATION] = orientation

@@ -22,11 +22,16 @@ _USAGE = "CONFIG [key=value ...] [--out FILE.png] [--images N]"
 
 def plot_schedule_command(argv: Sequence[str]) -> None:
     """Plot and print the schedule. Raises UserError for an invalid config or too few images."""
-    description = "Plot learning rate, momentum and training resolution of a run, without training it."
+    description = (
+        "Plot learning rate, momentum and training resolution of a run, without training it."
+    )
     parser = cli.build_parser("plot-schedule", description, _USAGE)
     cli.add_config_arguments(parser)
     parser.add_argument(
-        "--out", type=cli.path, metavar="FILE.png", help="default: work_dirs/<config name>_schedule.png"
+        "--out",
+        type=cli.path,
+        metavar="FILE.png",
+        help="default: work_dirs/<config name>_schedule.png",
     )
     parser.add_argument(
         "--images", type=cli.positive, metavar="N",
@@ -40,17 +45,29 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
     check_components(loaded, None)
     from imagenet_cls.report.plots import plot_panels
 
-    images, source = (arguments.images, None) if arguments.images else count_training_images(loaded.config.data)
+    images, source = (
+        (arguments.images, None) if arguments.images else count_training_images(loaded.config.data)
+    )
     plan, note, curves = schedule_curves(loaded.config, images)
     with explain_write_errors(path, "Name another file with --out."):
-        plot_panels(path, loaded.name, [step / plan.steps_per_epoch for step in range(plan.total_steps)], curves)
+        plot_panels(
+            path,
+            loaded.name,
+            [step / plan.steps_per_epoch for step in range(plan.total_steps)],
+            curves,
+        )
     print(
         f"{plan.total_steps:,} steps: {plan.total_steps / plan.steps_per_epoch:g} epochs of {plan.steps_per_epoch:,}, "
         f"{plan.global_batch:,} of {images:,} images in each"
     )
     rows = [["", "start", "lowest", "highest", "end"]]
     for label, values in curves.items():
-        rows.append([label, *(f"{number:.4g}" for number in (values[0], min(values), max(values), values[-1]))])
+        rows.append(
+            [
+                label,
+                *(f"{number:.4g}" for number in (values[0], min(values), max(values), values[-1])),
+            ]
+        )
     print("\n".join(filter(None, [note, cli.aligned(rows), source])))
     if loaded.config.schedule.name == "plateau":
         print("schedule plateau: drawn as if each evaluation were better than the ones before")
@@ -60,18 +77,27 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
 def count_training_images(data: DataConfig) -> tuple[int, str]:
     """The number of training images, and where it comes from. Downloads nothing. Raises DataError for wrong data."""
     has_files = data.name in ("folder", "list", "digits")
-    if data.name == "synthetic" or (has_files and (Path(data.root).expanduser() / data.train).exists()):
+    if data.name == "synthetic" or (
+        has_files and (Path(data.root).expanduser() / data.train).exists()
+    ):
         from imagenet_cls.data.datasets import open_datasets
 
         train = open_datasets(data, ("train",)).train
         assert train is not None
         place = data.root if has_files else data.name
-        return len(train), f"{len(train):,} training images: counted ({place}); --images takes another number"
+        return len(
+            train
+        ), f"{len(train):,} training images: counted ({place}); --images takes another number"
     why = f"no {data.root} here" if has_files else f"those of {data.name} are not counted"
-    return IMAGENET_IMAGES, f"{IMAGENET_IMAGES:,} training images: assumed, as in ImageNet ({why}); or give --images N"
+    return (
+        IMAGENET_IMAGES,
+        f"{IMAGENET_IMAGES:,} training images: assumed, as in ImageNet ({why}); or give --images N",
+    )
 
 
-def schedule_curves(config: Config, num_images: int) -> tuple["Plan", str | None, dict[str, list[float]]]:
+def schedule_curves(
+    config: Config, num_images: int
+) -> tuple["Plan", str | None, dict[str, list[float]]]:
     """The plan of a run on `num_images`, a note if its learning rate is scaled, and the values at each step by label.
 
     An optimizer without momentum has no such curve. Raises DataError if the images do not fill one batch.
@@ -82,7 +108,9 @@ def schedule_curves(config: Config, num_images: int) -> tuple["Plan", str | None
     from imagenet_cls.optim.build import initial_momentum
     from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 
-    plan = plan_run(config.train, samples_per_epoch(num_images, config.data.repeats_multiple), world_size=1)
+    plan = plan_run(
+        config.train, samples_per_epoch(num_images, config.data.repeats_multiple), world_size=1
+    )
     lr, note = scaled_lr(config.optimizer, config.train.global_batch_size)
     schedule = build_schedule(config.schedule, lr, plan.steps_per_epoch, plan.epochs)
     steps = range(plan.total_steps)

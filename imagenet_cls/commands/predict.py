@@ -20,13 +20,23 @@ if TYPE_CHECKING:
 
 def predict_command(argv: Sequence[str]) -> None:
     """Classify images with a checkpoint folder or an ONNX file."""
-    parser = cli.build_parser("predict", "Classify images with a checkpoint folder, or an ONNX file of export.py.")
+    parser = cli.build_parser(
+        "predict", "Classify images with a checkpoint folder, or an ONNX file of export.py."
+    )
     cli.add_weights_arguments(parser)
     parser.add_argument(
-        "images", type=cli.not_empty, metavar="IMAGE", nargs="+", help="image files, folders, or quoted patterns"
+        "images",
+        type=cli.not_empty,
+        metavar="IMAGE",
+        nargs="+",
+        help="image files, folders, or quoted patterns",
     )
-    parser.add_argument("--top", type=cli.positive, default=5, metavar="K", help="classes to show for each image")
-    parser.add_argument("--device", type=device_name, default="auto", help="as in a config: auto, cpu, cuda, ...")
+    parser.add_argument(
+        "--top", type=cli.positive, default=5, metavar="K", help="classes to show for each image"
+    )
+    parser.add_argument(
+        "--device", type=device_name, default="auto", help="as in a config: auto, cpu, cuda, ..."
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="one JSON object on each line")
     shape.add_argument("--csv", action="store_true", help="one row for each image")
@@ -34,7 +44,9 @@ def predict_command(argv: Sequence[str]) -> None:
         "--features", type=cli.path, metavar="FILE.npz",
         help="write the input of the classifier, float32 (N, D), and the names of the images, instead of predictions",
     )  # fmt: skip
-    parser.add_argument("--logits", action="store_true", help="with --json: the logits of all classes, too")
+    parser.add_argument(
+        "--logits", action="store_true", help="with --json: the logits of all classes, too"
+    )
     arguments = parser.parse_args(argv)
     if arguments.logits and not arguments.json:
         raise UsageError("--logits needs --json.\nAdd it.")
@@ -49,17 +61,27 @@ def predict_command(argv: Sequence[str]) -> None:
                 "an ONNX file has one set of weights, and is run on the CPU.\nOmit --weights and --device."
             )
         if arguments.features:
-            raise UsageError("an ONNX file holds no features, only logits.\nUse --features with a checkpoint.")
+            raise UsageError(
+                "an ONNX file holds no features, only logits.\nUse --features with a checkpoint."
+            )
         predictor: Predictor = OnnxPredictor(arguments.checkpoint)
     else:
-        predictor = Predictor(arguments.checkpoint, arguments.device, arguments.weights, arguments.allow_import)
+        predictor = Predictor(
+            arguments.checkpoint, arguments.device, arguments.weights, arguments.allow_import
+        )
     for line in predictor.warnings:
         print(printable(line), file=sys.stderr)
     bad: list[DataError] = []
     if arguments.features is not None:
-        write_features(arguments.features, list(predictor.in_batches(paths, predictor.features, bad)))
+        write_features(
+            arguments.features, list(predictor.in_batches(paths, predictor.features, bad))
+        )
     elif arguments.csv or arguments.json:
-        write_predictions(sys.stdout, predictor.predict(paths, arguments.top, arguments.logits, bad), arguments.csv)
+        write_predictions(
+            sys.stdout,
+            predictor.predict(paths, arguments.top, arguments.logits, bad),
+            arguments.csv,
+        )
     else:
         for row in predictor.predict(paths, arguments.top, arguments.logits, bad):
             shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])

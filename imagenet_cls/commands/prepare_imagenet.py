@@ -33,11 +33,15 @@ def prepare_command(argv: Sequence[str]) -> None:
     parser.add_argument("out", type=cli.path, metavar="OUT")
     labels_help = f"devkit (.tar.gz or folder) or {SOLUTION}, if not in SOURCE"
     parser.add_argument("--labels", type=cli.path, metavar="FILE", help=labels_help)
-    parser.add_argument("--copy", action="store_true", help="copy image files instead of linking to them")
+    parser.add_argument(
+        "--copy", action="store_true", help="copy image files instead of linking to them"
+    )
     parser.add_argument("--expect-classes", type=int, default=1000, metavar="N")
     parser.add_argument("--expect-train", type=int, default=1_281_167, metavar="N")
     parser.add_argument("--expect-val", type=int, default=50_000, metavar="N")
-    parser.add_argument("--no-count-check", action="store_true", help="do not compare the counts at the end")
+    parser.add_argument(
+        "--no-count-check", action="store_true", help="do not compare the counts at the end"
+    )
     arguments = parser.parse_args(argv)
     prepare(arguments.source, arguments.out, arguments.labels, arguments.copy)
     expected = (arguments.expect_classes, arguments.expect_train, arguments.expect_val)
@@ -52,12 +56,16 @@ def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
         val = source
     if train is None and val is None:
         remedy = "give the folder that does; unpack Kaggle's zip first"
-        raise DataError(f"{source}: holds neither {TRAIN_TAR} and {VAL_TAR} nor {KAGGLE_FOLDER} nor images\n{remedy}")
+        raise DataError(
+            f"{source}: holds neither {TRAIN_TAR} and {VAL_TAR} nor {KAGGLE_FOLDER} nor images\n{remedy}"
+        )
     wnids: dict[str, str] = {}
     if val is not None:  # first: unpacking takes an hour
         # Kaggle's labels are next to ILSVRC, so above a SOURCE that is ILSVRC/Data/CLS-LOC itself.
         folders = [source, *source.resolve().parents[:3]]
-        wnids = validation_labels(labels or _first(*(folder / name for folder in folders for name in DEVKIT_NAMES)))
+        wnids = validation_labels(
+            labels or _first(*(folder / name for folder in folders for name in DEVKIT_NAMES))
+        )
     try:
         (out / "train").mkdir(parents=True, exist_ok=True)
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
@@ -92,17 +100,24 @@ def check_counts(out: Path, expected: tuple[int, int, int] | None) -> None:
 def _write_train(source: Path, out: Path, copy: bool) -> None:
     """source: ILSVRC2012_img_train.tar, with one tar for each class, or class folders."""
     if not source.is_file():
-        for class_folder in cli.track(sorted(path for path in source.iterdir() if path.is_dir()), "train"):
+        for class_folder in cli.track(
+            sorted(path for path in source.iterdir() if path.is_dir()), "train"
+        ):
             if not (out / class_folder.name).exists():
                 with _complete_folder(out / class_folder.name) as partial:
                     for image in _images(class_folder):
                         _place(image, partial / image.name, copy)
         return
     with tarfile.open(source) as outer:
-        for member in cli.track([member for member in outer if member.name.endswith(".tar")], "train"):
+        for member in cli.track(
+            [member for member in outer if member.name.endswith(".tar")], "train"
+        ):
             folder = out / Path(member.name).stem
             if not folder.exists():
-                with _complete_folder(folder) as partial, tarfile.open(fileobj=outer.extractfile(member)) as inner:
+                with (
+                    _complete_folder(folder) as partial,
+                    tarfile.open(fileobj=outer.extractfile(member)) as inner,
+                ):
                     inner.extractall(partial, filter="data")
 
 
@@ -111,14 +126,18 @@ def _write_val(source: Path, folder: Path, wnids: dict[str, str], copy: bool) ->
     if not source.is_file():
         images = _images(source)
         if not images:
-            raise DataError(f"{source}: holds no images\nunpack the validation images there, without class folders")
+            raise DataError(
+                f"{source}: holds no images\nunpack the validation images there, without class folders"
+            )
         for image in cli.track(images, "val"):
             _place(image, folder / wnid_of(wnids, image.name) / image.name, copy)
         return
     with tarfile.open(source) as tar:
         for member in cli.track([member for member in tar if not member.isdir()], "val"):
             name = Path(member.name).name
-            tar.extract(member.replace(name=f"{wnid_of(wnids, name)}/{name}"), folder, filter="data")
+            tar.extract(
+                member.replace(name=f"{wnid_of(wnids, name)}/{name}"), folder, filter="data"
+            )
 
 
 def _first(*paths: Path) -> Path | None:

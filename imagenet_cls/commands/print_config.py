@@ -11,8 +11,14 @@ from imagenet_cls.config.schema import Config
 
 def differing_values(configs: Sequence[Config]) -> dict[str, list[str]]:
     """The values of each key in which the configs differ. Keyword arguments are compared one by one."""
-    values = [{key: dump_inline(value) for key, value in values_by_key(config).items()} for config in configs]
-    found = {key: [by_key.get(key) for by_key in values] for key in dict.fromkeys(key for v in values for key in v)}
+    values = [
+        {key: dump_inline(value) for key, value in values_by_key(config).items()}
+        for config in configs
+    ]
+    found = {
+        key: [by_key.get(key) for by_key in values]
+        for key in dict.fromkeys(key for v in values for key in v)
+    }
     return {
         key: ["(absent)" if value is None else value for value in row]
         for key, row in found.items()
@@ -21,9 +27,15 @@ def differing_values(configs: Sequence[Config]) -> dict[str, list[str]]:
 
 
 def print_config_command(argv: Sequence[str]) -> None:
-    parser = cli.build_parser("print-config", "Print a resolved config.", "CONFIG [key=value ...] [options]")
-    parser.add_argument("config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=0.2")
+    parser = cli.build_parser(
+        "print-config", "Print a resolved config.", "CONFIG [key=value ...] [options]"
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=0.2"
+    )
     parser.add_argument("--origin", action="store_true", help="add where each value comes from")
     parser.add_argument("--diff", metavar="OTHER", help="print only the differences to this config")
     arguments = cli.parse(parser, argv)
@@ -32,9 +44,15 @@ def print_config_command(argv: Sequence[str]) -> None:
         found = differing_values([loaded.config, load_config(arguments.diff).config])
         lines = [f"{key}: {mine} | {other}" for key, (mine, other) in found.items()]
     elif arguments.origin:
-        pairs = {key: f"{key}: {dump_inline(value)}" for key, value in values_by_key(loaded.config).items()}
+        pairs = {
+            key: f"{key}: {dump_inline(value)}"
+            for key, value in values_by_key(loaded.config).items()
+        }
         width = min(max(map(len, pairs.values())), 60)
-        lines = [f"{text:<{width}}  # {loaded.origins.get(key) or 'default'}" for key, text in pairs.items()]
+        lines = [
+            f"{text:<{width}}  # {loaded.origins.get(key) or 'default'}"
+            for key, text in pairs.items()
+        ]
     else:
         lines = dump_yaml(loaded.config).splitlines()
     for line in loaded.warnings:

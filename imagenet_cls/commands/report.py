@@ -14,9 +14,15 @@ from imagenet_cls.files import explain_write_errors, write_output
 
 def report_command(argv: Sequence[str]) -> None:
     """Write the page. Raises UsageError for a folder without a run, CheckpointError for an invalid file of a run."""
-    parser = cli.build_parser("report", "Write a page about one run or several, finished or not.", "RUN [RUN ...]")
+    parser = cli.build_parser(
+        "report", "Write a page about one run or several, finished or not.", "RUN [RUN ...]"
+    )
     parser.add_argument(
-        "runs", nargs="+", type=cli.path, metavar="RUN", help="a run folder, such as work_dirs/resnet50"
+        "runs",
+        nargs="+",
+        type=cli.path,
+        metavar="RUN",
+        help="a run folder, such as work_dirs/resnet50",
     )
     parser.add_argument(
         "--out", type=cli.path, default=Path("report.html"), metavar="FILE.html",
@@ -32,7 +38,9 @@ def report_command(argv: Sequence[str]) -> None:
         except PermissionError as error:
             raise UsageError(f"{run}: {error.strerror}.\nGive this user access to it.") from error
         if not is_run:
-            raise UsageError(f"{run}: no run folder (it has no metrics.jsonl).\nGive a folder like work_dirs/demo.")
+            raise UsageError(
+                f"{run}: no run folder (it has no metrics.jsonl).\nGive a folder like work_dirs/demo."
+            )
     from imagenet_cls.report.runs import read_run, runs_page
 
     configs: list[Config | None] = []
@@ -42,7 +50,9 @@ def report_command(argv: Sequence[str]) -> None:
             configs.append(load_config(run / "config.yaml").config)
         except UserError as error:
             configs.append(None)
-            notes.append(f"{run}: its config can't be read and is not compared: {first_line(error)}")
+            notes.append(
+                f"{run}: its config can't be read and is not compared: {first_line(error)}"
+            )
 
     known = [config for config in configs if config is not None]
     batches = [None if config is None else config.train.global_batch_size for config in configs]
@@ -50,7 +60,9 @@ def report_command(argv: Sequence[str]) -> None:
         key: [None if config is None else values.pop(0) for config in configs]
         for key, values in differing_values(known).items()
     }
-    checkpoints = [{step_of(path): path for path in list_checkpoints(run / "checkpoints")} for run in runs]
+    checkpoints = [
+        {step_of(path): path for path in list_checkpoints(run / "checkpoints")} for run in runs
+    ]
     records = [read_run(run, found) for run, found in zip(runs, checkpoints, strict=True)]
     page = runs_page(records, batches, differences, notes, out.parent)
     with explain_write_errors(out, "Name another file with --out."):

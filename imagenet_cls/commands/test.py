@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_components, run_command
+from imagenet_cls.commands.distributed import (
+    RankCommand,
+    add_rank_options,
+    check_components,
+    run_command,
+)
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.errors import CheckpointError, UsageError, command_line, printable
@@ -43,7 +48,10 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "val), an archive, shards, or a list of images; see docs/your_data.md",
     )  # fmt: skip
     parser.add_argument(
-        "--out", type=cli.path, metavar="FILE", help="write a row for each image: as .csv, or else as lines of JSON"
+        "--out",
+        type=cli.path,
+        metavar="FILE",
+        help="write a row for each image: as .csv, or else as lines of JSON",
     )
     parser.add_argument(
         "--report", type=cli.path, metavar="DIR",
@@ -78,16 +86,24 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
         splits = ("data.val_fraction", "data.fold")
         overrides += [f"{key}=null" for key in splits if key not in names]
     if not paths:
-        raise UsageError(f"no config given.\nUsage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...]")
+        raise UsageError(
+            f"no config given.\nUsage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...]"
+        )
     folder = Path(paths[0])
     if not folder.is_dir():
         return load_config(folder, overrides)
     run = folder.parent.parent if (folder / "manifest.json").is_file() else folder
     if not (run / "config.yaml").is_file():
         call = f"{command_line('test')} CONFIG {folder}"
-        raise UsageError(f"{run / 'config.yaml'}: no such file, so the config of the run is unknown.\nGive one: {call}")
+        raise UsageError(
+            f"{run / 'config.yaml'}: no such file, so the config of the run is unknown.\nGive one: {call}"
+        )
     loaded = load_config(run / "config.yaml", overrides)
-    given = [name for override in overrides for name in re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])]
+    given = [
+        name
+        for override in overrides
+        for name in re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])
+    ]
     check_code_is_allowed(loaded, [*given, *arguments.allow_import], run)
     return loaded
 
@@ -98,9 +114,16 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 
 def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
     """Raise CheckpointError if the config in a run folder names code that is not in `allowed`, as `check_trusted`."""
-    values = [str(value) for value in comparable_values(loaded.config).values()] + loaded.config.eval.metrics
-    names = [*loaded.config.imports, *(name for name in values if is_factory_name(name) or is_model_source(name))]
-    names = [name for name in dict.fromkeys(names) if not name.startswith(("timm:", "torchvision:"))]
+    values = [
+        str(value) for value in comparable_values(loaded.config).values()
+    ] + loaded.config.eval.metrics
+    names = [
+        *loaded.config.imports,
+        *(name for name in values if is_factory_name(name) or is_model_source(name)),
+    ]
+    names = [
+        name for name in dict.fromkeys(names) if not name.startswith(("timm:", "torchvision:"))
+    ]
     code = [name for name in names if name not in allowed]
     if code:
         options = " ".join(f"--allow-import {name}" for name in code)
@@ -114,7 +137,9 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError for options that exclude each other, or paths that can't be used on the first machine."""
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     if (arguments.knn or arguments.linear_probe) and (arguments.out or arguments.report):
-        raise UsageError("--knn and --linear-probe have no --out and no --report.\nLeave these out.")
+        raise UsageError(
+            "--knn and --linear-probe have no --out and no --report.\nLeave these out."
+        )
     if arguments.node_rank == 0:
         if len(paths) > 1:
             check_exists(Path(paths[1]))
@@ -168,7 +193,12 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
-    out, report, allow, weights = arguments.out, arguments.report, arguments.allow_import, arguments.weights
+    out, report, allow, weights = (
+        arguments.out,
+        arguments.report,
+        arguments.allow_import,
+        arguments.weights,
+    )
     test_set = None
     if arguments.data is not None:
         data = loaded.config.data
@@ -223,7 +253,11 @@ def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None
     for number, row in enumerate(rows):
         known = {"target": row["target"]} if "target" in row else {}
         if number == 0:
-            columns = [f"{column}_{k + 1}" for k in range(len(row["top"])) for column in ("class", "probability")]
+            columns = [
+                f"{column}_{k + 1}"
+                for k in range(len(row["top"]))
+                for column in ("class", "probability")
+            ]
             writer.writerow(["image", *known, *columns])
         ranked = (value for name, share in row["top"] for value in (shown(name), share))
         writer.writerow([row["image"], *known.values(), *ranked])

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import RankCommand, add_rank_options, check_components, run_command
+from imagenet_cls.commands.distributed import (
+    RankCommand,
+    add_rank_options,
+    check_components,
+    run_command,
+)
 from imagenet_cls.config.keys import sections, value_types
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import Kwargs
@@ -23,7 +28,9 @@ if TYPE_CHECKING:
 
 def train_command(argv: Sequence[str]) -> int:
     """Train from a config, on one rank or many. Returns the exit code."""
-    command = RankCommand("train", train_parser, load_for_training, check_files, check_components, train_on_rank)
+    command = RankCommand(
+        "train", train_parser, load_for_training, check_files, check_components, train_on_rank
+    )
     return run_command(command, argv)
 
 
@@ -48,13 +55,19 @@ def train_parser() -> argparse.ArgumentParser:
         "--resume-from", type=cli.not_empty, metavar="CKPT",
         help="resume from this checkpoint: weights, optimizer and step; with --resume only if the folder has none",
     )  # fmt: skip
-    run.add_argument("--overwrite", action="store_true", help="remove the run in the folder and start from scratch")
+    run.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove the run in the folder and start from scratch",
+    )
     run.add_argument(
         "--allow-change", type=allowed_key, metavar="KEY", action="append", default=[],
         help="allow this key (or section) of the config to differ from the checkpoint's; may be repeated",
     )  # fmt: skip
     run.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the plan, try one batch; create no run folder"
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the plan, try one batch; create no run folder",
     )
     add_rank_options(parser)
     parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
@@ -66,7 +79,9 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     if arguments.resume not in (None, "auto"):
         arguments.resume, arguments.resume_from = None, arguments.resume
     if arguments.resume and arguments.work_dir == "auto":
-        raise UsageError("--work-dir auto is a new folder, which --resume can't resume.\nName the folder of the run.")
+        raise UsageError(
+            "--work-dir auto is a new folder, which --resume can't resume.\nName the folder of the run."
+        )
     overrides, configs = cli.split_overrides(arguments, ["one config"])
     if arguments.syncbn:
         overrides.append("parallel.sync_bn=true")
@@ -79,13 +94,17 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
 
     check_paths(loaded.config.data, subset=loaded.config.eval.classes == "present")
     needed = {"distill.teacher.checkpoint": loaded.config.distill.teacher.checkpoint}
-    restarts = {os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
+    restarts = {
+        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    }
     if not arguments.resume and restarts == {"0"}:
         needed["model.checkpoint"] = loaded.config.model.checkpoint
         needed["--resume or --resume-from"] = arguments.resume_from
     for name, path in needed.items() if arguments.node_rank == 0 else ():
         if path is not None and not is_url(path) and not os.access(path, os.R_OK):
-            raise CheckpointError(f"{name}: {path}: no such file or folder, or no permission\ncorrect the path")
+            raise CheckpointError(
+                f"{name}: {path}: no such file or folder, or no permission\ncorrect the path"
+            )
     options = run_options(arguments, loaded)
     # After a restart, `open_run_folder` checks the folder.
     if arguments.node_rank == 0 and not (options.new_folder or options.restarted_by):
@@ -95,9 +114,13 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
 def allowed_key(key: str) -> str:
     """An argparse type: a key or section of a config, or a key below a section's `kwargs`."""
     known = {**sections(), **value_types()}
-    below_kwargs = any(key.startswith(f"{name}.") and hint == Kwargs for name, hint in known.items())
+    below_kwargs = any(
+        key.startswith(f"{name}.") and hint == Kwargs for name, hint in known.items()
+    )
     if key not in known and not below_kwargs:
-        raise argparse.ArgumentTypeError(f"no key {key!r}{did_you_mean(key, known)}; see docs/config.md")
+        raise argparse.ArgumentTypeError(
+            f"no key {key!r}{did_you_mean(key, known)}; see docs/config.md"
+        )
     return key
 
 
@@ -113,7 +136,11 @@ def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptio
     if "SLURM_JOB_ID" in os.environ:
         launchers["SLURM_RESTART_COUNT"] = f"SLURM's job {os.environ['SLURM_JOB_ID']}"
     return RunOptions(
-        work_dir=Path(f"work_dirs/{loaded.name}" if arguments.work_dir in (None, "auto") else arguments.work_dir),
+        work_dir=Path(
+            f"work_dirs/{loaded.name}"
+            if arguments.work_dir in (None, "auto")
+            else arguments.work_dir
+        ),
         new_folder=arguments.work_dir == "auto",
         resume=arguments.resume is not None,
         resume_from=arguments.resume_from and Path(arguments.resume_from),
@@ -121,7 +148,9 @@ def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptio
         allow_change=tuple(arguments.allow_change),
         dry_run=arguments.dry_run,
         launchers=tuple(launchers.values()),
-        restarted_by=tuple(job for count, job in launchers.items() if os.environ.get(count, "0") != "0"),
+        restarted_by=tuple(
+            job for count, job in launchers.items() if os.environ.get(count, "0") != "0"
+        ),
     )
 
 

@@ -14,7 +14,12 @@ import numpy as np
 
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.archive_files import ArchiveChangedError, open_archive, tar_members, zip_members
+from imagenet_cls.data.archive_files import (
+    ArchiveChangedError,
+    open_archive,
+    tar_members,
+    zip_members,
+)
 from imagenet_cls.data.archives import index_archives, is_archive
 from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import ImageIndex, describe_unread, is_image, scan_images
@@ -28,7 +33,9 @@ if TYPE_CHECKING:
 
 FILE_SETS = ("folder", "list", "digits")
 Image = tuple["FolderSource", int]  # image of a source
-Key = tuple[str, str, int]  # path in the list of bad images; archive and offset in it, since shards reuse paths
+Key = tuple[
+    str, str, int
+]  # path in the list of bad images; archive and offset in it, since shards reuse paths
 
 
 def verify_command(argv: Sequence[str]) -> None:
@@ -42,11 +49,26 @@ def verify_command(argv: Sequence[str]) -> None:
         "data", type=cli.not_empty, metavar="ROOT | CONFIG",
         help="a folder or archive, with all images and archives in it; or a config",
     )  # fmt: skip
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with CONFIG, such as data.root=/my/images")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="with CONFIG, such as data.root=/my/images",
+    )
     parser.add_argument("--out", type=cli.path, metavar="FILE", help="default: ROOT/bad_images.txt")
-    parser.add_argument("--threads", type=cli.positive, metavar="N", help="default: one for each CPU that it may use")
+    parser.add_argument(
+        "--threads",
+        type=cli.positive,
+        metavar="N",
+        help="default: one for each CPU that it may use",
+    )
     arguments = parser.parse_intermixed_args(argv)
-    verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads or cpu_threads(RankInfo()))
+    verify_data(
+        arguments.data,
+        arguments.overrides,
+        arguments.out,
+        arguments.threads or cpu_threads(RankInfo()),
+    )
 
 
 def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threads: int) -> None:
@@ -68,7 +90,9 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         raise UsageError(f"{path} is a folder.\nName a file with --out.")
     if not os.access(path if is_device_or_fifo(path) else path.parent, os.W_OK):
         raise ResourceError(f"can't write {path}\nname another place with --out FILE")
-    warnings.simplefilter("ignore")  # decode_rgb suppresses them, but not in several threads at once
+    warnings.simplefilter(
+        "ignore"
+    )  # decode_rgb suppresses them, but not in several threads at once
     bad: list[tuple[str, str]] = []
     with ThreadPoolExecutor(num_threads) as pool:
         for start in cli.track(range(0, len(keys), 32 * num_threads), "reading"):
@@ -78,7 +102,9 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
                 if reason is not None:
                     bad.append((name, f"{reason} (in {archive})" if archive else reason))
                     print(f"bad: {name}: {bad[-1][1]}")
-    written = bool(bad) or out is not None or path.exists()  # an earlier list would leave out replaced images
+    written = (
+        bool(bad) or out is not None or path.exists()
+    )  # an earlier list would leave out replaced images
     if written:
         lines = "".join(f"{name}\t{reason}\n" for name, reason in bad)
         write_output(path, lines.encode("utf-8", "surrogateescape"))
@@ -88,8 +114,12 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     if bad:
         names = list(dict.fromkeys(name for name, _ in bad))
         remedy = f"leave them out: data.exclude={shlex.quote(str(path))}"
-        if config is None and any(archive for _, archive, _ in keys):  # paths in data.exclude begin with data.train
-            remedy = f"list them for data.exclude with the config: {command_line('verify-data')} CONFIG"
+        if config is None and any(
+            archive for _, archive, _ in keys
+        ):  # paths in data.exclude begin with data.train
+            remedy = (
+                f"list them for data.exclude with the config: {command_line('verify-data')} CONFIG"
+            )
         what = f"{len(bad)} of {len(keys)} images are bad: {join_names(names)}"
         raise DataError(f"{what}\nreplace or delete them, or {remedy}")
 
@@ -101,7 +131,9 @@ def images_below(root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
     """
     if root.is_file():
         if not is_archive(root.name):
-            raise DataError(f"{root}: a file, but no .tar or .zip\ngive a folder, an archive that ends so, or a config")
+            raise DataError(
+                f"{root}: a file, but no .tar or .zip\ngive a folder, an archive that ends so, or a config"
+            )
         return _images([index_archives(root.parent, root.name, [root])], root)
     folders: dict[bytes, os.stat_result | None] = {}
     found, unread = scan_images(os.fsencode(root), b".", folders)
@@ -110,8 +142,14 @@ def images_below(root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
     names = np.array(found, bytes)
     indexes = [ImageIndex(root, names, np.zeros(len(names), np.int64), (), unread=unread)]
     for folder in sorted(root / os.fsdecode(name) for name in folders):
-        names_here = sorted(name for name in os.listdir(folder) if is_archive(name) and name[0] != ".")  # noqa: PTH208
-        archives = [folder / name for name in names_here if (folder / name).is_file() and has_images(folder / name)]
+        names_here = sorted(
+            name for name in os.listdir(folder) if is_archive(name) and name[0] != "."
+        )  # noqa: PTH208
+        archives = [
+            folder / name
+            for name in names_here
+            if (folder / name).is_file() and has_images(folder / name)
+        ]
         if not archives:
             continue
         try:
@@ -124,8 +162,12 @@ def images_below(root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
 def has_images(archive: Path) -> bool:
     """Whether an archive holds images, or tars. Raises DataError if it is damaged before the first one."""
     with open_archive(str(archive)) as file:
-        members = (zip_members if archive.suffix.lower() == ".zip" else tar_members)(file, str(archive))
-        return any(is_image(name.rpartition(b"/")[2]) or name.endswith(b".tar") for name, *_ in members)
+        members = (zip_members if archive.suffix.lower() == ".zip" else tar_members)(
+            file, str(archive)
+        )
+        return any(
+            is_image(name.rpartition(b"/")[2]) or name.endswith(b".tar") for name, *_ in members
+        )
 
 
 def images_of(data: DataConfig, root: Path) -> tuple[dict[Key, Image], Counter[bytes]]:
@@ -166,7 +208,9 @@ def image_problem(source: "FolderSource", i: int) -> str | None:
     from imagenet_cls.data.decode import decode_rgb
 
     try:
-        if source.index.spans is None and not source.index.path(i).is_file():  # reading a pipe would never end
+        if (
+            source.index.spans is None and not source.index.path(i).is_file()
+        ):  # reading a pipe would never end
             return "missing, a broken link, or not a regular file"
         decode_rgb(source.read(i))
     except ArchiveChangedError:

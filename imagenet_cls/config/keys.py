@@ -13,8 +13,18 @@ from imagenet_cls.config.schema import Config, KeyInfo, Kwargs
 from imagenet_cls.errors import command_line
 from imagenet_cls.lookup import nearest
 
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Kwargs: "a mapping"}
-_TYPE_NAMES |= {list[int]: "a list of whole numbers", list[float]: "a list of numbers", list[str]: "a list of texts"}
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Kwargs: "a mapping",
+}
+_TYPE_NAMES |= {
+    list[int]: "a list of whole numbers",
+    list[float]: "a list of numbers",
+    list[str]: "a list of texts",
+}
 _TYPE_NAMES[list[int | float]] = "a list of numbers"
 
 # What to write for the names of timm, torchvision, pytorch/examples and mmpretrain: a key, perhaps with a value and a
@@ -75,7 +85,9 @@ def _fields() -> dict[str, Field[Any]]:
 @cache
 def sections() -> dict[str, Any]:
     """The dataclass of every section; "" is the whole config."""
-    return {"": Config} | {key: field.type for key, field in _fields().items() if is_dataclass(field.type)}
+    return {"": Config} | {
+        key: field.type for key, field in _fields().items() if is_dataclass(field.type)
+    }
 
 
 @cache
@@ -101,13 +113,18 @@ def keys_with(flag: Literal["recipe", "per_machine"], value: bool) -> frozenset[
     return frozenset(
         key
         for key in value_types()
-        if value in (getattr(info(part), flag) for part in accumulate(key.split("."), "{}.{}".format))
+        if value
+        in (getattr(info(part), flag) for part in accumulate(key.split("."), "{}.{}".format))
     )
 
 
 def members(hint: Any) -> tuple[Any, ...]:
     """The types of a union; for any other type, the type itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (types.UnionType, typing.Union)
+        else (hint,)
+    )
 
 
 def split_optional(hint: Any) -> tuple[Any, bool]:
@@ -158,7 +175,11 @@ def unknown_key(key: str) -> tuple[str, list[str]]:
         if not (match := _KEY_AND_REMARK.fullmatch(text)):
             return f"unknown key; {text}", []
         return f"unknown key; did you mean {match[1]!r}?{match[2] or ''}", [match[1]]
-    beside = {other.rpartition(".")[2]: other for other in _fields() if other.rpartition(".")[0] == section}
+    beside = {
+        other.rpartition(".")[2]: other
+        for other in _fields()
+        if other.rpartition(".")[0] == section
+    }
     found = [beside[near] for near in nearest(name, beside)]
     found = found or [other for other in _fields() if other.rpartition(".")[2] == name][:3]
     if found:

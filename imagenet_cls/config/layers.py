@@ -115,7 +115,9 @@ class Layers:
         try:
             tree = reader.read_file(path, shown, () if path.suffix else shipped_configs())
             if not isinstance(tree, Tree | None):
-                raise ConfigError([f"{shown}: is not a mapping; write `section:` and, below it, `key: value`"])
+                raise ConfigError(
+                    [f"{shown}: is not a mapping; write `section:` and, below it, `key: value`"]
+                )
         except ConfigError as error:
             self.errors += [place + line for line in error.lines]
             return
@@ -149,20 +151,27 @@ class Layers:
             key, equals, value = text.partition("=")
             names = key.strip().split(".")
             if not equals or not all(names):
-                self.errors.append(f"{place}: is not of the form key=value, such as optimizer.lr=0.1")
+                self.errors.append(
+                    f"{place}: is not of the form key=value, such as optimizer.lr=0.1"
+                )
                 continue
             try:
                 layer = reader.parse(value, place)
                 layer = reader.parse("null", place) if layer is None else layer
             except ConfigError as error:
-                self.errors += [f"{line} (the value is read as YAML: put quotes around text)" for line in error.lines]
+                self.errors += [
+                    f"{line} (the value is read as YAML: put quotes around text)"
+                    for line in error.lines
+                ]
                 continue
             for name in reversed(names):
                 layer = Tree({name: layer}, layer.start_mark)
             for new in flatten(layer):
                 for old, other in flatten(arguments).items():
                     if f"{new}.".startswith(f"{old}.") or f"{old}.".startswith(f"{new}."):
-                        self.errors.append(f"{place}: {new}: is given twice: {reader.place_of(other)}; keep one")
+                        self.errors.append(
+                            f"{place}: {new}: is given twice: {reader.place_of(other)}; keep one"
+                        )
             _merge(arguments, layer)
         self.add(arguments)
 

@@ -51,7 +51,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     warnings = replace_removed_keys(layers.tree)
     builder = _Builder(layers.tree)
     config = builder.build()
-    problems = builder.problems + [p for p in rule_problems(config) if not builder.is_consequence(p)]
+    problems = builder.problems + [
+        p for p in rule_problems(config) if not builder.is_consequence(p)
+    ]
     if problems:
         raise ConfigError(format_problems(problems, builder.origins))
     for found in (layers.removed_values(), unused_values(config)):
@@ -68,11 +70,16 @@ def replace_removed_keys(tree: Tree) -> list[str]:
     origins = {key: reader.place_of(value) for key, value in old.items()}
     action = reader.value_of(old.get("data.on_bad_image", "error"))
     if action not in ("error", "exclude"):
-        problem = Problem("data.on_bad_image", f"{format_value(action)} is neither error nor exclude")
+        problem = Problem(
+            "data.on_bad_image", f"{format_value(action)} is neither error nor exclude"
+        )
         raise ConfigError(format_problems([problem], origins))
     if action == "exclude":
         default = "${data.root}/verified_images.json"
-        data.setdefault("exclude", old["data.manifest"] if reader.value_of(old.get("data.manifest")) else default)
+        data.setdefault(
+            "exclude",
+            old["data.manifest"] if reader.value_of(old.get("data.manifest")) else default,
+        )
     message = "was replaced by data.exclude; see docs/config.md"
     return format_problems((Problem(key, message) for key in origins), origins)
 
@@ -84,7 +91,9 @@ def format_problems(problems: Iterable[Problem], origins: Mapping[str, str]) -> 
         key = problem.key
         while key and not origins.get(key):
             key = key.rpartition(".")[0]
-        lines.append(": ".join(filter(None, (origins.get(key), shorten(problem.key, 200), problem.message))))
+        lines.append(
+            ": ".join(filter(None, (origins.get(key), shorten(problem.key, 200), problem.message)))
+        )
     return lines
 
 
@@ -111,7 +120,9 @@ class _Builder:
         self.tree, self.check_ranges = tree, check_ranges
         types = keys.value_types()
         self.values = {key: keys.default_of(key) for key in types}
-        self.values |= {key: reader.value_of(node, keys.is_text(types.get(key))) for key, node in walk(tree)}
+        self.values |= {
+            key: reader.value_of(node, keys.is_text(types.get(key))) for key, node in walk(tree)
+        }
         self.origins = {key: reader.place_of(node) for key, node in walk(tree)}
         self.config = deepcopy(_template())
         self.inserted = 0  # characters by `${...}`
@@ -121,12 +132,16 @@ class _Builder:
     def build(self) -> Config:
         """The config. Its problems are in `problems`."""
         # Keys without references first: a reference to an invalid key is not a problem of its own.
-        for key in sorted(self.known_keys("", self.tree), key=lambda key: "${" in str(self.values[key])):
+        for key in sorted(
+            self.known_keys("", self.tree), key=lambda key: "${" in str(self.values[key])
+        ):
             try:
                 self.assign(key, self.interpolate(self.values[key], (key,)))
                 if self.check_ranges:
                     value = OmegaConf.select(self.config, key)
-                    check_value(key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+                    check_value(
+                        key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+                    )
             except _InvalidReference:
                 self.assign(key, keys.default_of(key))
                 self.invalid_keys.add(key)
@@ -136,7 +151,9 @@ class _Builder:
         for key in OmegaConf.missing_keys(self.config):
             if not self.is_consequence(Problem(key, "")):
                 self.add_problem(key, NO_VALUE)
-            self.assign(key, 0)  # so that the other keys can be checked; a config with problems is never used
+            self.assign(
+                key, 0
+            )  # so that the other keys can be checked; a config with problems is never used
         config = OmegaConf.to_object(self.config)
         assert isinstance(config, Config)
         return config
@@ -183,7 +200,9 @@ class _Builder:
         if f"{RESETS.get(chain[0])}.name" == chain[0]:
             raise ValueError(f"{format_value(value)}: a component's name can't be interpolated")
         if "${" in _REFERENCE.sub("", value):
-            raise ValueError(f"{format_value(value)} is not allowed; only ${{section.key}} is, without resolvers")
+            raise ValueError(
+                f"{format_value(value)} is not allowed; only ${{section.key}} is, without resolvers"
+            )
         found = {key: self.referenced_value(key, chain) for key in _REFERENCE.findall(value)}
         if whole := _REFERENCE.fullmatch(value):
             return found[whole[1]]
@@ -198,20 +217,26 @@ class _Builder:
         if len(chain) > MAX_CHAIN:
             raise ValueError(f"${{{key}}} is reached by more than {MAX_CHAIN} references")
         if key not in self.values or isinstance(self.values[key], dict):
-            with_value = [other for other, found in self.values.items() if not isinstance(found, dict)]
+            with_value = [
+                other for other, found in self.values.items() if not isinstance(found, dict)
+            ]
             raise ValueError(f"${{{key}}} is not a key with a value{did_you_mean(key, with_value)}")
         if key in self.invalid_keys:
             raise _InvalidReference(key)
         value = self.interpolate(self.values[key], (*chain, key))
         self.inserted += 1 + len(str(value))
         if self.inserted > MAX_INSERTED:
-            raise ValueError(f"the ${{...}} of this config insert more than {MAX_INSERTED} characters")
+            raise ValueError(
+                f"the ${{...}} of this config insert more than {MAX_INSERTED} characters"
+            )
         return value
 
     def assign(self, key: str, value: Any) -> None:
         """Set a key to a plain value, converted to its type. Raises ValueError."""
         hint = keys.value_types()[key]
-        if hint is not bool or isinstance(value, bool):  # OmegaConf also makes booleans of numbers and texts
+        if hint is not bool or isinstance(
+            value, bool
+        ):  # OmegaConf also makes booleans of numbers and texts
             with suppress(OmegaConfBaseException, OverflowError, ValueError):
                 OmegaConf.update(self.config, key, value, merge=False)
                 return
@@ -236,7 +261,10 @@ def config_from_dict(mapping: Mapping[str, Any]) -> Config:
 
 def removed_key_warnings(mapping: Mapping[str, Any]) -> list[str]:
     """A warning for each removed key of a stored config, which `config_from_dict` replaces."""
-    return [f"warning: the checkpoint's config: {line}" for line in replace_removed_keys(reader.to_tree(mapping))]
+    return [
+        f"warning: the checkpoint's config: {line}"
+        for line in replace_removed_keys(reader.to_tree(mapping))
+    ]
 
 
 def values_by_key(config: Config) -> dict[str, Any]:

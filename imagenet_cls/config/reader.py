@@ -29,7 +29,11 @@ _FLOAT = (
     r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN"
 )
 _IMPLICIT = [
-    ("bool", r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
+    (
+        "bool",
+        r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
+        "yYnNtTfFoO",
+    ),
     ("int", r"[-+]?(?:0|[1-9][0-9_]{0,998}|0x[0-9a-fA-F]{1,998})", "-+0123456789"),
     ("float", _FLOAT, "-+.0123456789"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -59,11 +63,17 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         self.values += 1
         if isinstance(event, yaml.AliasEvent):
-            raise ConfigError([f"{place}: aliases (*name) are not allowed; use _base_ or ${{section.key}}"])
+            raise ConfigError(
+                [f"{place}: aliases (*name) are not allowed; use _base_ or ${{section.key}}"]
+            )
         if self.depth > MAX_DEPTH or self.values > MAX_VALUES:
-            raise ConfigError([f"{place}: nested more than {MAX_DEPTH} deep, or more than {MAX_VALUES} values"])
+            raise ConfigError(
+                [f"{place}: nested more than {MAX_DEPTH} deep, or more than {MAX_VALUES} values"]
+            )
         if event.tag is not None:
-            self.problems.append(f"{place}: the tag {event.tag.replace(_PREFIX, '!!')} is not allowed")
+            self.problems.append(
+                f"{place}: the tag {event.tag.replace(_PREFIX, '!!')} is not allowed"
+            )
         node: yaml.Node | None = super().compose_node(parent, index)
         if isinstance(node, yaml.MappingNode):
             self.check_keys([key for key, _ in node.value])
@@ -79,7 +89,9 @@ class _Loader(yaml.SafeLoader):
             elif name == "<<":
                 self.problems.append(f"{place}: merge keys (<<) are not allowed; use _base_")
             elif name in places:
-                self.problems.append(f"{place}: key {name!r} is given twice, first in {places[name]}")
+                self.problems.append(
+                    f"{place}: key {name!r} is given twice, first in {places[name]}"
+                )
             else:
                 places[name] = place
 
@@ -90,7 +102,9 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         # PyYAML would fold Unicode's other line ends into spaces unless they are escaped.
-        return self.represent_scalar(_STR, text, style='"' if re.search("[\x85\u2028\u2029]", text) else None)
+        return self.represent_scalar(
+            _STR, text, style='"' if re.search("[\x85\u2028\u2029]", text) else None
+        )
 
     def represent_list(self, items: list[Any]) -> yaml.SequenceNode:
         return self.represent_sequence(_SEQ, items, flow_style=True)  # `[0.08, 1.0]`, on one line
@@ -108,7 +122,11 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            hint = f"; for the config of that run: {shown}/config.yaml" if (path / "config.yaml").is_file() else ""
+            hint = (
+                f"; for the config of that run: {shown}/config.yaml"
+                if (path / "config.yaml").is_file()
+                else ""
+            )
             raise ConfigError([f"{shown}: is a folder{hint}"])
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
             raise ConfigError([f"{shown}: is not a regular file of at most {MAX_BYTES} bytes"])
@@ -118,7 +136,9 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
     except OSError as error:
         near = ""
         if isinstance(error, FileNotFoundError):
-            near = did_you_mean(path.name, [*sorted(file.name for file in path.parent.glob("*.y*ml")), *names])
+            near = did_you_mean(
+                path.name, [*sorted(file.name for file in path.parent.glob("*.y*ml")), *names]
+            )
         raise ConfigError([f"{shown}: {error.strerror or error}{near}"]) from None
 
 
@@ -133,10 +153,14 @@ def _compose(text: str, place: Path | str) -> yaml.Node | None:
         loader = _Loader(text, place)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
-        raise ConfigError([f"{place}: the character {chr(error.character)!r} is not allowed"]) from None
+        raise ConfigError(
+            [f"{place}: the character {chr(error.character)!r} is not allowed"]
+        ) from None
     except yaml.MarkedYAMLError as error:
         problem = " ".join(filter(None, (error.context, error.problem))) or "not YAML"
-        raise ConfigError([f"{place_of(error.problem_mark or error.context_mark)}: {problem}"]) from None
+        raise ConfigError(
+            [f"{place_of(error.problem_mark or error.context_mark)}: {problem}"]
+        ) from None
     if loader.problems:
         raise ConfigError(loader.problems)
     return node
@@ -146,7 +170,11 @@ def to_tree(value: Any) -> Any:
     """A mapping, of nodes or of plain values, as a `Tree`; any other value as it is."""
     if isinstance(value, yaml.MappingNode):
         return Tree(((key.value, to_tree(item)) for key, item in value.value), value.start_mark)
-    return Tree((key, to_tree(item)) for key, item in value.items()) if isinstance(value, dict) else value
+    return (
+        Tree((key, to_tree(item)) for key, item in value.items())
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def place_of(value: Any) -> str:
@@ -166,7 +194,11 @@ def value_of(value: Any, as_text: bool = False) -> Any:
     if isinstance(value, yaml.SequenceNode):
         return [value_of(item, as_text) for item in value.value]
     if isinstance(value, yaml.ScalarNode):
-        return value.value if as_text and value.tag != _NULL else SafeConstructor().construct_object(value)
+        return (
+            value.value
+            if as_text and value.tag != _NULL
+            else SafeConstructor().construct_object(value)
+        )
     return value
 
 

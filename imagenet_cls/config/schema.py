@@ -27,7 +27,9 @@ class Range:
             return True
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
-        return above and below and abs(number) < 2.0**64  # not math.isfinite, which overflows for long integers
+        return (
+            above and below and abs(number) < 2.0**64
+        )  # not math.isfinite, which overflows for long integers
 
     def __str__(self) -> str:
         if not (self.low_open or self.high_open or self.high == math.inf):
@@ -118,23 +120,38 @@ FACTORIES = (
 )
 
 # When keys have an effect.
-READS_FILES = Condition("data.name folder, list or digits", lambda c: c.data.name in ("folder", "list", "digits"))
+READS_FILES = Condition(
+    "data.name folder, list or digits", lambda c: c.data.name in ("folder", "list", "digits")
+)
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
-HOLDS_OUT = Condition("data.val_fraction or data.fold", lambda c: any((c.data.val_fraction, c.data.fold)))
-PROGRESSIVE = Condition("augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None)
-CROPS_RANDOMLY = Condition("augment.crop random_resized", lambda c: c.augment.crop == "random_resized")
+HOLDS_OUT = Condition(
+    "data.val_fraction or data.fold", lambda c: any((c.data.val_fraction, c.data.fold))
+)
+PROGRESSIVE = Condition(
+    "augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None
+)
+CROPS_RANDOMLY = Condition(
+    "augment.crop random_resized", lambda c: c.augment.crop == "random_resized"
+)
 PADS = Condition("augment.crop pad_crop", lambda c: c.augment.crop == "pad_crop")
-JITTERS = Condition("brightness, contrast, saturation or hue above 0", lambda c: c.augment.color_jitter.is_on)
+JITTERS = Condition(
+    "brightness, contrast, saturation or hue above 0", lambda c: c.augment.color_jitter.is_on
+)
 ERASES = Condition("augment.erasing.prob above 0", lambda c: c.augment.erasing.prob > 0)
 MIXES = Condition("mix.mixup_alpha or mix.cutmix_alpha above 0", lambda c: c.mix.is_on)
-MIXES_BOTH_WAYS = Condition("mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_is_on)
+MIXES_BOTH_WAYS = Condition(
+    "mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_is_on
+)
 NO_CUTMIX_SIDES = Condition("mix.cutmix_minmax null", lambda c: c.mix.cutmix_minmax is None)
 MIXING_ENDS = Condition(
-    "mixing, and at most train.epochs as its value", lambda c: c.mix.is_on and (c.mix.off_epoch or 0) <= c.train.epochs
+    "mixing, and at most train.epochs as its value",
+    lambda c: c.mix.is_on and (c.mix.off_epoch or 0) <= c.train.epochs,
 )
 DISTILS = Condition("distill.kind soft or hard", lambda c: c.distill.kind != "none")
 DISTILS_SOFTLY = Condition("distill.kind soft", lambda c: c.distill.kind == "soft")
-EFFECTIVE_WEIGHTS = Condition("loss.class_weights effective", lambda c: c.loss.class_weights == "effective")
+EFFECTIVE_WEIGHTS = Condition(
+    "loss.class_weights effective", lambda c: c.loss.class_weights == "effective"
+)
 LR_SCALES = Condition("optimizer.lr_base_batch", lambda c: c.optimizer.lr_base_batch is not None)
 WARMS_UP = Condition("schedule.warmup_epochs above 0", lambda c: c.schedule.warmup_epochs > 0)
 WARMS_UP_BY_FACTOR = Condition(
@@ -143,9 +160,12 @@ WARMS_UP_BY_FACTOR = Condition(
 )
 USES_SAM = Condition("train.sam_rho", lambda c: c.train.sam_rho is not None)
 AVERAGES = Condition(
-    "ema.decay or ema.half_life_images", lambda c: c.ema.decay is not None or c.ema.half_life_images is not None
+    "ema.decay or ema.half_life_images",
+    lambda c: c.ema.decay is not None or c.ema.half_life_images is not None,
 )
-STOPS_EARLY = Condition("train.early_stop.patience_evals", lambda c: c.train.early_stop.patience_evals is not None)
+STOPS_EARLY = Condition(
+    "train.early_stop.patience_evals", lambda c: c.train.early_stop.patience_evals is not None
+)
 RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px is None)
 
 
@@ -164,7 +184,9 @@ class ModelConfig:
     # a .pth, .pth.tar or .safetensors file, or its URL, of timm, torchvision or pytorch/examples (the average if it has
     # one). A head of another size is initialized, and position embeddings of another grid are resized. Of a file of
     # MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded. Any other mismatch is an error.
-    checkpoint: str | None = key(None, recipe=False, per_machine=True, excludes=("model.pretrained",))
+    checkpoint: str | None = key(
+        None, recipe=False, per_machine=True, excludes=("model.pretrained",)
+    )
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. Their BatchNorm layers
     # do not update the running statistics; dropout and drop-path stay on.
     freeze: list[str] = key([], excludes=("model.head_only",))
@@ -175,7 +197,9 @@ class ModelConfig:
     # Separate BatchNorm layers for each split of the batch (augment.splits), as in AugMix; evaluation uses the first.
     split_bn: bool = key(False, excludes=("model.freeze_bn",))
     # Further arguments of the model's constructor, such as `{drop_path_rate: 0.05}`.
-    kwargs: Kwargs = key({}, shares=("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"))
+    kwargs: Kwargs = key(
+        {}, shares=("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate")
+    )
 
 
 @dataclass(frozen=True)
@@ -195,9 +219,13 @@ class DataConfig:
     # Validation part, likewise. null: split from the training part by val_fraction or fold.
     val: str | None = "val"
     # Share of each class of the training part that is held out for validation if val is null, by a hash of the path.
-    val_fraction: float | None = key(None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",))
+    val_fraction: float | None = key(
+        None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",)
+    )
     # Hold out fold i of k, [i, k] with i from 0, if val is null: images whose hash of the path, modulo k, is i.
-    fold: list[int] | None = key(None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction"))
+    fold: list[int] | None = key(
+        None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction")
+    )
     # Images of a group are held out together. A regular expression that is searched in the path of each image below the
     # training part: its group 1, or the whole match, names the image's group. null: each image is a group.
     group: str | None = key(None, needs=HOLDS_OUT)
@@ -208,7 +236,9 @@ class DataConfig:
     fraction: float = key(1.0, POSITIVE_SHARE)
     # Worker processes that read and decode, for each rank. 0: in the training process. auto or null: chosen from the
     # CPUs of this rank, at most 16 (docs/data.md). The samples don't depend on it.
-    num_workers: int | Literal["auto"] | None = key("auto", Range(0, 256), recipe=False, per_machine=True)
+    num_workers: int | Literal["auto"] | None = key(
+        "auto", Range(0, 256), recipe=False, per_machine=True
+    )
     # Batches that each worker prepares ahead.
     prefetch_batches: int = key(2, COUNT, recipe=False, per_machine=True)
     # How JPEG files are decoded. auto: only the region that a sample needs, if libjpeg-turbo 3 is found; the pixels are
@@ -312,7 +342,9 @@ class AugmentConfig:
     # Resampling of the crop or the image. random: bilinear or bicubic, drawn for each image.
     interpolation: Literal["nearest", "bilinear", "bicubic", "random"] = "bilinear"
     # Area of the random crop, as shares of the image's area: [smallest, largest].
-    scale: list[float] = key([0.08, 1.0], POSITIVE_SHARE, count=2, ascending=True, needs=CROPS_RANDOMLY)
+    scale: list[float] = key(
+        [0.08, 1.0], POSITIVE_SHARE, count=2, ascending=True, needs=CROPS_RANDOMLY
+    )
     # Width / height of the random crop: [smallest, largest].
     ratio: list[float] = key([0.75, 4 / 3], RATIO, count=2, ascending=True, needs=CROPS_RANDOMLY)
     # Probability of a left-right flip.
@@ -375,7 +407,9 @@ class LossConfig:
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
     # Weights of the classes, by which images count. A number for each class, of which only the ratios matter; or from
     # the number n of training images: `balanced`, proportional to 1/n; `effective`, to (1 - beta) / (1 - beta^n).
-    class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(None, NOT_NEGATIVE)
+    class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(
+        None, NOT_NEGATIVE
+    )
     # For class_weights effective: beta (Cui et al. 2019).
     effective_beta: float = key(0.999, SHARE_BELOW_1, needs=EFFECTIVE_WEIGHTS)
     # Arguments of the loss: bce {target_threshold (above it targets are 1), sum_classes}, focal {gamma}, jsd {alpha}.
@@ -390,7 +424,11 @@ class TeacherConfig:
     name: str | None = key(None, needs=DISTILS)
     # As model.pretrained.
     pretrained: bool = key(
-        False, excludes=("distill.teacher.checkpoint",), needs=DISTILS, recipe=False, per_machine=True
+        False,
+        excludes=("distill.teacher.checkpoint",),
+        needs=DISTILS,
+        recipe=False,
+        per_machine=True,
     )
     # As model.checkpoint.
     checkpoint: str | None = key(None, needs=DISTILS, recipe=False, per_machine=True)
@@ -604,7 +642,9 @@ class ParallelConfig:
     # one image, and weights their losses; `error` ends the run. Always an error in mode dp.
     uneven: Literal["allow", "error"] = key("allow", recipe=False)
     # Longest wait for another rank, in seconds.
-    timeout_sec: float = key(600.0, Range(0, 7 * 86_400, low_open=True), recipe=False, per_machine=True)
+    timeout_sec: float = key(
+        600.0, Range(0, 7 * 86_400, low_open=True), recipe=False, per_machine=True
+    )
     # Compare the bits of weights, moving average and optimizer state between ranks every this many optimizer steps and
     # before each checkpoint; diverged ranks end the run. null: never.
     check_every_steps: int | None = key(1000, COUNT, recipe=False)
@@ -695,10 +735,16 @@ class Config:
 
 # A key, and the section or the arguments that a layer resets to their defaults when it changes the key.
 RESETS = {
-    **{f"{component}.name": component for component in ("model", "data", "loss", "optimizer", "schedule")},
+    **{
+        f"{component}.name": component
+        for component in ("model", "data", "loss", "optimizer", "schedule")
+    },
     "augment.policy": "augment.policy_kwargs",
     "distill.teacher.name": "distill.teacher.kwargs",
 }
 
 # Arguments of optimizers that differ from torch's defaults.
-DEFAULT_KWARGS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "rmsproptf": {"momentum": 0.9}}
+DEFAULT_KWARGS: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    "rmsproptf": {"momentum": 0.9},
+}

@@ -64,7 +64,9 @@ class ByteRanges:
     packed: np.ndarray
 
     def select(self, rows: np.ndarray) -> "ByteRanges":
-        arrays = {name: getattr(self, name)[rows] for name in ("number", "offset", "size", "packed")}
+        arrays = {
+            name: getattr(self, name)[rows] for name in ("number", "offset", "size", "packed")
+        }
         return replace(self, **arrays)
 
     def archive(self, i: int) -> str:
@@ -76,7 +78,9 @@ class ByteRanges:
         Raises ArchiveChangedError. For a member that can't be read: OSError, and DataError with the
         reason, without names.
         """
-        number, offset, size, packed = (int(a[i]) for a in (self.number, self.offset, self.size, self.packed))
+        number, offset, size, packed = (
+            int(a[i]) for a in (self.number, self.offset, self.size, self.packed)
+        )
         path = self.archives[number]
         try:
             file = os.open(path, os.O_RDONLY)
@@ -135,7 +139,9 @@ def open_archive(path: str) -> Iterator[int]:
         finally:
             os.close(file)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}\ncheck data.root, data.train and data.val") from None
+        raise DataError(
+            f"{path}: {error.strerror}\ncheck data.root, data.train and data.val"
+        ) from None
 
 
 class _Section:

@@ -70,11 +70,18 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
         return [place]
     if os.path.isdir(place):  # noqa: PTH112
         found = []
-        with contextlib.suppress(PermissionError), os.scandir(place) as entries:  # `class_folders` raises an error
+        with (
+            contextlib.suppress(PermissionError),
+            os.scandir(place) as entries,
+        ):  # `class_folders` raises an error
             found = [entry for entry in entries if not entry.name.startswith(".")]
-        archives = sorted(entry.name for entry in found if is_archive(entry.name) and entry.is_file())
+        archives = sorted(
+            entry.name for entry in found if is_archive(entry.name) and entry.is_file()
+        )
         folders = {entry.name for entry in found if entry.is_dir()}
-        packed = [name for name in archives if name.lower().endswith(".tar") and name[:-4] not in folders]
+        packed = [
+            name for name in archives if name.lower().endswith(".tar") and name[:-4] not in folders
+        ]
         if folders and packed:
             raise DataError(
                 f"{place}: holds class folders, and archives that are not unpacked: {join_names(packed)}\n"
@@ -98,19 +105,27 @@ def _expand(root: Path, pattern: str) -> list[Path]:
             what = f"{root}/{shorten(pattern, 100)}: numbers of more than {_MAX_DIGITS} digits"
             raise DataError(f"{what}\nset data.root, data.train and data.val to archives")
         numbers = range(int(first), int(last) + 1)
-        names = (f"{pattern[: found.start()]}{n:0{len(first)}}{pattern[found.end() :]}" for n in numbers)
+        names = (
+            f"{pattern[: found.start()]}{n:0{len(first)}}{pattern[found.end() :]}" for n in numbers
+        )
         paths = [path for name in names for path in _expand(root, name)]
     elif re.search(r"[*?\[]", pattern):
         paths = [root / name for name in sorted(glob.glob(pattern, root_dir=root))]  # noqa: PTH207 (may be absolute)
     else:
         paths = [root / pattern]
     if not paths or not paths[0].is_file():
-        raise DataError(f"{root / pattern}: no such file\nset data.root, data.train and data.val to archives")
+        raise DataError(
+            f"{root / pattern}: no such file\nset data.root, data.train and data.val to archives"
+        )
     return paths
 
 
 def index_archives(
-    root: Path, part: str, archives: Sequence[Path], classes: Sequence[str] | None = None, must_match: bool = True
+    root: Path,
+    part: str,
+    archives: Sequence[Path],
+    classes: Sequence[str] | None = None,
+    must_match: bool = True,
 ) -> ImageIndex:
     """Index the images in what `find_archives` found: in the order of class folders on disk, or of the shards.
 
@@ -188,7 +203,9 @@ class _Rows:
     unread: Counter[tuple[bytes, bytes]]
 
 
-def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None) -> Scan:
+def _scan(
+    root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None
+) -> Scan:
     """List the images of all archives.
 
     Of shards, the classes are the labels, in the order in which they appear; `labels` are indices into them.
@@ -198,29 +215,57 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
 
     started, place = time.time(), root / part
     try:
-        statuses: dict[bytes, os.stat_result | None] = {p: open_status(p) for p in map(os.fsencode, listed)}
+        statuses: dict[bytes, os.stat_result | None] = {
+            p: open_status(p) for p in map(os.fsencode, listed)
+        }
     except OSError as error:
-        raise DataError(f"{os.fsdecode(error.filename)}: {error.strerror}\ncheck its permissions") from None
+        raise DataError(
+            f"{os.fsdecode(error.filename)}: {error.strerror}\ncheck its permissions"
+        ) from None
     with ThreadPoolExecutor(_THREADS) as pool:
-        pieces = [piece for found in pool.map(_pieces, archives, range(len(archives))) for piece in found]
+        pieces = [
+            piece for found in pool.map(_pieces, archives, range(len(archives))) for piece in found
+        ]
         console, scans = Console(stderr=True), pool.map(_scan_piece, pieces)
         is_terminal = sys.stderr.isatty()
-        bar = track(scans, "listing archives", len(pieces), console=console, transient=True, disable=not is_terminal)
+        bar = track(
+            scans,
+            "listing archives",
+            len(pieces),
+            console=console,
+            transient=True,
+            disable=not is_terminal,
+        )
         scanned = list(bar)
     if devkit is not None:
         wnids = validation_labels(devkit)
-        scanned = [_in_folders(r, [wnid_of(wnids, os.fsdecode(n)).encode() for n in r.names.tolist()]) for r in scanned]
+        scanned = [
+            _in_folders(r, [wnid_of(wnids, os.fsdecode(n)).encode() for n in r.names.tolist()])
+            for r in scanned
+        ]
     elif len(pieces) > 1:
         for i, (rows, piece) in enumerate(zip(scanned, pieces, strict=True)):
             if b"" in rows.groups and not rows.is_shard:  # images at the top of a tar of one class
                 scanned[i] = _in_folders(rows, [piece.stem] * len(rows.names))
     shards = [rows.is_shard for rows in scanned if len(rows.names)]
     if not shards or any(shards) != all(shards):
-        what = f"no labels in {shards.count(False)} of {len(shards)} archives" if shards else "no image in it"
+        what = (
+            f"no labels in {shards.count(False)} of {len(shards)} archives"
+            if shards
+            else "no image in it"
+        )
         raise DataError(f"{place}: {what}\n{_LAYOUTS}")
-    table = {group: i for i, group in enumerate(dict.fromkeys(group for rows in scanned for group in rows.groups))}
-    group = np.concatenate([np.array([table[g] for g in rows.groups], np.int32)[rows.group] for rows in scanned])
-    number = np.repeat(np.array([piece.number for piece in pieces], np.uint32), [len(rows.names) for rows in scanned])
+    table = {
+        group: i
+        for i, group in enumerate(dict.fromkeys(group for rows in scanned for group in rows.groups))
+    }
+    group = np.concatenate(
+        [np.array([table[g] for g in rows.groups], np.int32)[rows.group] for rows in scanned]
+    )
+    number = np.repeat(
+        np.array([piece.number for piece in pieces], np.uint32),
+        [len(rows.names) for rows in scanned],
+    )
     arrays = {"number": number}
     for key in ("offset", "size", "packed"):
         arrays[key] = _joined([rows.arrays.pop(key) for rows in scanned])
@@ -246,7 +291,9 @@ def _scan(root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path
     return Scan(classes, counts, names, statuses, started, arrays)
 
 
-def _unread_arrays(unread: Counter[tuple[bytes, bytes]], prefix: bytes = b"") -> dict[str, np.ndarray]:
+def _unread_arrays(
+    unread: Counter[tuple[bytes, bytes]], prefix: bytes = b""
+) -> dict[str, np.ndarray]:
     """Numbers of files by suffix, in folders that begin with `prefix`, as arrays of a `Scan`."""
     counts = Counter[bytes]()
     for (folder, suffix), count in unread.items():
@@ -281,7 +328,11 @@ def _scan_piece(piece: _Piece) -> _Rows:
     unread = Counter[tuple[bytes, bytes]]()
     is_zip = piece.path.lower().endswith(".zip")
     with open_archive(piece.path) as file:
-        members = zip_members(file, piece.path) if is_zip else tar_members(file, piece.path, piece.start, piece.end)
+        members = (
+            zip_members(file, piece.path)
+            if is_zip
+            else tar_members(file, piece.path, piece.start, piece.end)
+        )
         for name, start, length, compressed, problem in members:
             suffix = name[name.rfind(b".") :].lower()
             if suffix not in IMAGE_SUFFIXES:
@@ -338,7 +389,9 @@ def _checked_name(name: bytes, path: str) -> bytes:
     parts = name.split(b"/")
     if name.startswith(b"/") or b".." in parts:
         what = f"{path}: {decode_name(name)}: an absolute path, or one with `..`"
-        raise DataError(f"{what}\nmake the archive again with paths relative to the folder that holds the classes")
+        raise DataError(
+            f"{what}\nmake the archive again with paths relative to the folder that holds the classes"
+        )
     parts = [part for part in parts if part not in (b"", b".")]
     return b"" if any(part.startswith(b".") for part in parts) else b"/".join(parts)
 
@@ -367,7 +420,9 @@ def _labels(
             label = _json_label(os.pread(file, member[1], member[0]))
         unlabeled = unlabeled if label else key
         labels.append(label)
-    if not any(labels) and all(b"/" in name for name in names):  # class folders with further files in them
+    if not any(labels) and all(
+        b"/" in name for name in names
+    ):  # class folders with further files in them
         return []
     if repeated:
         what = f"{path}: {decode_name(repeated)}: two images have this key"
@@ -408,12 +463,22 @@ def _order_of_folders(
     top = tops.pop() + b"/" if len(tops) == 1 else b""
     prefix = top if all(b"/" in folder for folder in folders) else b""
     if inside:
-        prefix = inside + b"/" if any(folder.startswith(inside + b"/") for folder in folders) else top + inside + b"/"
-    kept = [i for i, folder in enumerate(folders) if folder.startswith(prefix) and len(folder) > len(prefix)]
+        prefix = (
+            inside + b"/"
+            if any(folder.startswith(inside + b"/") for folder in folders)
+            else top + inside + b"/"
+        )
+    kept = [
+        i
+        for i, folder in enumerate(folders)
+        if folder.startswith(prefix) and len(folder) > len(prefix)
+    ]
     class_of = {i: os.fsdecode(folders[i][len(prefix) :].partition(b"/")[0]) for i in kept}
     if not kept:
         found = join_names(sorted({decode_name(folder.partition(b"/")[0]) for folder in folders}))
-        raise DataError(f"{place}: images without labels or class folders, in {found or 'no folder'}\n{_LAYOUTS}")
+        raise DataError(
+            f"{place}: images without labels or class folders, in {found or 'no folder'}\n{_LAYOUTS}"
+        )
     kept.sort(key=lambda i: (class_of[i], folders[i]))
     classes = sorted(set(class_of.values()))
     position = {name: number for number, name in enumerate(classes)}
@@ -421,7 +486,12 @@ def _order_of_folders(
     rank[kept], target[kept] = np.arange(len(kept)), [position[class_of[i]] for i in kept]
     ranks = rank[group]
     order = np.lexsort((names, ranks))[np.count_nonzero(ranks < 0) :]
-    return classes, np.bincount(target[group[order]], minlength=len(classes)).tolist(), order, len(prefix)
+    return (
+        classes,
+        np.bincount(target[group[order]], minlength=len(classes)).tolist(),
+        order,
+        len(prefix),
+    )
 
 
 def check_level(index: ImageIndex) -> None:

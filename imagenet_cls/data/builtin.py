@@ -36,7 +36,9 @@ def write_digits(root: Path, part: str) -> None:
         found = sum(1 for _ in folder.glob("[0-9]/*.jpg"))
         if found != NUM_DIGITS:
             what = f"{folder}: holds {found} images of digits, not {NUM_DIGITS}"
-            raise DataError(f"{what}\ndelete the folder, or set data.root elsewhere; the next start writes it again")
+            raise DataError(
+                f"{what}\ndelete the folder, or set data.root elsewhere; the next start writes it again"
+            )
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -78,14 +80,18 @@ class SyntheticSource(ImageSource):
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
         draws = generator("synthetic", self.part, i)
-        image = torch.randint(0, 256, (3, self.size_px, self.size_px), dtype=torch.uint8, generator=draws)
+        image = torch.randint(
+            0, 256, (3, self.size_px, self.size_px), dtype=torch.uint8, generator=draws
+        )
         return image, hash_key("synthetic target", self.part, i) % len(self.classes)
 
     def name(self, i: int) -> str:
         return f"synthetic/{self.part}[{i}]"
 
     def digest(self) -> str:
-        return sha256(repr((self.part, self.num_images, self.size_px, len(self.classes))).encode()).hexdigest()
+        return sha256(
+            repr((self.part, self.num_images, self.size_px, len(self.classes))).encode()
+        ).hexdigest()
 
 
 @dataclass
@@ -107,10 +113,15 @@ class SyntheticLoader:
         """Micro-batches of this rank, images and targets on the device. They share memory: don't change them."""
         rank, size_px = self.sampler.rank, size_px_at(self.augment, epoch)
         sizes, places = self.sampler.micro_batch_sizes, range(POOL_BATCHES)
-        pools = {n: [self._batch((self.seed, rank, place), n, size_px) for place in places] for n in set(sizes)}
+        pools = {
+            n: [self._batch((self.seed, rank, place), n, size_px) for place in places]
+            for n in set(sizes)
+        }
         for step in range(start_step, self.sampler.steps_per_epoch):
             for micro_batch, size in enumerate(sizes):
-                yield pools[size][hash_key("synthetic", self.seed, epoch, step, micro_batch, rank) % POOL_BATCHES]
+                yield pools[size][
+                    hash_key("synthetic", self.seed, epoch, step, micro_batch, rank) % POOL_BATCHES
+                ]
 
     def _batch(self, key: tuple[int, int, int], batch_size: int, size_px: Size) -> TrainBatch:
         splits, erasing = self.augment.splits, self.augment.erasing
@@ -152,7 +163,10 @@ def synthetic_eval_batches(
 
 
 def _random_batch(
-    key: tuple[int, int | str, int], shape: tuple[int, int, int, int], num_classes: int, device: torch.device
+    key: tuple[int, int | str, int],
+    shape: tuple[int, int, int, int],
+    num_classes: int,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     draws = torch.Generator(device).manual_seed(hash_key("synthetic batch", *key))
     images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=draws)

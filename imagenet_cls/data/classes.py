@@ -113,7 +113,9 @@ def _number(text: str) -> float | None:
         return None
 
 
-def targets_by_name(targets: np.ndarray, names: Sequence[str], classes: Sequence[str], place: Path | str) -> np.ndarray:
+def targets_by_name(
+    targets: np.ndarray, names: Sequence[str], classes: Sequence[str], place: Path | str
+) -> np.ndarray:
     """Targets, int64 (N,), that are positions in `names`, as positions in `classes`.
 
     place: the file that lists `names`. Raises DataError for a target whose name is no class.
@@ -122,17 +124,25 @@ def targets_by_name(targets: np.ndarray, names: Sequence[str], classes: Sequence
     used = [names[i] for i in np.unique(targets)]
     if unknown := [name for name in used if name not in position]:
         what = f"{len(unknown)} of {len(used)} classes are not among the {len(classes)} training classes"
-        raise DataError(f"{place}: {what}: {join_names(unknown)}\nuse the names of the training classes")
+        raise DataError(
+            f"{place}: {what}: {join_names(unknown)}\nuse the names of the training classes"
+        )
     return np.array([position.get(name, -1) for name in names], np.int64)[targets]
 
 
 def is_numbered(found: Sequence[str], classes: Sequence[str]) -> bool:
     """Whether the folders of a part are called by the positions of `classes`, all of them, which are not numbers."""
-    return set(found) == set(map(str, range(len(classes)))) and not any(name.isdecimal() for name in classes)
+    return set(found) == set(map(str, range(len(classes)))) and not any(
+        name.isdecimal() for name in classes
+    )
 
 
 def match_classes(
-    found: Sequence[str], classes: Sequence[str], place: Path | str, subset: bool = False, ignore_others: bool = False
+    found: Sequence[str],
+    classes: Sequence[str],
+    place: Path | str,
+    subset: bool = False,
+    ignore_others: bool = False,
 ) -> list[int]:
     """Position of each class of a part in `classes`, by name; -1 for one that is ignored.
 
@@ -149,9 +159,7 @@ def match_classes(
         remedy = "use the same folder names for training and validation, or correct data.val"
         for known in classes:
             if unicodedata.normalize("NFC", known) == unicodedata.normalize("NFC", unknown[0]):
-                remedy = (
-                    f"rename {unknown[0]!a}: in training it is {known!a}, another Unicode normalization of this name"
-                )
+                remedy = f"rename {unknown[0]!a}: in training it is {known!a}, another Unicode normalization of this name"
         raise DataError(f"{place}: {what}: {join_names(unknown)}\n{remedy}")
     missing = sorted(set(classes).difference(found))
     if missing and ignore_others and (not subset or len(missing) == len(classes)):
@@ -166,4 +174,6 @@ def match_classes(
 
 def join_names(names: Sequence[str], count: int = 3) -> str:
     """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
-    return ", ".join(shorten(printable(name), 100) for name in names[:count]) + (", ..." if len(names) > count else "")
+    return ", ".join(shorten(printable(name), 100) for name in names[:count]) + (
+        ", ..." if len(names) > count else ""
+    )

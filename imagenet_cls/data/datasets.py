@@ -65,7 +65,9 @@ class DataSets:
     note: str | None = None
 
 
-def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val"), subset: bool = False) -> DataSets:
+def open_datasets(
+    data: DataConfig, parts: Collection[str] = ("train", "val"), subset: bool = False
+) -> DataSets:
     """Open the parts asked for. Writes the digits, or downloads a torchvision set, where they are missing.
 
     subset: the validation part need not have all classes of the training part. Expects a section without
@@ -87,13 +89,19 @@ def open_datasets(data: DataConfig, parts: Collection[str] = ("train", "val"), s
     if classes is not None:
         for part, source in opened.items():
             place = f"{data.name}: {getattr(data, part) or data.train}"
-            opened[part] = with_classes(source, classes, place, subset and part == "val", chosen is not None)
+            opened[part] = with_classes(
+                source, classes, place, subset and part == "val", chosen is not None
+            )
     opened = {part: opened[part] for part in ("train", "val") if part in parts}
     for part, source in opened.items():
         if len(source) == 0:
-            keys = f"data.root, data.{part}, data.val_fraction, data.fold" + (", data.group" if data.group else "")
+            keys = f"data.root, data.{part}, data.val_fraction, data.fold" + (
+                ", data.group" if data.group else ""
+            )
             raise DataError(f"{data.name}: part {part!r} holds no image\ncorrect one of {keys}")
-    return DataSets(opened.get("train"), opened.get("val"), next(iter(opened.values())).classes, note)
+    return DataSets(
+        opened.get("train"), opened.get("val"), next(iter(opened.values())).classes, note
+    )
 
 
 def data_problems(data: DataConfig) -> list[Problem]:
@@ -114,18 +122,31 @@ def data_problems(data: DataConfig) -> list[Problem]:
         if (text := number_problem(value, COUNT, whole=True))
     ]
     if data.min_decoded_px is not None and (data.decode == "whole" or find_turbojpeg() is None):
-        missing = "data.decode=auto" if data.decode == "whole" else "libjpeg-turbo 3 (pip install turbojpeg)"
+        missing = (
+            "data.decode=auto"
+            if data.decode == "whole"
+            else "libjpeg-turbo 3 (pip install turbojpeg)"
+        )
         problems.append(Problem("data.min_decoded_px", f"needs {missing}; or set it to null"))
     if data.name == "digits" and data.val is not None:
-        problems.append(Problem("data.val", "digits have one part only: use data.val=null data.val_fraction=0.2"))
+        problems.append(
+            Problem(
+                "data.val", "digits have one part only: use data.val=null data.val_fraction=0.2"
+            )
+        )
     return problems
 
 
 def _open_synthetic(
-    train_images: int = 1_281_167, val_images: int = 50_000, num_classes: int = 1000, size_px: int = 224
+    train_images: int = 1_281_167,
+    val_images: int = 50_000,
+    num_classes: int = 1000,
+    size_px: int = 224,
 ) -> dict[str, ImageSource]:
     counts = {"train": train_images, "val": val_images}
-    return {part: SyntheticSource(part, count, num_classes, size_px) for part, count in counts.items()}
+    return {
+        part: SyntheticSource(part, count, num_classes, size_px) for part, count in counts.items()
+    }
 
 
 def _factory_problems(data: DataConfig) -> list[Problem]:
@@ -251,7 +272,9 @@ def training_classes(data: DataConfig) -> Sequence[str] | None:
     return class_folders(place) if place.exists() else None  # the images are not listed
 
 
-def _open_map_style(data: DataConfig, parts: Collection[str], must_match: bool) -> dict[str, ImageSource]:
+def _open_map_style(
+    data: DataConfig, parts: Collection[str], must_match: bool
+) -> dict[str, ImageSource]:
     """The parts of torchvision's sets and of factories."""
     opened: dict[str, ImageSource]
     if data.val is None:
@@ -263,11 +286,15 @@ def _open_map_style(data: DataConfig, parts: Collection[str], must_match: bool) 
         opened = {part: _map_source(data, names[part]) for part in parts}
     if must_match and len({source.classes for source in opened.values()}) > 1:
         counts = " and ".join(f"{len(opened[part].classes)}" for part in ("train", "val"))
-        what = f"{data.name}: parts {data.train!r} and {data.val!r} have different classes ({counts})"
+        what = (
+            f"{data.name}: parts {data.train!r} and {data.val!r} have different classes ({counts})"
+        )
         raise DataError(f"{what}\nuse parts of one dataset with the same `classes`")
     if "train" in opened and data.fraction < 1:
         train = opened["train"]
-        opened["train"] = SubsetSource(train, fraction_rows(*_numbers_and_targets(train), data.fraction))
+        opened["train"] = SubsetSource(
+            train, fraction_rows(*_numbers_and_targets(train), data.fraction)
+        )
     return opened
 
 
@@ -278,7 +305,9 @@ def _numbers_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
     """
     targets = targets_of(source)
     rows = source.rows if isinstance(source, SubsetSource) else range(len(source))
-    return [str(i).encode() for i in rows], np.zeros(len(source), np.int64) if targets is None else targets
+    return [str(i).encode() for i in rows], np.zeros(
+        len(source), np.int64
+    ) if targets is None else targets
 
 
 def _map_source(data: DataConfig, part: str) -> MapSource:
@@ -307,13 +336,19 @@ def _torchvision_problems(name: str, kwargs: Mapping[str, Any], val: str | None)
         hint = did_you_mean(name, CLASSIFICATION_SETS)
         return [Problem("data.name", f"torchvision has no classification dataset {name!r}{hint}")]
     factory = getattr(torchvision.datasets, name)
-    reserved = TORCHVISION_RESERVED if _has_train_flag(factory) else (*TORCHVISION_RESERVED, "split")
+    reserved = (
+        TORCHVISION_RESERVED if _has_train_flag(factory) else (*TORCHVISION_RESERVED, "split")
+    )
     # EMNIST, QMNIST and ImageNet pass further arguments to their base class.
     names, takes_any = keyword_names(factory)
     more_names = [*names, *keyword_names(factory.__mro__[1])[0]] if takes_any else []
     problems = kwargs_problems("data.kwargs", factory, kwargs, reserved, more_names=more_names)
     if val is not None and not _has_train_flag(factory) and "split" not in names:
-        problems.append(Problem("data.val", f"{name} has one part only: use data.val=null data.val_fraction=0.1"))
+        problems.append(
+            Problem(
+                "data.val", f"{name} has one part only: use data.val=null data.val_fraction=0.1"
+            )
+        )
     return problems
 
 
@@ -330,13 +365,17 @@ def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any
     if _has_train_flag(factory):
         choices = [{"train": part == "train"}]
     elif "split" in taken:
-        choices = [{"split": name} for name in (("val", "valid", "test") if part == "val" else (part,))]
+        choices = [
+            {"split": name} for name in (("val", "valid", "test") if part == "val" else (part,))
+        ]
     for choice in choices:
         try:
             return _with_files(factory, arguments | choice, root)
         except ValueError as error:  # such as an unknown split
             reason = first_line(error)
-    raise DataError(f"torchvision:{name}, part {part!r}: {reason}\ncorrect data.train, data.val or data.kwargs")
+    raise DataError(
+        f"torchvision:{name}, part {part!r}: {reason}\ncorrect data.train, data.val or data.kwargs"
+    )
 
 
 def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:

@@ -34,7 +34,9 @@ _TURNS: dict[int, tuple[bool, list[int]]] = {
 # Kinds of a file that begins as those of ISO/IEC 14496-12, for images coded with HEVC (HEIF).
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 
-_START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive Huffman: what torchvision decodes
+_START_OF_FRAME = frozenset(
+    {0xC0, 0xC1, 0xC2}
+)  # baseline, extended, progressive Huffman: what torchvision decodes
 
 
 def decode_rgb(data: bytes) -> torch.Tensor:
@@ -47,7 +49,9 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
     if channels in (1, 3) and height * width <= MAX_PIXELS:
         try:
-            return _DECODE_JPEG(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value)
+            return _DECODE_JPEG(
+                torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value
+            )
         except RuntimeError:
             pass  # Pillow decides; it raises for truncated files too
     return _decode_with_pillow(data)
@@ -93,7 +97,11 @@ def exif_orientation(data: bytes) -> int:
 
 
 def decode_region(
-    data: bytes, choose: ChooseBox, turbojpeg: TurboJpeg | None, min_px: int | None = None, exif: str = "ignore"
+    data: bytes,
+    choose: ChooseBox,
+    turbojpeg: TurboJpeg | None,
+    min_px: int | None = None,
+    exif: str = "ignore",
 ) -> tuple[torch.Tensor, Box]:
     """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also returns the box.
 
@@ -133,7 +141,9 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
 
 def _decode_with_pillow(data: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # EXIF blocks that cannot be parsed, sizes between Pillow's two limits
+        warnings.simplefilter(
+            "ignore"
+        )  # EXIF blocks that cannot be parsed, sizes between Pillow's two limits
         try:
             with open_image(data) as image:
                 return rgb_tensor(image)

@@ -23,18 +23,30 @@ class Preprocess:
     mean, std: per channel, of values scaled to 0..1. Computed as (x - 255 mean) * (1 / (255 std)), in place.
     """
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device, channels_last: bool):
+    def __init__(
+        self, mean: Sequence[float], std: Sequence[float], device: torch.device, channels_last: bool
+    ):
         assert len(mean) == len(std) and len(mean) in (1, 3), (mean, std)
         self.device = device
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.shift = torch.tensor(mean, dtype=torch.float64, device="cpu").mul(255).float().view(1, -1, 1, 1).to(device)
+        self.shift = (
+            torch.tensor(mean, dtype=torch.float64, device="cpu")
+            .mul(255)
+            .float()
+            .view(1, -1, 1, 1)
+            .to(device)
+        )
         scale = torch.tensor(std, dtype=torch.float64, device="cpu").mul(255).reciprocal()
         self.scale = scale.float().view(1, -1, 1, 1).to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
         assert images.dtype == torch.uint8 and images.ndim == 4, (images.dtype, images.shape)
         images = images.to(self.device, non_blocking=True)
-        return images.to(torch.float32, memory_format=self.memory_format).sub_(self.shift).mul_(self.scale)
+        return (
+            images.to(torch.float32, memory_format=self.memory_format)
+            .sub_(self.shift)
+            .mul_(self.scale)
+        )
 
 
 def prefetch_to_device(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
@@ -49,14 +61,18 @@ def prefetch_to_device(batches: Iterable[TrainBatch], device: torch.device) -> I
 
     def start_copy(batch: TrainBatch) -> tuple[TrainBatch, torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            images, targets = (tensor.to(device, non_blocking=True) for tensor in (batch.images, batch.targets))
+            images, targets = (
+                tensor.to(device, non_blocking=True) for tensor in (batch.images, batch.targets)
+            )
             return batch._replace(images=images, targets=targets), stream.record_event()
 
     for batch, copied in start_ahead(batches, start_copy):
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
         for tensor in (batch.images, batch.targets):
-            tensor.record_stream(current)  # its memory is not reused before the work queued on `current` is done
+            tensor.record_stream(
+                current
+            )  # its memory is not reused before the work queued on `current` is done
         yield batch
 
 
@@ -66,7 +82,9 @@ def start_ahead(items: Iterable[T], start: Callable[[T], S]) -> Iterator[S]:
         yield cast(S, result)
 
 
-def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "rand", "pixel"]) -> Tensor:
+def erase(
+    images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "rand", "pixel"]
+) -> Tensor:
     """Fill the boxes of `images`, in place, and return them.
 
     images: float (N, C, H, W) on any device, normalized, so that zero is the mean color. boxes: int32 (N, n, 4) of
@@ -78,14 +96,20 @@ def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Literal["const", "r
     for image, image_boxes, key in zip(images, boxes.tolist(), keys.tolist(), strict=True):
         boxes_to_fill = [box for box in image_boxes if box[2] and box[3]]
         if boxes_to_fill and mode != "const":
-            generator.manual_seed(hash_key("erase", key))  # hashed again: the worker drew from the key itself
+            generator.manual_seed(
+                hash_key("erase", key)
+            )  # hashed again: the worker drew from the key itself
         for top, left, height, width in boxes_to_fill:
             region = image[:, top : top + height, left : left + width]
             if mode == "const":
                 region.zero_()
             else:
                 shape = (len(image), 1, 1) if mode == "rand" else region.shape
-                region.copy_(torch.empty(shape, dtype=images.dtype, device=images.device).normal_(generator=generator))
+                region.copy_(
+                    torch.empty(shape, dtype=images.dtype, device=images.device).normal_(
+                        generator=generator
+                    )
+                )
     return images
 
 
@@ -107,10 +131,14 @@ def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, T
     """Mix a batch of any size; timm's Mixup requires an even one. An image in the middle is paired with itself."""
     middle, is_odd = divmod(len(images), 2)
     if is_odd:
-        images, targets = (torch.cat([batch[: middle + 1], batch[middle:]]) for batch in (images, targets))
+        images, targets = (
+            torch.cat([batch[: middle + 1], batch[middle:]]) for batch in (images, targets)
+        )
     images, targets = mixing(images, targets)
     if is_odd:
-        images, targets = (torch.cat([batch[: middle + 1], batch[middle + 2 :]]) for batch in (images, targets))
+        images, targets = (
+            torch.cat([batch[: middle + 1], batch[middle + 2 :]]) for batch in (images, targets)
+        )
     return images, targets
 
 
@@ -129,7 +157,9 @@ class TrainPreprocess:
     rank: int
     off_epoch: int | None = None
 
-    def __call__(self, batch: TrainBatch, epoch: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, batch: TrainBatch, epoch: int, step: int, micro_batch: int
+    ) -> tuple[Tensor, Tensor]:
         images = self.preprocess(batch.images)
         targets = batch.targets.to(images.device, non_blocking=True)
         if batch.boxes is not None and batch.keys is not None:

@@ -26,7 +26,10 @@ def validation_labels(file: Path | None) -> dict[str, str]:
     try:
         if file.suffix == ".csv":  # ImageId, and a PredictionString that starts with the WordNet ID
             with file.open(newline="", encoding="utf-8-sig") as lines:
-                return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)}
+                return {
+                    row["ImageId"]: row["PredictionString"].split()[0]
+                    for row in csv.DictReader(lines)
+                }
         return _devkit_labels(file)
     except (
         FileNotFoundError,
@@ -64,10 +67,14 @@ def labels_beside(archive: Path) -> Path:
     for name in DEVKIT_NAMES:
         if archive.with_name(name).exists():
             return archive.with_name(name)
-    raise DataError(f"{archive}: its labels are not beside it\nput {DEVKIT}.tar.gz or {SOLUTION} there")
+    raise DataError(
+        f"{archive}: its labels are not beside it\nput {DEVKIT}.tar.gz or {SOLUTION} there"
+    )
 
 
 def wnid_of(wnids: dict[str, str], name: str) -> str:
     if Path(name).stem not in wnids:
-        raise DataError(f"{name}: not one of the {len(wnids)} labeled images\ngive its labels with --labels FILE")
+        raise DataError(
+            f"{name}: not one of the {len(wnids)} labeled images\ngive its labels with --labels FILE"
+        )
     return wnids[Path(name).stem]

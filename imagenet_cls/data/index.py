@@ -108,7 +108,9 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
     return index_scan(scan, root, classes)
 
 
-def index_scan(scan: Scan, root: Path, classes: Sequence[str] | None, spans: ByteRanges | None = None) -> ImageIndex:
+def index_scan(
+    scan: Scan, root: Path, classes: Sequence[str] | None, spans: ByteRanges | None = None
+) -> ImageIndex:
     """The index of what was listed in class folders. classes: to match them to; None: those that are there."""
     found = scan.classes
     positions = range(len(found)) if classes is None else match_classes(found, classes, root)
@@ -188,7 +190,9 @@ def scan_images(
             images, subfolders, others, is_cacheable = list_folder(full_path)
         except OSError as error:
             shown = os.path.normpath(os.fsdecode(full_path))
-            raise DataError(f"{shown}: {error.strerror}\ncheck its permissions, or use another folder") from None
+            raise DataError(
+                f"{shown}: {error.strerror}\ncheck its permissions, or use another folder"
+            ) from None
         here = status.st_dev, status.st_ino
         if here in parents:
             shown = os.path.normpath(os.fsdecode(full_path))
@@ -216,7 +220,11 @@ def list_folder(path: bytes) -> tuple[list[bytes], list[bytes], list[bytes], boo
     with os.scandir(path) as entries:
         found = list(entries)
     try:  # most folders hold images only, with few suffixes
-        images = [n for e in found if (n := e.name).endswith(COMMON_SUFFIXES) and n[0] != HIDDEN and not e.is_dir()]
+        images = [
+            n
+            for e in found
+            if (n := e.name).endswith(COMMON_SUFFIXES) and n[0] != HIDDEN and not e.is_dir()
+        ]
     except OSError:
         images = []
     if len(images) == len(found):
@@ -241,7 +249,9 @@ def class_folders(root: Path) -> list[str]:
     """Names of the folders directly in `root`, sorted, without hidden ones. Raises DataError if there are none."""
     try:
         with os.scandir(root) as entries:
-            found = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+            found = sorted(
+                entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()
+            )
     except OSError as error:
         raise DataError(f"{root}: {error.strerror}\n{_layout_remedy(root)}") from None
     if not found:
@@ -262,7 +272,11 @@ def _layout_remedy(missing: Path) -> str:
     try:
         found = sorted(path.name for path in root.iterdir())
     except OSError:
-        archives = f"; from ImageNet's archives: {PREPARE_COMMAND}" if "imagenet" in root.name.lower() else ""
+        archives = (
+            f"; from ImageNet's archives: {PREPARE_COMMAND}"
+            if "imagenet" in root.name.lower()
+            else ""
+        )
         return f"set data.root to the folder that holds train/CLASS/* and val/CLASS/*{archives}"
     if SPLIT_NAMES.isdisjoint(map(str.lower, found)):
         otherwise = f"if these are classes: data.train=. {NO_VALIDATION}"
@@ -277,9 +291,14 @@ def check_not_parts(root: Path, found: Sequence[str]) -> None:
     if len(found) > 1 and not SPLIT_NAMES.issuperset(by_name):
         return
     entries = [path for name in found for path in (root / name).iterdir()]
-    if any(path.is_dir() for path in entries) and not any(is_image(os.fsencode(path.name)) for path in entries):
+    if any(path.is_dir() for path in entries) and not any(
+        is_image(os.fsencode(path.name)) for path in entries
+    ):
         train = next((by_name[name] for name in ("train", "training") if name in by_name), None)
-        val = next((by_name[name] for name in ("val", "valid", "validation", "test") if name in by_name), None)
+        val = next(
+            (by_name[name] for name in ("val", "valid", "validation", "test") if name in by_name),
+            None,
+        )
         val_keys = f"data.val={val} data.val_fraction=null" if val else NO_VALIDATION
         keys = f"data.train={train} {val_keys}" if train else "data.train=FOLDER, and data.val"
         what = f"its folders ({join_names(found)}) hold folders and no images: the classes are a level deeper"

@@ -23,7 +23,9 @@ CACHE_VARIABLE = "IMAGENET_CLS_CACHE"
 MIN_IMAGES = 10_000  # fewer are listed in milliseconds
 # File systems that set both times of a folder at each change. Others may not (FUSE, object storage, SMB), or show the
 # times and inodes of a disk image, which may be replaced by another one (squashfs, overlay).
-FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs", "nfs", "nfs4", "lustre", "ceph"})
+FILE_SYSTEMS = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs", "nfs", "nfs4", "lustre", "ceph"}
+)
 # Two changes within the resolution of the times, up to 2 seconds, have equal times. The rest allows for a file server
 # whose clock is slow.
 MIN_AGE_SEC = 60
@@ -75,7 +77,9 @@ def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
                 return None
             classes = list(map(os.fsdecode, stored["classes"].tolist()))
             arrays = {name: stored[name] for name in stored.files if name not in _OF_A_FOLDER}
-            return Scan(classes, stored["counts"].tolist(), stored["names"], folders, started, arrays)
+            return Scan(
+                classes, stored["counts"].tolist(), stored["names"], folders, started, arrays
+            )
     except Exception:  # zipfile and numpy raise anything for damaged files
         return None
 
@@ -138,7 +142,9 @@ def _is_cacheable(scan: Scan) -> bool:
     if len(folders) < len(scan.folders) or newest > scan.started - MIN_AGE_SEC:
         return False
     file_systems = {}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():  # only Linux has it: see proc(5)
+    for line in (
+        Path("/proc/self/mountinfo").read_text().splitlines()
+    ):  # only Linux has it: see proc(5)
         mount, _, file_system = line.partition(" - ")
         major, minor = mount.split()[2].split(":")
         file_systems[os.makedev(int(major), int(minor))] = file_system.split()[0]
@@ -147,14 +153,18 @@ def _is_cacheable(scan: Scan) -> bool:
 
 def _times(statuses: Iterable[os.stat_result | None]) -> np.ndarray:
     """Inode number and times in nanoseconds, as text, since an inode number may exceed int64."""
-    return np.array([b"%d %d %d" % (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in statuses if s is not None])
+    return np.array(
+        [b"%d %d %d" % (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in statuses if s is not None]
+    )
 
 
 def _cache_file(root: Path) -> Path:
     """The file for the dataset in `root`. Raises RuntimeError if there is no home folder."""
     folder = os.environ.get(CACHE_VARIABLE)
     if not folder:
-        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))  # ignored unless it is absolute, as the XDG specification says
+        xdg = Path(
+            os.environ.get("XDG_CACHE_HOME", "")
+        )  # ignored unless it is absolute, as the XDG specification says
         folder = os.fspath((xdg if xdg.is_absolute() else Path.home() / ".cache") / "imagenet-cls")
     absolute = os.path.abspath(os.fsencode(root))  # noqa: PTH100
     return Path(folder, f"index-{blake2b(absolute, digest_size=8).hexdigest()}.npz")

@@ -44,7 +44,11 @@ def check_paths(data: DataConfig, subset: bool = False) -> None:
     """
     root = Path(data.root).expanduser()
     if data.name == "folder":
-        folders = [part for part in (data.train, data.val) if part is not None and find_archives(root, part) is None]
+        folders = [
+            part
+            for part in (data.train, data.val)
+            if part is not None and find_archives(root, part) is None
+        ]
         classes = {part: class_folders(root / part) for part in folders}
         if data.train in classes:
             check_not_parts(root / data.train, classes[data.train])
@@ -63,7 +67,9 @@ def check_paths(data: DataConfig, subset: bool = False) -> None:
         read_bad_images(Path(data.exclude).expanduser())
 
 
-def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
+def index_list(
+    file: Path | str, folder: Path | str, classes: Sequence[str] | None = None
+) -> ImageIndex:
     """Index the images that `file` names, in its order, with paths relative to `folder` (or absolute).
 
     A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the
@@ -85,9 +91,13 @@ def index_list(file: Path | str, folder: Path | str, classes: Sequence[str] | No
         names = list(classes)
     number, path, _ = rows[0]  # to look for all images takes minutes on a network disk
     if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)
-        remedy = f"paths in a list are relative to data.root, {folder}: correct the paths or data.root"
+        remedy = (
+            f"paths in a list are relative to data.root, {folder}: correct the paths or data.root"
+        )
         raise DataError(f"{file}:{number}: no image {folder / path}\n{remedy}")
-    return ImageIndex(folder, np.array([os.fsencode(path) for _, path, _ in rows]), targets, tuple(names))
+    return ImageIndex(
+        folder, np.array([os.fsencode(path) for _, path, _ in rows]), targets, tuple(names)
+    )
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -99,7 +109,9 @@ def read_rows(file: Path) -> list[Row]:
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.strip().rsplit(maxsplit=1)
         if len(parts) == 1:
-            raise DataError(f"{file}:{number}: {format_value(parts[0])} is not `path label`\nadd the image's class")
+            raise DataError(
+                f"{file}:{number}: {format_value(parts[0])} is not `path label`\nadd the image's class"
+            )
         if parts:
             rows.append((number, parts[0], parts[1]))
     return rows
@@ -118,21 +130,29 @@ def _csv_rows(file: Path, text: str) -> list[Row]:
                 path, label = (cells[column] if column < len(cells) else "" for column in columns)
                 if not path or not label:
                     what = f"{format_value(','.join(cells))} is not `path,label`"
-                    raise DataError(f"{file}:{reader.line_num}: {what}\ngive both, with a comma between")
+                    raise DataError(
+                        f"{file}:{reader.line_num}: {what}\ngive both, with a comma between"
+                    )
                 rows.append((reader.line_num, path, label))
     except csv.Error as error:  # such as a quote that is never closed
-        raise DataError(f"{file}:{reader.line_num}: not CSV: {error}\nlook for a missing quote") from None
+        raise DataError(
+            f"{file}:{reader.line_num}: not CSV: {error}\nlook for a missing quote"
+        ) from None
     return rows
 
 
 def _columns(header: list[str]) -> tuple[int, int]:
     """Positions of path and label in a header; the first two columns if it names neither."""
     path = next((header.index(name) for name in PATH_COLUMNS if name in header), 0)
-    label = next((header.index(name) for name in LABEL_COLUMNS if name in header), 1 if path == 0 else 0)
+    label = next(
+        (header.index(name) for name in LABEL_COLUMNS if name in header), 1 if path == 0 else 0
+    )
     return path, label
 
 
-def _targets(file: Path, rows: Sequence[Row], classes: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
+def _targets(
+    file: Path, rows: Sequence[Row], classes: Sequence[str] | None
+) -> tuple[np.ndarray, list[str]]:
     """Target of each row, int64 (N,), and the names of the classes."""
     labels = {label for _, _, label in rows}
     position, names = label_positions(labels, classes, file)
@@ -153,7 +173,9 @@ def read_bad_images(path: Path) -> dict[str, str]:
 
     One image per line: path, tab, reason. Also reads the `verified_images.json` of earlier versions. Raises DataError.
     """
-    text = read_text(path, f"data.exclude: make it with {command_line('verify-data')} DATA_ROOT --out {path}")
+    text = read_text(
+        path, f"data.exclude: make it with {command_line('verify-data')} DATA_ROOT --out {path}"
+    )
     if text.startswith("{"):
         try:
             return {image["path"]: image["reason"] for image in json.loads(text)["bad"]}

@@ -37,7 +37,12 @@ SHARED_MEMORY = Path("/dev/shm")
 _MAX_TEMP_DIR_BYTES = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
 _JOIN_SEC = 2.0
 _USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
-_OUT_OF_MEMORY = ("No space left on device", "Cannot allocate memory", "shared memory", "DefaultCPUAllocator")
+_OUT_OF_MEMORY = (
+    "No space left on device",
+    "Cannot allocate memory",
+    "shared memory",
+    "DefaultCPUAllocator",
+)
 
 
 class TrainBatch(NamedTuple):
@@ -89,7 +94,9 @@ class TrainLoader:
         make_batch = partial(_train_batch, source, transform, seed)
         self.loader = _data_loader(make_batch, MicroBatchSampler(sampler, num_epochs), options)
         self._iterator: Iterator[Any] = iter(())
-        self._next = -1  # number of its next batch, counted from the start of the run; -1: it has none
+        self._next = (
+            -1
+        )  # number of its next batch, counted from the start of the run; -1: it has none
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
         """Batches from `start_step` on, in order. An unfinished iterator is invalid after the next call or `close`.
@@ -115,7 +122,11 @@ class TrainLoader:
 
 
 def eval_batches(
-    source: ImageSource, transform: EvalTransform, indices: Sequence[int], batch_size: int, options: WorkerOptions
+    source: ImageSource,
+    transform: EvalTransform,
+    indices: Sequence[int],
+    batch_size: int,
+    options: WorkerOptions,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Batches for evaluation: images uint8 (B, C, H, W), channels-last, targets int64 (B,), indices int64 (B,).
 
@@ -129,12 +140,17 @@ def eval_batches(
         _stop_workers(loader)
 
 
-def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, samples: list[SampleKey]) -> TrainBatch:
+def _train_batch(
+    source: ImageSource, transform: TrainTransform, seed: int, samples: list[SampleKey]
+) -> TrainBatch:
     """Split s of V of sample (epoch, index, view) is drawn from the key (seed, epoch, index, view * V + s)."""
     size, augment, targets = len(samples), transform.augment, []
     num_views = size * transform.splits
     images = _empty_images(num_views, size_px_at(augment, samples[0][0]), transform.channels)
-    boxes, keys = torch.zeros(num_views, augment.erasing.max_count, 4, dtype=torch.int32), [0] * num_views
+    boxes, keys = (
+        torch.zeros(num_views, augment.erasing.max_count, 4, dtype=torch.int32),
+        [0] * num_views,
+    )
     for row, (epoch, index, view) in enumerate(samples):
         numbers = range(view * transform.splits, (view + 1) * transform.splits)
         split_keys = [hash_key("sample", seed, epoch, index, number) for number in numbers]
@@ -152,7 +168,9 @@ def _train_batch(source: ImageSource, transform: TrainTransform, seed: int, samp
     return TrainBatch(images, torch.tensor(targets), boxes, torch.tensor(keys))
 
 
-def _eval_batch(source: ImageSource, transform: EvalTransform, indices: list[int]) -> tuple[torch.Tensor, ...]:
+def _eval_batch(
+    source: ImageSource, transform: EvalTransform, indices: list[int]
+) -> tuple[torch.Tensor, ...]:
     images, targets = _empty_images(len(indices), list(transform.crop), transform.channels), []
     for row, index in enumerate(indices):
         seed_generators(hash_key("eval", index))  # a user's dataset may draw; the transform doesn't
@@ -169,7 +187,9 @@ def _empty_images(num_images: int, size_px: Size, channels: int) -> torch.Tensor
     if get_worker_info() is None:
         images = torch.empty(size_bytes, dtype=torch.uint8)
     else:
-        images = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size_bytes))
+        images = torch.empty(0, dtype=torch.uint8).set_(
+            torch.UntypedStorage._new_shared(size_bytes)
+        )
     return images.view(num_images, height, width, channels).permute(0, 3, 1, 2)
 
 
@@ -194,7 +214,9 @@ class _BatchDataset(Dataset[Any]):
 
 
 def _data_loader(
-    make_batch: Callable[[list[Any]], tuple[Any, ...]], batches: Sampler[list[Any]], options: WorkerOptions
+    make_batch: Callable[[list[Any]], tuple[Any, ...]],
+    batches: Sampler[list[Any]],
+    options: WorkerOptions,
 ) -> DataLoader[Any]:
     has_workers = options.num_workers > 0
     return DataLoader(
@@ -218,7 +240,9 @@ def _batches(loader: DataLoader[Any], timeout_sec: float) -> Iterator[Any]:
         # Workers make sockets in the temporary folder of this process. With a path that is too long
         # for a socket they would fail later, with an error that does not say so.
         if len(os.fsencode(get_temp_dir())) > _MAX_TEMP_DIR_BYTES:
-            raise ResourceError(f"{get_temp_dir()}: too long for sockets of data workers\nset TMPDIR to a shorter path")
+            raise ResourceError(
+                f"{get_temp_dir()}: too long for sockets of data workers\nset TMPDIR to a shorter path"
+            )
         iterator = iter(loader)  # starts them; the time limit is for batches
         # Keep torch's SIGCHLD handler from raising for these workers wherever this process is. Without it torch notices
         # a dead worker within five seconds of waiting for it.
@@ -272,7 +296,9 @@ def _worker_errors(loader: DataLoader[Any], timeout_sec: float) -> Iterator[None
         if not (was_killed or isinstance(error, ConnectionError | EOFError)):
             raise
         what = f"a data worker of process {os.getpid()} was killed: {first_line(error)}"
-        raise ResourceError(f"{what}\nmost often memory or /dev/shm ran out: {_USE_FEWER}") from None
+        raise ResourceError(
+            f"{what}\nmost often memory or /dev/shm ran out: {_USE_FEWER}"
+        ) from None
     finally:
         timer.cancel()
 
@@ -313,7 +339,11 @@ def init_worker(worker_id: int) -> None:
     Launchers signal whole process groups, and the parent may need batches until it has saved a checkpoint.
     """
     parent = multiprocessing.parent_process()
-    if set_parent_death_signal(signal.SIGKILL) and parent is not None and os.getppid() != parent.pid:
+    if (
+        set_parent_death_signal(signal.SIGKILL)
+        and parent is not None
+        and os.getppid() != parent.pid
+    ):
         os._exit(1)  # the parent died before the kernel was asked
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -321,7 +351,9 @@ def init_worker(worker_id: int) -> None:
 
 def _kill_workers() -> None:
     """Kill the workers of all loaders."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for workers that are killed
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # torch's handler raises for workers that are killed
     for child in multiprocessing.active_children():
         if child.daemon:  # as workers are
             child.kill()
@@ -332,7 +364,11 @@ def worker_exception_error(error: Exception, worker_id: int) -> ResourceError:
     memory = isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
     reported = ResourceError(
         f"data worker {worker_id} (process {os.getpid()}) raised {type(error).__name__}: {first_line(error)[:200]}\n"
-        + (f"memory or /dev/shm ran out: {_USE_FEWER}" if memory else "the traceback is in the log; or use --traceback")
+        + (
+            f"memory or /dev/shm ran out: {_USE_FEWER}"
+            if memory
+            else "the traceback is in the log; or use --traceback"
+        )
     )
     reported.add_note("".join(traceback.format_exception(error)))
     return reported

@@ -17,7 +17,13 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from imagenet_cls.config.schema import RATIO, AugmentConfig, Range, height_width
 from imagenet_cls.errors import Problem, shorten
-from imagenet_cls.lookup import did_you_mean, import_factory, is_factory_name, kwargs_problems, number_problem
+from imagenet_cls.lookup import (
+    did_you_mean,
+    import_factory,
+    is_factory_name,
+    kwargs_problems,
+    number_problem,
+)
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
 
 Policy = Callable[[Tensor], Tensor]
@@ -69,7 +75,9 @@ _TORCHVISION_RANGES = {
 _TRIALS, _TRIAL_PX = 16, 224
 
 
-def build_policy(augment: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN) -> Policy | None:
+def build_policy(
+    augment: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN
+) -> Policy | None:
     """The policy of `augment` for images whose short side is size_px: uint8 (C, H, W) -> the same; None without one.
 
     mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. The policy interpolates
@@ -131,7 +139,11 @@ def timm_operations(policy: Any) -> Iterator[timm_policies.AugmentOp]:
 
 def posterize(image: Image.Image, bits_to_keep: int, **others: Any) -> Image.Image:
     """timm's posterize, which sometimes draws 0 bits: black, as in Pillow up to 12; from 13 on, Pillow raises."""
-    return Image.new(image.mode, image.size) if bits_to_keep < 1 else timm_policies.posterize(image, bits_to_keep)
+    return (
+        Image.new(image.mode, image.size)
+        if bits_to_keep < 1
+        else timm_policies.posterize(image, bits_to_keep)
+    )
 
 
 def _torchvision_policy(augment: AugmentConfig) -> Any:
@@ -140,7 +152,9 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
     by_crop = "bilinear" if augment.interpolation == "random" else augment.interpolation
     kwargs["interpolation"] = InterpolationMode(kwargs.get("interpolation", by_crop))
     if isinstance(kwargs.get("alpha"), int):
-        kwargs["alpha"] = float(kwargs["alpha"])  # AugMix draws from a Dirichlet distribution, which needs a float
+        kwargs["alpha"] = float(
+            kwargs["alpha"]
+        )  # AugMix draws from a Dirichlet distribution, which needs a float
     if "policy" in kwargs:
         kwargs["policy"] = AutoAugmentPolicy(kwargs["policy"])
     return FROM_TORCHVISION[augment.policy.removeprefix(TORCHVISION)](**kwargs)
@@ -159,7 +173,9 @@ def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
         problems = _torchvision_problems(name, augment.policy_kwargs)
     elif is_factory_name(name):
         try:
-            problems = kwargs_problems("augment.policy_kwargs", import_factory(name), augment.policy_kwargs)
+            problems = kwargs_problems(
+                "augment.policy_kwargs", import_factory(name), augment.policy_kwargs
+            )
         except LookupError as error:
             problems = [Problem("augment.policy", str(error))]
     else:
@@ -179,8 +195,13 @@ def _torchvision_problems(name: str, kwargs: Mapping[str, Any]) -> list[Problem]
         if allowed is None or (kwarg == "fill" and value is None):
             continue
         numbers = value if kwarg == "fill" and isinstance(value, list) else [value]
-        reasons = [number_problem(number, allowed, whole=kwarg not in ("alpha", "fill")) for number in numbers]
-        problems += [Problem(f"augment.policy_kwargs.{kwarg}", reason) for reason in reasons if reason][:1]
+        reasons = [
+            number_problem(number, allowed, whole=kwarg not in ("alpha", "fill"))
+            for number in numbers
+        ]
+        problems += [
+            Problem(f"augment.policy_kwargs.{kwarg}", reason) for reason in reasons if reason
+        ][:1]
     return problems
 
 
@@ -190,7 +211,10 @@ def _timm_problems(name: str) -> list[Problem]:
         return [_unknown(name)]
     given, problems = dict[str, str](), list[Problem]()
     for part in parts:
-        setting = next((key for key in FROM_TIMM[family] if re.fullmatch(f"{key}({_SETTINGS[key]})", part)), None)
+        setting = next(
+            (key for key in FROM_TIMM[family] if re.fullmatch(f"{key}({_SETTINGS[key]})", part)),
+            None,
+        )
         if setting is None:
             allowed = ", ".join(f"{key}({_SETTINGS[key]})" for key in FROM_TIMM[family])
             text = f"{part[:40]!r} is not a setting of timm's {family!r} (allowed, as patterns: {allowed})"
@@ -200,7 +224,9 @@ def _timm_problems(name: str) -> list[Problem]:
     highest = int(given.get("mmax", _TIMM_MAX_MAGNITUDE))
     if int(given.get("m", 0)) > highest:
         text = f"{name!r}: timm reduces magnitude {given['m']} to {highest}; use m{highest}"
-        problems.append(Problem("augment.policy", text + (", or raise mmax" if family == "rand" else "")))
+        problems.append(
+            Problem("augment.policy", text + (", or raise mmax" if family == "rand" else ""))
+        )
     return problems
 
 
@@ -214,17 +240,29 @@ def _unknown(name: str) -> Problem:
 def _trial_problems(augment: AugmentConfig, channels: int) -> list[Problem]:
     height, width = (min(side, _TRIAL_PX) for side in height_width(augment.size_px))
     shape = channels, height, width
-    image = torch.from_numpy(np.arange(channels * height * width, dtype=np.uint32).astype(np.uint8).reshape(shape))
+    image = torch.from_numpy(
+        np.arange(channels * height * width, dtype=np.uint32).astype(np.uint8).reshape(shape)
+    )
     try:
         with preserve_rng_state():
             policy = build_policy(augment, min(height, width), IMAGENET_DEFAULT_MEAN[:channels])
             for number in range(_TRIALS):
                 seed_generators(hash_key("policy trial", number))
                 result: Any = policy(image.clone()) if callable(policy) else policy
-                if not isinstance(result, Tensor) or result.dtype != torch.uint8 or result.shape != image.shape:
-                    kind = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result)
+                if (
+                    not isinstance(result, Tensor)
+                    or result.dtype != torch.uint8
+                    or result.shape != image.shape
+                ):
+                    kind = (
+                        f"{result.dtype} {tuple(result.shape)}"
+                        if isinstance(result, Tensor)
+                        else type(result)
+                    )
                     remedy = f"return a function from uint8 images to uint8 images of {tuple(image.shape)}, as given"
-                    return [Problem("augment.policy", f"{augment.policy!r} returned {kind}; {remedy}")]
+                    return [
+                        Problem("augment.policy", f"{augment.policy!r} returned {kind}; {remedy}")
+                    ]
     except Exception as error:
         reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
         return [Problem("augment.policy", f"{augment.policy!r} fails on an image: {reason}")]

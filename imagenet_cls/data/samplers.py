@@ -52,7 +52,10 @@ class EpochSampler(DistributedSampler[SampleKey]):
         above 0 it needs the targets of the images, int64. Raises DataError for an epoch without a whole global batch.
         """
         passes = world_size * devices * accumulation  # forward passes of a step
-        assert global_batch_size >= passes and (devices == 1 or global_batch_size % passes == 0), (passes, devices)
+        assert global_batch_size >= passes and (devices == 1 or global_batch_size % passes == 0), (
+            passes,
+            devices,
+        )
         num_samples = samples_per_epoch(num_images, repeats_multiple)
         if num_samples < global_batch_size:
             multiple = "" if repeats_multiple is None else " (see data.repeats_multiple)"
@@ -71,14 +74,20 @@ class EpochSampler(DistributedSampler[SampleKey]):
             assert targets is not None and len(targets) == num_images
             counts = np.bincount(targets)
             self.quotas = class_quotas(counts, balance, num_images).tolist()
-            self.images_by_class = list(torch.from_numpy(np.argsort(targets, kind="stable")).split(counts.tolist()))
+            self.images_by_class = list(
+                torch.from_numpy(np.argsort(targets, kind="stable")).split(counts.tolist())
+            )
         own_devices = range(rank * devices, (rank + 1) * devices)
         # For each micro-batch of this rank, the positions of its samples in a global batch, device by device.
         self.positions = [
-            torch.cat([torch.arange(d * accumulation + m, global_batch_size, passes) for d in own_devices])
+            torch.cat(
+                [torch.arange(d * accumulation + m, global_batch_size, passes) for d in own_devices]
+            )
             for m in range(accumulation)
         ]
-        self.micro_batch_sizes = [len(positions) for positions in self.positions]  # of all devices of this rank
+        self.micro_batch_sizes = [
+            len(positions) for positions in self.positions
+        ]  # of all devices of this rank
         self.steps_per_epoch = num_samples // global_batch_size
         self.start_step = 0
 
@@ -89,16 +98,24 @@ class EpochSampler(DistributedSampler[SampleKey]):
         self.start_step = start_step
 
     def __iter__(self) -> Iterator[SampleKey]:
-        order = torch.randperm(self.num_images, generator=generator("permutation", self.seed, self.epoch))
+        order = torch.randperm(
+            self.num_images, generator=generator("permutation", self.seed, self.epoch)
+        )
         steps = torch.arange(self.start_step, self.steps_per_epoch)
-        positions = (steps.view(-1, 1) * self.global_batch_size + torch.cat(self.positions)).flatten()
+        positions = (
+            steps.view(-1, 1) * self.global_batch_size + torch.cat(self.positions)
+        ).flatten()
         indices, views = order[positions // self.repeats], positions % self.repeats
         del order, positions
         if self.images_by_class:
-            samples, occurrences = balanced_samples(self.images_by_class, self.quotas, self.seed, self.epoch)
+            samples, occurrences = balanced_samples(
+                self.images_by_class, self.quotas, self.seed, self.epoch
+            )
             indices, views = samples[indices], occurrences[indices] * self.repeats + views
         epoch = self.epoch
-        for start in range(0, len(indices), 1024):  # a Python list of a whole epoch would take 50 MB
+        for start in range(
+            0, len(indices), 1024
+        ):  # a Python list of a whole epoch would take 50 MB
             chunk = slice(start, start + 1024)
             for index, view in zip(indices[chunk].tolist(), views[chunk].tolist(), strict=True):
                 yield epoch, index, view
@@ -132,7 +149,9 @@ def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> i
     if repeats_multiple is None:
         return num_images
     if num_images < repeats_multiple:
-        what = f"{num_images} training images are fewer than data.repeats_multiple, {repeats_multiple}"
+        what = (
+            f"{num_images} training images are fewer than data.repeats_multiple, {repeats_multiple}"
+        )
         raise DataError(f"{what}\nset it to null")
     return num_images // repeats_multiple * repeats_multiple
 
@@ -143,7 +162,9 @@ def class_quotas(counts: np.ndarray, balance: float, num_samples: int) -> np.nda
     Proportional to n^(1 - balance), where n is the class's number in `counts`; rounded by the largest remainder.
     """
     shares = np.where(counts > 0, np.maximum(counts, 1.0) ** (1 - balance), 0)
-    exact = np.round(num_samples * shares / shares.sum(), 6)  # the last bits may differ between processors
+    exact = np.round(
+        num_samples * shares / shares.sum(), 6
+    )  # the last bits may differ between processors
     quotas = np.floor(exact).astype(np.int64)
     largest = np.argsort(quotas - exact, kind="stable")
     quotas[largest[: num_samples - quotas.sum()]] += 1
@@ -162,7 +183,9 @@ def balanced_samples(
     for number, (images, quota) in enumerate(zip(images_by_class, quotas, strict=True)):
         if quota > 0:
             times, rest = divmod(quota, len(images))
-            drawn = torch.randperm(len(images), generator=generator("balance", seed, epoch, number))[:rest]
+            drawn = torch.randperm(
+                len(images), generator=generator("balance", seed, epoch, number)
+            )[:rest]
             samples += [images.repeat(times), images[drawn]]
             occurrences.append(torch.arange(quota) // len(images))
     return torch.cat(samples), torch.cat(occurrences)

@@ -18,7 +18,14 @@ from PIL import Image
 
 from imagenet_cls.data.archive_files import ArchiveChangedError
 from imagenet_cls.data.classes import match_classes
-from imagenet_cls.data.decode import ChooseBox, decode_region, decode_rgb, decode_upright, exif_orientation, rgb_tensor
+from imagenet_cls.data.decode import (
+    ChooseBox,
+    decode_region,
+    decode_rgb,
+    decode_upright,
+    exif_orientation,
+    rgb_tensor,
+)
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
@@ -79,10 +86,14 @@ class FolderSource(ImageSource):
         return len(self.index)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        return self._decode(i, decode_upright if self.exif == "apply" else decode_rgb), int(self.index.targets[i])
+        return self._decode(i, decode_upright if self.exif == "apply" else decode_rgb), int(
+            self.index.targets[i]
+        )
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        decode = partial(decode_region, choose=choose, turbojpeg=self.turbojpeg, min_px=self.min_decoded_px)
+        decode = partial(
+            decode_region, choose=choose, turbojpeg=self.turbojpeg, min_px=self.min_decoded_px
+        )
         image, box = self._decode(i, partial(decode, exif=self.exif))
         return image, box, int(self.index.targets[i])
 
@@ -136,8 +147,12 @@ def describe_sizes(source: ImageSource) -> str | None:
     if source.index.spans is not None:
         sizes = source.index.spans.size[rows].tolist()
     else:
-        sizes = [path.stat().st_size if path.is_file() else -1 for path in map(source.index.path, rows)]
-    return f"{len(sizes)} files of {sum(sizes)} bytes ({sha256(str(sizes).encode()).hexdigest()[:16]})"
+        sizes = [
+            path.stat().st_size if path.is_file() else -1 for path in map(source.index.path, rows)
+        ]
+    return (
+        f"{len(sizes)} files of {sum(sizes)} bytes ({sha256(str(sizes).encode()).hexdigest()[:16]})"
+    )
 
 
 def exif_warning(source: ImageSource) -> str | None:
@@ -189,13 +204,19 @@ class MapSource(ImageSource):
     def load(self, i: int) -> tuple[torch.Tensor, int]:
         item = self.dataset[i]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise DataError(f"{self.name(i)}: {_describe(item)}; a dataset must return (image, target) pairs")
+            raise DataError(
+                f"{self.name(i)}: {_describe(item)}; a dataset must return (image, target) pairs"
+            )
         image, target = item
         if isinstance(image, Image.Image):
             image = rgb_tensor(image)
-        is_image = isinstance(image, torch.Tensor) and image.dtype == torch.uint8 and image.ndim == 3
+        is_image = (
+            isinstance(image, torch.Tensor) and image.dtype == torch.uint8 and image.ndim == 3
+        )
         if not is_image or image.shape[0] not in (1, 3):
-            remedy = "return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats"
+            remedy = (
+                "return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats"
+            )
             raise DataError(f"{self.name(i)}: its image is {_describe(image)}; {remedy}")
         try:
             number = int(target)
@@ -224,7 +245,13 @@ class SubsetSource(ImageSource):
     numbers: the new target of each target, int64 (classes of the source,), and `classes` their names.
     """
 
-    def __init__(self, source: ImageSource, rows: np.ndarray, classes: tuple[str, ...] = (), numbers: Any = None):
+    def __init__(
+        self,
+        source: ImageSource,
+        rows: np.ndarray,
+        classes: tuple[str, ...] = (),
+        numbers: Any = None,
+    ):
         self.source = source
         self.rows = rows
         self.classes = classes or source.classes
@@ -252,19 +279,27 @@ class SubsetSource(ImageSource):
 
 
 def with_classes(
-    source: ImageSource, classes: Sequence[str], place: Path | str, subset: bool = False, ignore_others: bool = False
+    source: ImageSource,
+    classes: Sequence[str],
+    place: Path | str,
+    subset: bool = False,
+    ignore_others: bool = False,
 ) -> ImageSource:
     """The source with targets in the order of `classes`, matched as in `match_classes`, without ignored classes."""
     if source.classes == tuple(classes):
         return source
-    numbers = np.array(match_classes(source.classes, classes, place, subset, ignore_others), np.int64)
+    numbers = np.array(
+        match_classes(source.classes, classes, place, subset, ignore_others), np.int64
+    )
     rows = np.arange(len(source))
     if (numbers < 0).any():
         rows = rows[numbers[required_targets(source, "data.classes")] >= 0]
     if not isinstance(source, FolderSource):
         return SubsetSource(source, rows, tuple(classes), numbers)
     index = source.index.select(rows)
-    return replace(source, index=replace(index, targets=numbers[index.targets], classes=tuple(classes)))
+    return replace(
+        source, index=replace(index, targets=numbers[index.targets], classes=tuple(classes))
+    )
 
 
 def targets_of(source: ImageSource) -> np.ndarray | None:
@@ -311,7 +346,10 @@ def known_classes(dataset: Any, name: str) -> tuple[str, ...]:
     classes = getattr(dataset, "classes", None)
     if classes is not None and len(classes):
         # torchvision's ImageNet and Imagenette give a tuple of synonyms for each class
-        return tuple(", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry) for entry in classes)
+        return tuple(
+            ", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry)
+            for entry in classes
+        )
     by_name = getattr(dataset, "class_to_idx", None)
     if by_name:
         return tuple(sorted(by_name, key=by_name.__getitem__))

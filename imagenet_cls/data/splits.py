@@ -17,7 +17,9 @@ Names = Sequence[bytes] | np.ndarray
 """Paths below the part's folder as bytes, or what stands for them."""
 
 
-def split_by_config(data: DataConfig, names: Names, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def split_by_config(
+    data: DataConfig, names: Names, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the training part that are trained on, and those that are held out: int64, ascending.
 
     Raises DataError if the config holds out none, and for a name that `data.group` does not match.
@@ -28,7 +30,9 @@ def split_by_config(data: DataConfig, names: Names, targets: np.ndarray) -> tupl
     elif data.val_fraction is not None:
         mask = held_out_mask(names, targets, data.val_fraction, groups)
     else:
-        raise DataError("no validation images: data.val and data.val_fraction are null\nset data.val_fraction=0.1")
+        raise DataError(
+            "no validation images: data.val and data.val_fraction are null\nset data.val_fraction=0.1"
+        )
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 
 
@@ -57,17 +61,23 @@ def held_out_mask(
     the fraction; class by class if no group has images of several classes, else of all.
     """
     if groups is None:
-        return _smallest_hashes(name_hashes(names), targets, np.ones(len(names), np.int64), fraction)
+        return _smallest_hashes(
+            name_hashes(names), targets, np.ones(len(names), np.int64), fraction
+        )
     unique, first, group_of = np.unique(np.array(groups), return_index=True, return_inverse=True)
     classes = targets[first]
     if (classes[group_of] != targets).any():
         classes = np.zeros_like(classes)
     hashes = name_hashes(unique)
-    held_out: np.ndarray = _smallest_hashes(hashes, classes, np.bincount(group_of), fraction)[group_of]
+    held_out: np.ndarray = _smallest_hashes(hashes, classes, np.bincount(group_of), fraction)[
+        group_of
+    ]
     return held_out
 
 
-def _smallest_hashes(hashes: np.ndarray, classes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
+def _smallest_hashes(
+    hashes: np.ndarray, classes: np.ndarray, sizes: np.ndarray, fraction: float
+) -> np.ndarray:
     """Which units (images, or groups of `sizes` images) are held out of each class: bool (units,)."""
     mask = np.zeros(len(hashes), bool)
     for rows in _by_class(hashes, classes):
@@ -84,7 +94,9 @@ def fraction_rows(names: Names, targets: np.ndarray, fraction: float) -> np.ndar
     The images with the smallest hashes, so that a smaller share is part of a larger one.
     """
     by_class = _by_class(name_hashes(names), targets)
-    return np.sort(np.concatenate([rows[: max(round(len(rows) * fraction), 1)] for rows in by_class]))
+    return np.sort(
+        np.concatenate([rows[: max(round(len(rows) * fraction), 1)] for rows in by_class])
+    )
 
 
 def _by_class(hashes: np.ndarray, classes: np.ndarray) -> list[np.ndarray]:
@@ -104,7 +116,11 @@ def group_names(names: Names, pattern: str) -> list[bytes]:
         match = compiled.search(name)
         group = match and match[min(compiled.groups, 1)]
         if group is None:
-            what = f"data.group: {format_value(pattern)} does not match the path {format_value(name)}"
-            raise DataError(f"{what}\ngive a regular expression that matches the path of every training image")
+            what = (
+                f"data.group: {format_value(pattern)} does not match the path {format_value(name)}"
+            )
+            raise DataError(
+                f"{what}\ngive a regular expression that matches the path of every training image"
+            )
         groups.append(os.fsencode(group))
     return groups

@@ -15,7 +15,14 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
-from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig, ProgressiveConfig, Size, height_width
+from imagenet_cls.config.schema import (
+    AugmentConfig,
+    ErasingConfig,
+    EvalConfig,
+    ProgressiveConfig,
+    Size,
+    height_width,
+)
 from imagenet_cls.data.policies import OnPillow, build_policy, to_pil_image
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.seeding import seed_generators
@@ -40,7 +47,9 @@ def size_px_at(augment: AugmentConfig, epoch: int) -> Size:
     Interpolated and rounded to a multiple of `multiple_px` as in FFCV's `rn50_train.py`.
     """
     points = augment.progressive
-    return augment.size_px if points.epochs is None else int(_sides_at(points, np.array([epoch]))[0])
+    return (
+        augment.size_px if points.epochs is None else int(_sides_at(points, np.array([epoch]))[0])
+    )
 
 
 def sizes_px(augment: AugmentConfig) -> list[Size]:
@@ -76,8 +85,12 @@ class TrainTransform:
         sizes = [height_width(size_px) for size_px in sizes_px(augment)]
         self.policies = {size: build_policy(augment, min(size), mean) for size in sizes}
         pad = {"padding": augment.pad_px, "padding_mode": augment.pad_mode}
-        self.pad_crops = {size: v2.RandomCrop(size, **pad) for size in sizes if augment.crop == "pad_crop"}
-        self.log_ratio: list[float] = torch.tensor(augment.ratio).log().tolist()  # float32, as in torchvision
+        self.pad_crops = {
+            size: v2.RandomCrop(size, **pad) for size in sizes if augment.crop == "pad_crop"
+        }
+        self.log_ratio: list[float] = (
+            torch.tensor(augment.ratio).log().tolist()
+        )  # float32, as in torchvision
         jitter = augment.color_jitter
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
@@ -92,15 +105,21 @@ class TrainTransform:
         assert len(keys) == self.splits, (keys, self.splits)
         erasing = self.augment.erasing
         base = self.crop_and_flip(image, epoch, crop)
-        views: list[tuple[torch.Tensor, torch.Tensor | None]] = [(base, None)] if self.splits > 1 else []
+        views: list[tuple[torch.Tensor, torch.Tensor | None]] = (
+            [(base, None)] if self.splits > 1 else []
+        )
         for key in keys[len(views) :]:
             if views:
                 seed_generators(key)
             view = self.color_transforms(base)
-            views.append((view, draw_boxes(erasing, list(view.shape[1:])) if erasing.prob > 0 else None))
+            views.append(
+                (view, draw_boxes(erasing, list(view.shape[1:])) if erasing.prob > 0 else None)
+            )
         return views
 
-    def crop_and_flip(self, image: torch.Tensor, epoch: int, crop: Box | None = None) -> torch.Tensor:
+    def crop_and_flip(
+        self, image: torch.Tensor, epoch: int, crop: Box | None = None
+    ) -> torch.Tensor:
         """uint8 (3, H, W) -> uint8 (C, *size)"""
         augment, size = self.augment, height_width(size_px_at(self.augment, epoch))
         top, left, height, width = crop or self.draw_crop(*image.shape[1:])
@@ -129,12 +148,23 @@ class TrainTransform:
             ratio = torch.empty(()).uniform_(*self.log_ratio).exp_().item()
             crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < crop_width <= width and 0 < crop_height <= height:
-                top, left = torch.randint(height - crop_height + 1, ()), torch.randint(width - crop_width + 1, ())
+                top, left = (
+                    torch.randint(height - crop_height + 1, ()),
+                    torch.randint(width - crop_width + 1, ()),
+                )
                 return Box(int(top), int(left), crop_height, crop_width)
         low, high = self.augment.ratio
         ratio = min(max(width / height, low), high)
-        crop_width, crop_height = min(width, round(height * ratio)), min(height, round(width / ratio))
-        box = (height - crop_height) // 2, (width - crop_width) // 2, max(crop_height, 1), max(crop_width, 1)
+        crop_width, crop_height = (
+            min(width, round(height * ratio)),
+            min(height, round(width / ratio)),
+        )
+        box = (
+            (height - crop_height) // 2,
+            (width - crop_width) // 2,
+            max(crop_height, 1),
+            max(crop_width, 1),
+        )
         return Box(*box)
 
     def color_transforms(self, image: torch.Tensor) -> torch.Tensor:
@@ -144,7 +174,9 @@ class TrainTransform:
             image = policy(image if isinstance(policy, OnPillow) else image.contiguous())
         jitter_prob = self.augment.color_jitter.prob
         if self.jitter is not None and (jitter_prob == 1 or draw_bernoulli(jitter_prob)):
-            image = self.jitter(image.contiguous())  # with channels-last memory, some sums round differently
+            image = self.jitter(
+                image.contiguous()
+            )  # with channels-last memory, some sums round differently
         if draw_bernoulli(self.augment.grayscale_prob):
             image = F.rgb_to_grayscale(image, num_output_channels=self.channels)
         return image
@@ -163,7 +195,12 @@ def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Te
     torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop to planes first.
     """
     is_channels_last = image.stride(0) == 1  # as decoders return it
-    if HAS_AVX2 and is_channels_last and interpolation in RANDOM_INTERPOLATIONS and list(image.shape[1:]) != size:
+    if (
+        HAS_AVX2
+        and is_channels_last
+        and interpolation in RANDOM_INTERPOLATIONS
+        and list(image.shape[1:]) != size
+    ):
         image = image[None].contiguous(memory_format=torch.channels_last)
         return interpolate(image, size, mode=interpolation, antialias=True)[0]
     return F.resize(image, size, interpolation=INTERPOLATIONS[interpolation], antialias=True)
@@ -210,7 +247,9 @@ class EvalTransform:
         self.mode, self.channels = config.mode, len(mean)
         self.fill = [round(255 * value) for value in mean]
         self.crop = height_width(config.crop_px)
-        height, width = (config.resize_px or math.floor(side / config.crop_pct) for side in self.crop)
+        height, width = (
+            config.resize_px or math.floor(side / config.crop_pct) for side in self.crop
+        )
         self.resized = height, width
         self.interpolation: str = config.interpolation
 
@@ -219,8 +258,14 @@ class EvalTransform:
         image = to_channels(image, self.channels)
         image = resize(image, list(self.resized_size(*image.shape[1:])), self.interpolation)
         if self.mode == "pad":
-            rows, columns = (max(crop - side, 0) for crop, side in zip(self.crop, image.shape[1:], strict=True))
-            image = F.pad(image, [columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2], fill=self.fill)
+            rows, columns = (
+                max(crop - side, 0) for crop, side in zip(self.crop, image.shape[1:], strict=True)
+            )
+            image = F.pad(
+                image,
+                [columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2],
+                fill=self.fill,
+            )
         return F.center_crop(image, list(self.crop))
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
@@ -248,7 +293,9 @@ class EvalTransform:
     def _needed_range(self, side: int, resized: int, crop: int) -> tuple[int, int]:
         """The rows or columns that the crop depends on: first, and last plus one."""
         scale = side / resized
-        support = _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0  # one more pixel for rounding
+        support = (
+            _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0
+        )  # one more pixel for rounding
         first = round((resized - crop) / 2.0)  # as `F.center_crop` rounds; negative where it pads
         begin, end = scale * (first + 0.5) - support, scale * (first + crop - 0.5) + support
         return max(math.floor(begin), 0), min(math.ceil(end), side)

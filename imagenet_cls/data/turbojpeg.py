@@ -14,12 +14,24 @@ import torch
 
 # Environment variable with the path of the library, which is tried before the system's and the wheel `turbojpeg`.
 LIBRARY_VARIABLE = "IMAGENET_CLS_TURBOJPEG"
-_NAMES = ("libturbojpeg.so.0", "libturbojpeg.dylib", "/opt/homebrew/opt/jpeg-turbo/lib/libturbojpeg.dylib")
+_NAMES = (
+    "libturbojpeg.so.0",
+    "libturbojpeg.dylib",
+    "/opt/homebrew/opt/jpeg-turbo/lib/libturbojpeg.dylib",
+)
 
 # Constants of turbojpeg.h.
 _INIT_DECOMPRESS = 1
 _PIXEL_FORMAT_RGB = 0
-_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _PRECISION, _COLORSPACE, _LOSSLESS = 0, 4, 5, 6, 7, 8, 15
+_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _PRECISION, _COLORSPACE, _LOSSLESS = (
+    0,
+    4,
+    5,
+    6,
+    7,
+    8,
+    15,
+)
 _YCBCR, _GRAY = 1, 2
 # Width of an MCU (block of coded pixels) by TJSAMP: 4:4:4, 4:2:2, 4:2:0, gray. Others are rare, and were not tested.
 _MCU_WIDTH = {0: 8, 1: 16, 2: 16, 3: 8}
@@ -59,16 +71,22 @@ class TurboJpeg:
         self._set = _declare(library.tj3Set, handle, ctypes.c_int, ctypes.c_int)
         self._get = _declare(library.tj3Get, handle, ctypes.c_int)
         self._read_header = _declare(library.tj3DecompressHeader, handle, data, size)
-        self._decode = _declare(library.tj3Decompress8, handle, data, size, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        self._decode = _declare(
+            library.tj3Decompress8, handle, data, size, ctypes.c_void_p, ctypes.c_int, ctypes.c_int
+        )
         self._open = _declare(library.tj3Init, ctypes.c_int)
         self._open.restype = handle
         self._close = _declare(library.tj3Destroy, handle)
         self._close.restype = None
 
-    def __reduce__(self) -> tuple[type, tuple[str]]:  # to be sent to data workers that are not forked (macOS)
+    def __reduce__(
+        self,
+    ) -> tuple[type, tuple[str]]:  # to be sent to data workers that are not forked (macOS)
         return type(self), (self.path,)
 
-    def decode(self, data: bytes, height: int, width: int, box: Box, divisor: int = 1) -> torch.Tensor | None:
+    def decode(
+        self, data: bytes, height: int, width: int, box: Box, divisor: int = 1
+    ) -> torch.Tensor | None:
         """Decode a JPEG into uint8 (3, height / divisor, width / divisor), rounded up, channels-last.
 
         height, width: of its header. divisor: 1, 2, 4 or 8 (DCT scaling). box: in the resulting image; only the pixels
@@ -85,7 +103,12 @@ class TurboJpeg:
             mcu_width = _MCU_WIDTH.get(get(_SUBSAMPLING))
             if mcu_width is None or get(_COLORSPACE) not in (_YCBCR, _GRAY):
                 return None
-            if (get(_HEIGHT), get(_WIDTH), get(_PRECISION), get(_LOSSLESS)) != (height, width, 8, 0):
+            if (get(_HEIGHT), get(_WIDTH), get(_PRECISION), get(_LOSSLESS)) != (
+                height,
+                width,
+                8,
+                0,
+            ):
                 return None
             if self._set_scale(handle, _Scale(1, divisor)):
                 return None

@@ -39,7 +39,12 @@ from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 from imagenet_cls.parallel.devices import Devices, choose_devices
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.wrap import BatchNormStatistics, rebuild_ddp_buckets, wrap_data_parallel, wrap_model
+from imagenet_cls.parallel.wrap import (
+    BatchNormStatistics,
+    rebuild_ddp_buckets,
+    wrap_data_parallel,
+    wrap_model,
+)
 
 
 @dataclass
@@ -78,16 +83,24 @@ class TrainingParts:
 def data_parallel_devices(config: Config) -> Devices:
     """The devices of a DataParallel run; the first holds the parameters. Raises UsageError for missing GPUs."""
     parallel = config.parallel
-    return choose_devices(config.device, parallel.device_ids, parallel.output_device, torch.cuda.device_count())
+    return choose_devices(
+        config.device, parallel.device_ids, parallel.output_device, torch.cuda.device_count()
+    )
 
 
 def num_devices(config: Config, world_size: int) -> int:
     """The number of devices of all ranks."""
-    return world_size * (len(data_parallel_devices(config).all) if config.parallel.mode == "dp" else 1)
+    return world_size * (
+        len(data_parallel_devices(config).all) if config.parallel.mode == "dp" else 1
+    )
 
 
 def rank_devices(config: Config, group: Group) -> Devices:
-    return data_parallel_devices(config) if config.parallel.mode == "dp" else Devices((group.device,), group.device)
+    return (
+        data_parallel_devices(config)
+        if config.parallel.mode == "dp"
+        else Devices((group.device,), group.device)
+    )
 
 
 def build(config: Config, group: Group, load_initial_weights: bool = True) -> TrainingParts:
@@ -97,21 +110,29 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     UserError.
     """
     device, train = group.device, config.train
-    for name in config.imports:  # stage 2 of the checks imported them in the launching process or on rank 0 only
+    for name in (
+        config.imports
+    ):  # stage 2 of the checks imported them in the launching process or on rank 0 only
         import_from_cwd(name)
     set_deterministic(train.deterministic, device)
     check_compiler(config, device)
     dtype = choose_precision(train, device)
-    data = run_on_main_first(group, lambda: open_datasets(config.data, subset=config.eval.classes == "present"))
+    data = run_on_main_first(
+        group, lambda: open_datasets(config.data, subset=config.eval.classes == "present")
+    )
     assert data.train is not None and data.val is not None
     parts = {"training images": data.train, "validation images": data.val}
-    check_same_data({name: f"{part.digest()} {describe_sizes(part)}" for name, part in parts.items()}, group)
+    check_same_data(
+        {name: f"{part.digest()} {describe_sizes(part)}" for name, part in parts.items()}, group
+    )
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     devices = rank_devices(config, group)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, group.world_size, len(devices.all))
     check_ema_updates(config.ema, plan)
-    check_shared_memory(prefetched_images(config, data, plan, group), group.rank_info.local_world_size)
+    check_shared_memory(
+        prefetched_images(config, data, plan, group), group.rank_info.local_world_size
+    )
     lr, scaling = scaled_lr(config.optimizer, train.global_batch_size)
     rotated = exif_warning(data.train) if group.is_main else None
     messages = [note for note in (devices.note, data.note, scaling, rotated) if note]
@@ -119,7 +140,12 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         messages.append("train.precision=auto does not use bf16, which this GPU only emulates")
 
     model, model_messages = build_training_model(
-        config, num_classes, data.classes, group, load_initial_weights, min(batch_norm_images(config, plan))
+        config,
+        num_classes,
+        data.classes,
+        group,
+        load_initial_weights,
+        min(batch_norm_images(config, plan)),
     )
     messages += model_messages
     mean, std = choose_mean_std(config, model)
@@ -140,8 +166,13 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     train_loader = build_train_loader(config, data.train, plan, group, mean)
 
     def warm_up_ddp() -> None:
-        image_shape, splits = (config.data.channels, *height_width(config.augment.size_px)), config.augment.splits
-        size = train_loader.sampler.micro_batch_sizes[0]  # torch.compile compiles again for another size
+        image_shape, splits = (
+            (config.data.channels, *height_width(config.augment.size_px)),
+            config.augment.splits,
+        )
+        size = train_loader.sampler.micro_batch_sizes[
+            0
+        ]  # torch.compile compiles again for another size
         images = evaluation.preprocess(torch.zeros(size * splits, *image_shape, dtype=torch.uint8))
         targets = torch.zeros(size, dtype=torch.int64, device=device)
         with autocast(device, dtype):
@@ -242,6 +273,8 @@ def choose_num_classes(configured: int | None, in_data: int) -> int:
     """The number of outputs of the head. Raises ConfigError if the data has more classes than `model.num_classes`."""
     if configured is not None and configured < in_data:
         raise ConfigError(
-            [f"model.num_classes: {configured}, but the dataset has {in_data} classes; give {in_data} or more, or null"]
+            [
+                f"model.num_classes: {configured}, but the dataset has {in_data} classes; give {in_data} or more, or null"
+            ]
         )
     return configured if configured is not None else in_data

@@ -28,7 +28,9 @@ def check_agreement(loaded: LoadedConfig, group: Group, training: bool) -> None:
     check_same_code(loaded.config, group)
     check_same_config(loaded.config, group)
     stage_2 = rank_problems if group.rank_info.launched else config_problems
-    run_on_main(group, lambda: raise_problems(stage_2(loaded.config, group.world_size, training), loaded))
+    run_on_main(
+        group, lambda: raise_problems(stage_2(loaded.config, group.world_size, training), loaded)
+    )
 
 
 def raise_problems(problems: list[Problem], loaded: LoadedConfig) -> None:
@@ -64,7 +66,11 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
 def momentum_problems(config: Config) -> list[Problem]:
     """The problem of a `one_cycle` schedule for an optimizer without momentum, whose section has no problems."""
     names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
-    if config.schedule.name != "one_cycle" or not names or initial_momentum(config.optimizer) is not None:
+    if (
+        config.schedule.name != "one_cycle"
+        or not names
+        or initial_momentum(config.optimizer) is not None
+    ):
         return []
     text = f"{config.optimizer.name!r} has no momentum to schedule; leave it out, or choose another optimizer"
     return [Problem(f"schedule.kwargs.{names[0]}", text)]
@@ -75,9 +81,16 @@ def rank_problems(config: Config, world_size: int, training: bool = True) -> lis
     mode = config.parallel.mode
     if world_size > 1 and mode in ("none", "dp"):
         purpose = {"none": "is for one device", "dp": "runs all GPUs from one process"}[mode]
-        return [Problem("parallel.mode", f"{mode!r} {purpose}, but {world_size} ranks were started; use 'ddp'")]
+        return [
+            Problem(
+                "parallel.mode",
+                f"{mode!r} {purpose}, but {world_size} ranks were started; use 'ddp'",
+            )
+        ]
     if not training:
         return []
-    uneven = config.parallel.uneven == "allow" and mode != "dp"  # DataParallel divides a batch in its own way
+    uneven = (
+        config.parallel.uneven == "allow" and mode != "dp"
+    )  # DataParallel divides a batch in its own way
     problem = batch_problem(config.train, num_devices(config, world_size), uneven)
     return [] if problem is None else [problem]

@@ -49,13 +49,23 @@ class Evaluation:
         self.devices, self.flip = devices, config.eval.flip_tta
 
     def outputs(
-        self, models: Mapping[str, nn.Module], batches: Iterable[Batch] | None = None, pad_to: int | None = None
+        self,
+        models: Mapping[str, nn.Module],
+        batches: Iterable[Batch] | None = None,
+        pad_to: int | None = None,
     ) -> Iterator[Outputs]:
         """`model_outputs` of models on the device. batches: by default those of this rank's shard."""
         wrapped = {name: wrap_data_parallel(model, self.devices) for name, model in models.items()}
         batches, device = self.batches() if batches is None else batches, self.devices.all[0]
         return model_outputs(
-            wrapped, batches, self.preprocess, device, self.autocast_dtype, self.flip, pad_to, self.labels
+            wrapped,
+            batches,
+            self.preprocess,
+            device,
+            self.autocast_dtype,
+            self.flip,
+            pad_to,
+            self.labels,
         )
 
 
@@ -84,7 +94,10 @@ def model_outputs(
             images = torch.cat([images, images.new_zeros(pad_to - count, *images.shape[1:])])
         pixels = preprocess(images)
         with autocast(device, dtype):
-            logits = {name: compute_logits(model, pixels, flip)[:count].to(device) for name, model in models.items()}
+            logits = {
+                name: compute_logits(model, pixels, flip)[:count].to(device)
+                for name, model in models.items()
+            }
         logits = {name: labels.mask(of_model) for name, of_model in logits.items()}
         yield logits, targets.to(device, non_blocking=True), indices
 
@@ -146,13 +159,17 @@ def evaluate(
             sums["class_images"].index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
             for metric in metrics[name].values():
                 metric.update(logits.clone(), targets.clone())  # it may change them
-    if targets is None:  # an empty shard: metrics that gather lists need the dtype and dimensions of outputs
+    if (
+        targets is None
+    ):  # an empty shard: metrics that gather lists need the dtype and dimensions of outputs
         no_logits = torch.zeros(0, num_classes, device=group.device)
         for metric in all_metrics:
             with suppress(Exception):  # others of torchmetrics, which count, can't take it
                 metric.update(no_logits, no_logits.new_zeros(0, dtype=torch.int64))
     all_reduce_sum(all_sums, group)
-    totals = {name: {key: sums[key].tolist() for key in sizes} for name, sums in sums_by_name.items()}
+    totals = {
+        name: {key: sums[key].tolist() for key in sizes} for name, sums in sums_by_name.items()
+    }
     seconds = time.perf_counter() - started  # the device has done its work
     results = {}
     for name, total in totals.items():
@@ -162,7 +179,8 @@ def evaluate(
             "top1_pct": 100 * total["top1"][0] / images,
             "top5_pct": 100 * total["top5"][0] / images,
             "loss": total["loss"][0] / images,
-            "balanced_accuracy_pct": 100 * fmean(hits / count for hits, count in of_classes if count),
+            "balanced_accuracy_pct": 100
+            * fmean(hits / count for hits, count in of_classes if count),
             "images": int(images),
             "seconds": seconds,
         }

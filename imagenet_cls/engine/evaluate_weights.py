@@ -103,7 +103,9 @@ def evaluate_weights(
     labels = evaluation_labels(config.eval, val, classes)
     messages += prepare_models(trained, config, group)
     source = val if report is None else MeasuredSource(val)
-    evaluation = Evaluation(config, source, group, rank_devices(config, group), trained.mean, trained.std, labels)
+    evaluation = Evaluation(
+        config, source, group, rank_devices(config, group), trained.mean, trained.std, labels
+    )
     names = list(trained.models)
     nonfinite = torch.zeros(len(names), dtype=torch.int64, device=group.device)
     by_name = dict(zip(names, nonfinite, strict=True))
@@ -120,7 +122,12 @@ def evaluate_weights(
     if any(counts.values()):
         raise mark_printed_by_main(nonfinite_error(counts, len(val)), group)
     if report is not None and (gathered := gather_to_main(parts, group)):
-        about = {"model": trained.config.model.name, "weights": chosen, "messages": messages, "metrics": metrics}
+        about = {
+            "model": trained.config.model.name,
+            "weights": chosen,
+            "messages": messages,
+            "metrics": metrics,
+        }
         about["settings"] = {key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS}
         write_report(report, np.concatenate(gathered), val, labels.present, about)
     return messages, metrics, sorted(gather_to_main(rows, group), key=lambda row: row["index"])
@@ -262,13 +269,19 @@ def nonfinite_error(counts: Mapping[str, int], images: int) -> CheckpointError:
 
 
 def record_predictions(
-    outputs: Iterable[Outputs], name: str, source: ImageSource, classes: Sequence[str], rows: list[dict[str, Any]]
+    outputs: Iterable[Outputs],
+    name: str,
+    source: ImageSource,
+    classes: Sequence[str],
+    rows: list[dict[str, Any]],
 ) -> Iterator[Outputs]:
     """Yield the outputs of an evaluation unchanged, and append a row for each image. name: of the weights."""
     for logits, targets, indices in outputs:
         ranked = top_classes(logits[name], classes)
         for index, target, top in zip(indices.tolist(), targets.tolist(), ranked, strict=True):
-            rows.append({"index": index, "image": source.name(index), "target": classes[target], "top": top})
+            rows.append(
+                {"index": index, "image": source.name(index), "target": classes[target], "top": top}
+            )
         yield logits, targets, indices
 
 
@@ -307,7 +320,11 @@ def record_rows(
 
 
 def write_report(
-    folder: Path, rows: np.ndarray, source: ImageSource, present: torch.Tensor | None, about: Mapping[str, Any]
+    folder: Path,
+    rows: np.ndarray,
+    source: ImageSource,
+    present: torch.Tensor | None,
+    about: Mapping[str, Any],
 ) -> None:
     """Write report.json, report.html and confusion.csv. Raises ResourceError.
 
@@ -329,9 +346,14 @@ def write_report(
     table = io.StringIO(newline="")
     names = [row["name"] for row in statistics["classes"]]
     csv.writer(table, lineterminator="\n").writerows(
-        [["true \\ predicted", *names], *([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))]
+        [
+            ["true \\ predicted", *names],
+            *([name, *row] for name, row in zip(names, confusion.tolist(), strict=True)),
+        ]
     )
-    finite = json.loads(json.dumps(statistics), parse_constant=lambda _: None)  # JSON has no NaN and infinity
+    finite = json.loads(
+        json.dumps(statistics), parse_constant=lambda _: None
+    )  # JSON has no NaN and infinity
     with explain_write_errors(folder, "Name another folder with --report."):
         write_file(folder / "confusion.csv", table.getvalue())
         write_file(folder / "report.json", json.dumps(finite, indent=1) + "\n")

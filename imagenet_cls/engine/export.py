@@ -71,7 +71,9 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
     """
     exported = ExportedModel(predictor, preprocess).eval()
     if format == "onnx" and size_bytes(exported.state_dict()) >= _ONNX_BYTES:
-        raise UsageError(f"{predictor.path}: an ONNX file holds at most 2 GiB.\nUse --format torch.")
+        raise UsageError(
+            f"{predictor.path}: an ONNX file holds at most 2 GiB.\nUse --format torch."
+        )
     shape = (_EXAMPLE_BATCH, len(predictor.mean), *predictor.transform.crop)
     images = torch.zeros(shape, dtype=torch.uint8 if exported.normalizes else torch.float32)
     values = metadata(predictor, preprocess)
@@ -95,7 +97,9 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
         run = OnnxModel(content)
     found = onnx.model.opset_imports[""]
     if opset not in (None, found):  # torch keeps its own version if it can't convert the model
-        raise UsageError(f"--opset {opset}: torch exports this model with {found} instead.\nGive --opset {found}.")
+        raise UsageError(
+            f"--opset {opset}: torch exports this model with {found} instead.\nGive --opset {found}."
+        )
     return Export(content, run, preprocess)
 
 
@@ -136,7 +140,8 @@ def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[N
         lines = [
             f"{frame.filename}, line {frame.lineno}: {frame.line}"
             for frame in frames
-            if Path(frame.filename).is_file() and not any(map(Path(frame.filename).is_relative_to, outside))
+            if Path(frame.filename).is_file()
+            and not any(map(Path(frame.filename).is_relative_to, outside))
         ]
         reason = f"{predictor.config.model.name} can't be exported ({format}): {first_line(first)}"
         raise CheckpointError("\n".join([reason, *lines[-1:], remedy])) from error
@@ -144,26 +149,38 @@ def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[N
         logging.disable(disabled)
 
 
-def comparison_images(predictor: Predictor, allow_import: Collection[str] = ()) -> tuple[list[Tensor], str]:
+def comparison_images(
+    predictor: Predictor, allow_import: Collection[str] = ()
+) -> tuple[list[Tensor], str]:
     """Images of the run's validation data, uint8 (C, H, W), and a description; random ones without it.
 
     Code that reads the data is run only if `allow_import` names it.
     """
     data, (height, width) = predictor.config.data, predictor.transform.crop
     count, channels = max(BATCHES), len(predictor.mean)
-    is_code = is_factory_name(data.name) and not data.name.startswith("torchvision:") and data.name not in allow_import
+    is_code = (
+        is_factory_name(data.name)
+        and not data.name.startswith("torchvision:")
+        and data.name not in allow_import
+    )
     try:
         if is_code or not Path(data.root).expanduser().exists():
-            raise DataError(f"data.name={data.name} is not opened" if is_code else f"no {data.root} here")
+            raise DataError(
+                f"data.name={data.name} is not opened" if is_code else f"no {data.root} here"
+            )
         source = open_datasets(data, ("val",), subset=True).val
         assert source is not None
         found = min(count, len(source))
         indices = [i * len(source) // found for i in range(found)]
-        return [to_channels(source.load(i)[0], channels) for i in indices], f"{found} held-out images"
+        return [
+            to_channels(source.load(i)[0], channels) for i in indices
+        ], f"{found} held-out images"
     except (DataError, OSError) as error:
         generator = torch.Generator().manual_seed(0)
         shapes = [(channels, height + 9 * i, width + 17 * i) for i in range(count)]
-        images = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for shape in shapes]
+        images = [
+            torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for shape in shapes
+        ]
         return images, f"{count} random images ({first_line(error)})"
 
 
@@ -184,12 +201,16 @@ def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> l
         expected = predictor.model(prepared).float()
         if not expected.isfinite().all():
             remedy = "No file was written. Its weights are the cause, not the export; use another checkpoint."
-            raise CheckpointError(f"{predictor.path}: logits of PyTorch are NaN or infinite.\n{remedy}")
+            raise CheckpointError(
+                f"{predictor.path}: logits of PyTorch are NaN or infinite.\n{remedy}"
+            )
         actual = export.run(prepared if export.preprocess == "none" else pixels)
         # NaN must not compare as equal: it is neither larger nor smaller than a tolerance.
         difference = (actual - expected).abs().nan_to_num(nan=float("inf")).max().item()
         largest, scale = max(largest, difference), max(scale, expected.abs().max().item())
-        for i, torch_logits, exported_class in zip(batch, expected, actual.argmax(dim=1), strict=True):
+        for i, torch_logits, exported_class in zip(
+            batch, expected, actual.argmax(dim=1), strict=True
+        ):
             margin = torch_logits.max() - torch_logits[exported_class]
             if exported_class != torch_logits.argmax():
                 text = f"another top-1; in PyTorch its logit is {margin:.3g} below the largest"
@@ -197,6 +218,10 @@ def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> l
     tolerance = TOLERANCE * scale
     verdict = f"logits differ by up to {largest:.3g}; tolerance {tolerance:.3g} ({TOLERANCE:g} of the largest logit)"
     if not largest <= tolerance:
-        shown = [f"{verdict}.", *lines[:1], "No file was written. Other versions of torch or onnxruntime may agree."]
+        shown = [
+            f"{verdict}.",
+            *lines[:1],
+            "No file was written. Other versions of torch or onnxruntime may agree.",
+        ]
         raise CheckpointError(f"{name}: " + "\n".join(shown))
     return [*lines, verdict]

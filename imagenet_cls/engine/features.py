@@ -45,13 +45,17 @@ def evaluate_features(
     """
     if not has_training_part(config.data):
         place = Path(config.data.root) / config.data.train
-        raise DataError(f"--knn and --linear-probe need training images; there is no {place}.\nSet data.train.")
+        raise DataError(
+            f"--knn and --linear-probe need training images; there is no {place}.\nSet data.train."
+        )
     subset = config.eval.classes == "present"
     data = open_datasets(config.data, ("train",) if test_set else ("train", "val"), subset)
     images = open_test_set(test_set, data.classes, subset) if test_set else data.val
     assert data.train is not None and images is not None
     if neighbors is not None and neighbors > len(data.train):
-        raise UsageError(f"--knn {neighbors}: there are {len(data.train)} training images.\nGive at most as many.")
+        raise UsageError(
+            f"--knn {neighbors}: there are {len(data.train)} training images.\nGive at most as many."
+        )
     trained, messages = load_on_all_ranks(
         config, checkpoint, data.classes, group, allow_import, weights, ignore_head=True
     )
@@ -60,18 +64,24 @@ def evaluate_features(
         messages += notes
     messages.insert(0, describe_images(test_set or config.data, images))
     messages += [*filter(None, [data.note]), *prepare_models(trained, config, group)]
-    models = {name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()}
+    models = {
+        name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()
+    }
     train, train_targets = compute_features(config, trained, models, data.train, group)
     val, targets = compute_features(config, trained, models, images, group)
     for name in models if group.is_main else ():
         if not (train[name].isfinite().all() and val[name].isfinite().all()):
-            raise CheckpointError(f"{name}: features are NaN or infinite.\nEvaluate another checkpoint of the run.")
+            raise CheckpointError(
+                f"{name}: features are NaN or infinite.\nEvaluate another checkpoint of the run."
+            )
         if neighbors is not None:
             predicted = knn_classes(train[name], train_targets, val[name], neighbors, group.device)
             messages.append(f"{name}: k-NN {format_accuracy(predicted, targets)}, k={neighbors}")
         if probe_c is not None:
             predicted, note = linear_probe(train[name], train_targets, val[name], probe_c)
-            messages.append(f"{name}: linear probe {format_accuracy(predicted, targets)}, C={probe_c:g}, {note}")
+            messages.append(
+                f"{name}: linear probe {format_accuracy(predicted, targets)}, C={probe_c:g}, {note}"
+            )
     return messages
 
 
@@ -80,7 +90,11 @@ def format_accuracy(predicted: Tensor, targets: Tensor) -> str:
 
 
 def compute_features(
-    config: Config, trained: TrainedModels, models: Mapping[str, nn.Module], source: ImageSource, group: Group
+    config: Config,
+    trained: TrainedModels,
+    models: Mapping[str, nn.Module],
+    source: ImageSource,
+    group: Group,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """On rank 0 the features of all images by each model, fp32 (N, D), and their targets, int64 (N,), in the order of
     `source`; elsewhere those of this rank's shard. A collective.
@@ -88,7 +102,9 @@ def compute_features(
     num_rows = len(shard_for_eval(len(source), group.rank, group.world_size))
     shard: dict[str, Tensor] = {}
     row = 0
-    evaluation = Evaluation(config, source, group, rank_devices(config, group), trained.mean, trained.std)
+    evaluation = Evaluation(
+        config, source, group, rank_devices(config, group), trained.mean, trained.std
+    )
     for features, targets, indices in evaluation.outputs(models):
         for name, rows in {**features, "targets": targets, "indices": indices}.items():
             if name not in shard:
@@ -96,13 +112,17 @@ def compute_features(
             shard[name][row : row + len(rows)] = rows
         row += len(indices)
     names = [*models, "targets", "indices"]
-    gathered = {name: gather_shards(shard.get(name, torch.empty(0)), len(source), group) for name in names}
+    gathered = {
+        name: gather_shards(shard.get(name, torch.empty(0)), len(source), group) for name in names
+    }
     targets, indices = gathered.pop("targets"), gathered.pop("indices")
     assert not group.is_main or torch.equal(indices, torch.arange(len(source)))
     return gathered, targets
 
 
-def knn_classes(train: Tensor, targets: Tensor, val: Tensor, neighbors: int, device: torch.device) -> Tensor:
+def knn_classes(
+    train: Tensor, targets: Tensor, val: Tensor, neighbors: int, device: torch.device
+) -> Tensor:
     """The class of each image of `val` by a vote of its nearest images of `train` by cosine similarity, weighted by
     exp(similarity / 0.07): int64 (M,) on the CPU.
 
@@ -113,7 +133,9 @@ def knn_classes(train: Tensor, targets: Tensor, val: Tensor, neighbors: int, dev
     queries = functional.normalize(val.to(device))
     best = torch.empty(len(val), 0, device=device)
     classes = torch.empty(len(val), 0, dtype=torch.int64, device=device)
-    for features, of_features in zip(train.split(_CHUNK), targets.to(device).split(_CHUNK), strict=True):
+    for features, of_features in zip(
+        train.split(_CHUNK), targets.to(device).split(_CHUNK), strict=True
+    ):
         similarity = torch.cat([best, queries @ functional.normalize(features.to(device)).T], dim=1)
         candidates = torch.cat([classes, of_features.expand(len(val), -1)], dim=1)
         best, columns = similarity.topk(min(neighbors, similarity.shape[1]), dim=1)
@@ -138,7 +160,9 @@ def linear_probe(train: Tensor, targets: Tensor, val: Tensor, c: float) -> tuple
             warnings.simplefilter("always")
             model.fit(train.numpy(), targets.numpy())
     except ValueError as error:  # such as a single class
-        raise UsageError(f"--linear-probe: scikit-learn can't fit the features: {first_line(error)}") from error
+        raise UsageError(
+            f"--linear-probe: scikit-learn can't fit the features: {first_line(error)}"
+        ) from error
     converged = not any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
     note = f"{model.n_iter_.max()} iterations" + ("" if converged else ", not converged")
     return torch.from_numpy(model.predict(val.numpy())), note

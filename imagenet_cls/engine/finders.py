@@ -13,14 +13,25 @@ import numpy as np
 import torch
 
 from imagenet_cls.checkpoint.format import Progress
-from imagenet_cls.config.schema import Config, DataConfig, EmaConfig, ProgressiveConfig, ScheduleConfig
+from imagenet_cls.config.schema import (
+    Config,
+    DataConfig,
+    EmaConfig,
+    ProgressiveConfig,
+    ScheduleConfig,
+)
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.train import train
 from imagenet_cls.guards.device import explain_device_errors
-from imagenet_cls.guards.memory import is_out_of_memory, memory_limit_bytes, peak_memory_bytes, reset_peak_memory
+from imagenet_cls.guards.memory import (
+    is_out_of_memory,
+    memory_limit_bytes,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.optim.schedule import Schedule, Span
 from imagenet_cls.parallel.process_group import Group
@@ -47,7 +58,9 @@ class _ShortRun:
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         set_training(self.parts.model, self.parts.config.model)
-        return prefetch_to_device(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
+        return prefetch_to_device(
+            self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device
+        )
 
     def after_epoch(self) -> None:
         """Do nothing: no evaluation and no log line."""
@@ -101,8 +114,12 @@ def trial_config(config: Config) -> Config:
     teacher = replace(config.distill.teacher, pretrained=False, checkpoint=None)
     return replace(
         config,
-        data=DataConfig(name="synthetic", kwargs=kwargs, channels=data.channels, mean=data.mean, std=data.std),
-        augment=replace(config.augment, progressive=ProgressiveConfig()),  # always size_px, which is the largest
+        data=DataConfig(
+            name="synthetic", kwargs=kwargs, channels=data.channels, mean=data.mean, std=data.std
+        ),
+        augment=replace(
+            config.augment, progressive=ProgressiveConfig()
+        ),  # always size_px, which is the largest
         loss=replace(loss, class_weights=None) if isinstance(loss.class_weights, str) else loss,
         distill=replace(config.distill, teacher=teacher),
         optimizer=replace(config.optimizer, lr=_NO_UPDATE_LR, lr_base_batch=None),
@@ -111,7 +128,9 @@ def trial_config(config: Config) -> Config:
     )
 
 
-def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int) -> Iterator[Trial]:
+def micro_batch_trials(
+    config: Config, group: Group, num_devices: int, most: int
+) -> Iterator[Trial]:
     """Try sizes of micro-batches, at most `most`: doubled until one does not fit, then between the last two.
 
     On a CPU a size is not tried if it is expected to take more memory than there is. num_devices: of the run. Steps
@@ -129,7 +148,11 @@ def micro_batch_trials(config: Config, group: Group, num_devices: int, most: int
             size = min(2 * low or (2 if is_cpu else 8), most)
         expected = expected_bytes(trials, size)
         if is_cpu and expected > _USABLE_MEMORY * memory_limit_bytes():
-            trial = Trial(size, peak_bytes=expected, problem="not tried: expected to exceed the available memory")
+            trial = Trial(
+                size,
+                peak_bytes=expected,
+                problem="not tried: expected to exceed the available memory",
+            )
         else:
             accumulation = 1 if num_devices == 1 and size >= share else 2
             with explain_device_errors():
@@ -162,12 +185,17 @@ def try_micro_batch(config: Config, group: Group, images: int, accumulation: int
     if config.train.sam_rho is not None:
         steps = -(-steps // config.train.sam_every_steps) * config.train.sam_every_steps
     batch = images * accumulation
-    data = replace(config.data, kwargs=config.data.kwargs | {"train_images": batch * (warmup + steps)})
+    data = replace(
+        config.data, kwargs=config.data.kwargs | {"train_images": batch * (warmup + steps)}
+    )
     train = replace(config.train, global_batch_size=batch, micro_batch_size=images)
     train = replace(train, epochs=_MANY_EPOCHS, max_steps=warmup + steps)
     reset_peak_memory()
     try:
-        run = _TimedRun(build(replace(config, train=train, data=data), group, load_initial_weights=False), warmup)
+        run = _TimedRun(
+            build(replace(config, train=train, data=data), group, load_initial_weights=False),
+            warmup,
+        )
         run.train()
         seconds = run.time() - run.started
     except RuntimeError as error:
@@ -234,7 +262,12 @@ class _LrRangeRun(_ShortRun):
 
 
 def lr_range(
-    config: Config, group: Group, low: float, high: float, steps: int, report: Callable[[LrRange], None]
+    config: Config,
+    group: Group,
+    low: float,
+    high: float,
+    steps: int,
+    report: Callable[[LrRange], None],
 ) -> LrRange:
     """The learning rate range test (Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3),
     from the config's initial weights, with a rate that grows geometrically. report: called after each step.

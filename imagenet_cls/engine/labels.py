@@ -41,7 +41,9 @@ class EvaluationLabels:
         return logits.masked_fill(absent, -torch.inf)
 
 
-def evaluation_labels(config: EvalConfig, source: ImageSource, classes: Sequence[str]) -> EvaluationLabels:
+def evaluation_labels(
+    config: EvalConfig, source: ImageSource, classes: Sequence[str]
+) -> EvaluationLabels:
     """The labels of an evaluation of `source`. Raises DataError."""
     present = real = None
     if config.classes == "present":
@@ -62,7 +64,9 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
         check_regular(file)
         lists = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"{place}: {error.strerror}\ngive real.json of google-research/reassessed-imagenet") from None
+        raise DataError(
+            f"{place}: {error.strerror}\ngive real.json of google-research/reassessed-imagenet"
+        ) from None
     except (ValueError, RecursionError):
         lists = None
     try:
@@ -73,9 +77,15 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
     class_of = {output: number for number, output in enumerate(order)}
 
     def is_valid(labels: object) -> bool:
-        return isinstance(labels, list) and all(type(label) is int and label in class_of for label in labels)
+        return isinstance(labels, list) and all(
+            type(label) is int and label in class_of for label in labels
+        )
 
-    bad = [i for i, labels in enumerate(lists) if not is_valid(labels)] if isinstance(lists, list) else []
+    bad = (
+        [i for i, labels in enumerate(lists) if not is_valid(labels)]
+        if isinstance(lists, list)
+        else []
+    )
     if bad or not isinstance(lists, list):
         entry = f" (entry {bad[0]})" if bad else ""
         text = f"{place}: not a list of lists of numbers from 0 to {IMAGENET_CLASSES - 1} in JSON{entry}"
@@ -91,6 +101,8 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
             )
         rows.append([class_of[label] for label in lists[number - 1]])
     if not any(rows):
-        raise DataError(f"{place}: none of the {len(rows)} images has a label\ncheck the file and data.val")
+        raise DataError(
+            f"{place}: none of the {len(rows)} images has a label\ncheck the file and data.val"
+        )
     most = max(map(len, rows))
     return torch.tensor([row + [-1] * (most - len(row)) for row in rows])

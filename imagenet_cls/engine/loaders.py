@@ -23,7 +23,9 @@ Batch = tuple[Tensor, Tensor, Tensor]
 """uint8 images (B, 3, S, S), targets (B,), indices of the images (B,)."""
 
 _MAX_WORKERS = 16
-_MIN_CPUS_TO_RESERVE = 4  # with at least this many CPUs, a rank reserves one for the process that trains
+_MIN_CPUS_TO_RESERVE = (
+    4  # with at least this many CPUs, a rank reserves one for the process that trains
+)
 # The run warns if it waits for more than this share of the time in this many consecutive logging intervals.
 _MAX_WAIT_PCT = 20.0
 _WARNING_INTERVALS = 5
@@ -48,7 +50,9 @@ def build_train_loader(
         targets=required_targets(source, "data.balance") if data.balance > 0 else None,
     )
     if config.data.name == "synthetic":
-        return SyntheticLoader(len(source.classes), sampler, config.augment, config.seed, group.device, data.channels)
+        return SyntheticLoader(
+            len(source.classes), sampler, config.augment, config.seed, group.device, data.channels
+        )
     transform = TrainTransform(config.augment, mean)
     options = train_worker_options(config, plan, group)
     return TrainLoader(source, transform, sampler, config.seed, options, plan.epochs)
@@ -61,26 +65,48 @@ def build_val_batches(
     shard = shard_for_eval(len(source), group.rank, group.world_size)
     batch_size = config.eval.batch_size * num_devices
     if config.data.name == "synthetic":
-        num_classes, size_px, channels = len(source.classes), config.eval.crop_px, config.data.channels
-        return synthetic_eval_batches(num_classes, shard, batch_size, size_px, config.seed, group.device, channels)
+        num_classes, size_px, channels = (
+            len(source.classes),
+            config.eval.crop_px,
+            config.data.channels,
+        )
+        return synthetic_eval_batches(
+            num_classes, shard, batch_size, size_px, config.seed, group.device, channels
+        )
     options = worker_options(config, group, -(-len(shard) // batch_size))
     return eval_batches(source, EvalTransform(config.eval, mean), shard, batch_size, options)
 
 
-def prefetched_images(config: Config, data: DataSets, plan: Plan, group: Group) -> list[tuple[int, int]]:
+def prefetched_images(
+    config: Config, data: DataSets, plan: Plan, group: Group
+) -> list[tuple[int, int]]:
     """The most that this rank's workers hold in shared memory, in training and evaluation: (images, bytes of one)."""
     assert data.train is not None and data.val is not None
     if config.data.name == "synthetic":
         return []
-    channels, num_batches = config.data.channels, plan.epochs * plan.steps_per_epoch * plan.accumulation
+    channels, num_batches = (
+        config.data.channels,
+        plan.epochs * plan.steps_per_epoch * plan.accumulation,
+    )
     train_batch = plan.micro_batch * plan.devices * config.augment.splits
-    val_batch, val_shard = config.eval.batch_size * plan.devices, -(-len(data.val) // group.world_size)
+    val_batch, val_shard = (
+        config.eval.batch_size * plan.devices,
+        -(-len(data.val) // group.world_size),
+    )
     train = train_worker_options(config, plan, group)
     val = worker_options(config, group, -(-val_shard // val_batch))
-    train_batches, val_batches = (options.num_workers * options.prefetch_batches for options in (train, val))
+    train_batches, val_batches = (
+        options.num_workers * options.prefetch_batches for options in (train, val)
+    )
     return [
-        (min(train_batches, num_batches) * train_batch, channels * prod(height_width(config.augment.size_px))),
-        (min(val_batches * val_batch, val_shard), channels * prod(height_width(config.eval.crop_px))),
+        (
+            min(train_batches, num_batches) * train_batch,
+            channels * prod(height_width(config.augment.size_px)),
+        ),
+        (
+            min(val_batches * val_batch, val_shard),
+            channels * prod(height_width(config.eval.crop_px)),
+        ),
     ]
 
 
@@ -93,7 +119,9 @@ def worker_options(config: Config, group: Group, num_batches: int) -> WorkerOpti
     data, num_workers = config.data, config.data.num_workers
     if not isinstance(num_workers, int):
         num_workers = auto_workers(cpus_per_rank(group.rank_info), num_batches)
-    return WorkerOptions(num_workers, data.prefetch_batches, group.device.type == "cuda", data.timeout_sec)
+    return WorkerOptions(
+        num_workers, data.prefetch_batches, group.device.type == "cuda", data.timeout_sec
+    )
 
 
 def auto_workers(cpus: float, num_batches: int) -> int:
@@ -134,7 +162,11 @@ class DataWaitCheck:
         self.epoch = last["epoch"]
         if is_first:
             return None
-        self.waits_pct = [*self.waits_pct, last["data_wait_pct"]] if last["data_wait_pct"] > _MAX_WAIT_PCT else []
+        self.waits_pct = (
+            [*self.waits_pct, last["data_wait_pct"]]
+            if last["data_wait_pct"] > _MAX_WAIT_PCT
+            else []
+        )
         if len(self.waits_pct) < _WARNING_INTERVALS:
             return None
         self.is_done = True

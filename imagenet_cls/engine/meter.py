@@ -21,7 +21,9 @@ class Meter:
 
     def __init__(self, group: Group, global_batch: int):
         self.group, self.global_batch = group, global_batch
-        self.own_losses: Tensor | None = None  # of the steps of the last `flush`, this rank's own: (steps,)
+        self.own_losses: Tensor | None = (
+            None  # of the steps of the last `flush`, this rank's own: (steps,)
+        )
         self.rows: list[tuple[int, int, float]] = []
         self.values: list[tuple[Tensor, Tensor | None, Tensor]] = []
         self.created = time.perf_counter()
@@ -45,7 +47,13 @@ class Meter:
             before = time.perf_counter()
 
     def add(
-        self, step: int, epoch: int, lr: float, loss_and_top1: Tensor, norm: Tensor | None, skipped: Tensor
+        self,
+        step: int,
+        epoch: int,
+        lr: float,
+        loss_and_top1: Tensor,
+        norm: Tensor | None,
+        skipped: Tensor,
     ) -> None:
         """One step. loss_and_top1: of `forward_backward`; norm: of the reduced gradient (scalar); all on the device."""
         self.rows.append((step, epoch, lr))
@@ -63,10 +71,19 @@ class Meter:
         columns = torch.column_stack([own, known_norms, torch.stack(skips)])
         values = all_reduce_mean(columns, self.group).tolist()
         records = [
-            {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "top1_pct": 100 * top1, "lr": lr}
+            {
+                "kind": "train",
+                "step": step,
+                "epoch": epoch,
+                "loss": loss,
+                "top1_pct": 100 * top1,
+                "lr": lr,
+            }
             | ({} if norms[row] is None else {"grad_norm": norm})
             | ({"skipped": True} if skipped else {})
-            for row, ((step, epoch, lr), (loss, top1, norm, skipped)) in enumerate(zip(self.rows, values, strict=True))
+            for row, ((step, epoch, lr), (loss, top1, norm, skipped)) in enumerate(
+                zip(self.rows, values, strict=True)
+            )
         ]
         self.rows, self.values = [], []
         seconds = time.perf_counter() - self.started

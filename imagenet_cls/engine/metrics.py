@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from imagenet_cls.errors import ConfigError, Problem, first_line, printable
 from imagenet_cls.lookup import import_factory
-from imagenet_cls.parallel.collectives import all_reduce_sum, gather_to_main, mark_printed_by_main, run_on_main
+from imagenet_cls.parallel.collectives import (
+    all_reduce_sum,
+    gather_to_main,
+    mark_printed_by_main,
+    run_on_main,
+)
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.jsonl import EVAL_FIELDS
 
@@ -30,17 +35,25 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
     for name in names:
         try:
             inspect.signature(import_factory(name)).bind(num_classes=1)
-        except (LookupError, TypeError, ValueError) as error:  # ValueError: a function without a signature
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:  # ValueError: a function without a signature
             problems.append(Problem("eval.metrics", f"{name!r}: {error}"))
     return problems
 
 
-def build_metrics(names: Sequence[str], num_classes: int, weights: Sequence[str], group: Group) -> dict[str, Metrics]:
+def build_metrics(
+    names: Sequence[str], num_classes: int, weights: Sequence[str], group: Group
+) -> dict[str, Metrics]:
     """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A collective.
 
     They are tried on a few images. Exceptions of `compute` are ignored: the metric may need more.
     """
-    metrics = {kind: {name: build_metric(name, num_classes, group) for name in names} for kind in weights}
+    metrics = {
+        kind: {name: build_metric(name, num_classes, group) for name in names} for kind in weights
+    }
     targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=group.device)
     logits = torch.eye(len(targets), num_classes, device=group.device)
     results = {}
@@ -60,7 +73,11 @@ def build_metrics(names: Sequence[str], num_classes: int, weights: Sequence[str]
 def build_metric(name: str, num_classes: int, group: Group) -> Any:
     """A `torch.nn.Module` with the methods of a metric. Raises ConfigError."""
     metric = import_factory(name)(num_classes=num_classes)
-    missing = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
+    missing = [
+        method
+        for method in ("update", "compute", "reset")
+        if not callable(getattr(metric, method, None))
+    ]
     if missing or not isinstance(metric, nn.Module):
         fault = f"has no method {missing[0]!r}" if missing else "is not a torch.nn.Module"
         text = f"{name!r} returned a {type(metric).__name__}, which {fault}; see docs/extending.md, A metric"
@@ -89,7 +106,9 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
 
     def check_equal() -> None:
         for field, value in values.items():
-            if not np.allclose([found.get(field, np.inf) for found in of_ranks], value, rtol=1e-3, equal_nan=True):
+            if not np.allclose(
+                [found.get(field, np.inf) for found in of_ranks], value, rtol=1e-3, equal_nan=True
+            ):
                 text = f"{field!r} differs between ranks; keep its counts in buffers, which are summed over the ranks"
                 raise ConfigError([f"eval.metrics: {text}"])
 
@@ -101,14 +120,27 @@ def values_by_field(results: Mapping[str, Any], group: Group) -> dict[str, float
     """The fields of a record. results: what `compute` returned, by factory. Raises ConfigError."""
     values: dict[str, float] = {}
     for name, result in results.items():
-        fields = result if isinstance(result, Mapping) else {name.rpartition(":")[2].rpartition(".")[2]: result}
+        fields = (
+            result
+            if isinstance(result, Mapping)
+            else {name.rpartition(":")[2].rpartition(".")[2]: result}
+        )
         for field, value in fields.items():
             number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
             is_too_large = isinstance(number, int) and number.bit_length() > 1023  # for a float
             if not isinstance(number, Real) or isinstance(number, bool) or is_too_large:
-                shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
+                shape = (
+                    f" of shape {tuple(value.shape)}, {value.dtype}"
+                    if isinstance(value, Tensor)
+                    else ""
+                )
                 text = f"{field!r} is a {type(value).__name__}{shape}, not a number; return one from compute()"
-            elif not isinstance(field, str) or printable(field) != field or field in EVAL_FIELDS or field in values:
+            elif (
+                not isinstance(field, str)
+                or printable(field) != field
+                or field in EVAL_FIELDS
+                or field in values
+            ):
                 text = f"the name {field!r} is already used or is not a printable string; rename it"
             else:
                 values[field] = float(number)

@@ -55,7 +55,9 @@ def build_training_model(
     reads = group.is_main and load_initial_weights
     bare = replace(config, model=replace(config.model, pretrained=False, checkpoint=None))
     initial = config if reads else bare
-    model, messages = run_on_main_first(group, lambda: build_initial_model(initial, num_classes, classes))
+    model, messages = run_on_main_first(
+        group, lambda: build_initial_model(initial, num_classes, classes)
+    )
     if not load_initial_weights:
         messages = []
     model = split_batch_norm(model, config.model, config.augment.splits)
@@ -75,19 +77,28 @@ def build_training_model(
     return model, messages
 
 
-def build_initial_model(config: Config, num_classes: int, classes: Sequence[str] = ()) -> tuple[nn.Module, list[str]]:
+def build_initial_model(
+    config: Config, num_classes: int, classes: Sequence[str] = ()
+) -> tuple[nn.Module, list[str]]:
     """The model on the CPU with its initial weights, and messages about them. classes: of the data."""
     seed_generators(hash_key("init", config.seed))
     model = build_model(config.model, num_classes, config.data.channels)
     check_model_parameters(model, config.model.name)
     if config.model.checkpoint is None:
         messages = [weights_source(config.model, model, num_classes)]
-        if config.model.pretrained and published_weights(config.model, model)[1] == num_classes == IMAGENET_CLASSES:
+        if (
+            config.model.pretrained
+            and published_weights(config.model, model)[1] == num_classes == IMAGENET_CLASSES
+        ):
             try:
                 messages[0] += match_outputs(model, classes)
             except DataError as error:  # a new task with as many classes
-                messages.append(f"the head of the published weights is kept, but {first_line(error)}")
-        mean_std: MeanStd | None = model_mean_std(model, config.data.channels) if config.model.pretrained else None
+                messages.append(
+                    f"the head of the published weights is kept, but {first_line(error)}"
+                )
+        mean_std: MeanStd | None = (
+            model_mean_std(model, config.data.channels) if config.model.pretrained else None
+        )
         known: Sequence[str] | None = None
     else:
         with prefix_errors("model.checkpoint"):
@@ -119,12 +130,18 @@ def build_distillation_teacher(
     def read(path: str) -> tuple[dict[str, Tensor], MeanStd | None]:
         stored = read_stored_weights(path)
         if difference := class_difference(stored.classes, classes):
-            raise ConfigError([f"distill.teacher.checkpoint: {path}: {difference}; use a teacher of the same classes"])
+            raise ConfigError(
+                [
+                    f"distill.teacher.checkpoint: {path}: {difference}; use a teacher of the same classes"
+                ]
+            )
         return stored.tensors, stored.mean_std
 
     sizes, layout = sizes_px(config.augment), memory_format(config.train)
     teacher = config.distill.teacher
-    return build_teacher(teacher, num_classes, group, read, mean_std, sizes, config.seed, layout, classes)
+    return build_teacher(
+        teacher, num_classes, group, read, mean_std, sizes, config.seed, layout, classes
+    )
 
 
 def memory_format(train: TrainConfig) -> torch.memory_format:
@@ -182,7 +199,9 @@ def choose_kind(weights: Collection[str], kind: str, origin: Path | str) -> str:
 
 def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str:
     """The first class in which the weights and the data differ, if both have equally many; else ""."""
-    pairs = enumerate(zip(known, classes, strict=True)) if known and len(known) == len(classes) else ()
+    pairs = (
+        enumerate(zip(known, classes, strict=True)) if known and len(known) == len(classes) else ()
+    )
     for index, (old, new) in pairs:
         if old != new:  # é has two forms in Unicode, which look alike
             show = ascii if normalize("NFC", old) == normalize("NFC", new) else repr
@@ -207,21 +226,33 @@ def check_model_parameters(model: nn.Module, name: str) -> None:
     """Raise ConfigError for a newly built model without parameters, or with uninitialized (lazy) ones."""
     if lazy := [parameter for parameter, tensor in model.named_parameters() if is_lazy(tensor)]:
         remedy = "call the model once on a batch of images before you return it"
-        raise ConfigError([f"model.name: {name} has uninitialized parameters ({lazy[0]}); {remedy}"])
+        raise ConfigError(
+            [f"model.name: {name} has uninitialized parameters ({lazy[0]}); {remedy}"]
+        )
     if next(model.parameters(), None) is None:
         raise ConfigError([f"model.name: {name} has no parameters to train; name another"])
 
 
-def check_model_outputs(model: nn.Module, config: Config, num_classes: int, batch_norm_images: int) -> None:
+def check_model_outputs(
+    model: nn.Module, config: Config, num_classes: int, batch_norm_images: int
+) -> None:
     """Raise ConfigError where the model does not map one black image of each of the config's sizes to (1, num_classes).
 
     batch_norm_images: images over which BatchNorm computes its statistics in training; with 1, a pass in training mode
     shows whether its layers get more than one value per channel. Leaves the model in training mode.
     """
     largest_px = config.augment.size_px
-    smaller = [("augment.progressive.sizes_px", size) for size in sizes_px(config.augment) if size != largest_px]
+    smaller = [
+        ("augment.progressive.sizes_px", size)
+        for size in sizes_px(config.augment)
+        if size != largest_px
+    ]
     model.eval()
-    for key, size_px in (*smaller, ("augment.size_px", largest_px), ("eval.crop_px", config.eval.crop_px)):
+    for key, size_px in (
+        *smaller,
+        ("augment.size_px", largest_px),
+        ("eval.crop_px", config.eval.crop_px),
+    ):
         outputs = _forward_black_image(model, config, key, size_px, "images")
         shape = tuple(getattr(outputs, "shape", ())) or f"a {type(outputs).__name__}"
         if shape != (1, num_classes):
@@ -237,9 +268,15 @@ def check_model_outputs(model: nn.Module, config: Config, num_classes: int, batc
             buffer.copy_(value)
 
 
-def _forward_black_image(model: nn.Module, config: Config, key: str, size_px: Size, images: str) -> object:
+def _forward_black_image(
+    model: nn.Module, config: Config, key: str, size_px: Size, images: str
+) -> object:
     """The output for one black image. Raises ConfigError for `key` where the model fails."""
-    device, channels, kwargs = next(model.parameters()).device, config.data.channels, config.model.kwargs
+    device, channels, kwargs = (
+        next(model.parameters()).device,
+        config.data.channels,
+        config.model.kwargs,
+    )
     try:
         with torch.no_grad():
             return model(torch.zeros(1, channels, *height_width(size_px), device=device))

@@ -37,7 +37,9 @@ def micro_batch_for(global_batch: int, num_devices: int, limit: int | None) -> i
     share, rest = divmod(global_batch, num_devices)
     if rest == 0:
         return next(size for size in range(min(limit or share, share), 0, -1) if share % size == 0)
-    return _ceil(global_batch, num_devices * _ceil(global_batch, num_devices * (limit or global_batch)))
+    return _ceil(
+        global_batch, num_devices * _ceil(global_batch, num_devices * (limit or global_batch))
+    )
 
 
 def part_sizes(images: int, parts: int) -> list[int]:
@@ -60,7 +62,9 @@ def batch_problem(train: TrainConfig, num_devices: int, uneven: bool = False) ->
     below, above = size // num_devices * num_devices, _ceil(size, num_devices) * num_devices
     nearest = " or ".join(str(n) for n in (below, above) if n > 0)
     how = " in micro-batches of one image" if uneven and size > num_devices else ""
-    message = f"{size} images do not divide among {num_devices} devices{how}; nearest that do: {nearest}"
+    message = (
+        f"{size} images do not divide among {num_devices} devices{how}; nearest that do: {nearest}"
+    )
     return Problem("train.global_batch_size", message)
 
 
@@ -72,7 +76,9 @@ def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int 
             f"the training set has {num_images} images an epoch, fewer than one batch (train.global_batch_size="
             f"{train.global_batch_size}).\nGive a train.global_batch_size of at most {num_images}, or more images."
         )
-    micro_batch = micro_batch_for(train.global_batch_size, world_size * devices, train.micro_batch_size)
+    micro_batch = micro_batch_for(
+        train.global_batch_size, world_size * devices, train.micro_batch_size
+    )
     total = steps_per_epoch * train.epochs
     return Plan(
         world_size=world_size,

@@ -62,13 +62,17 @@ class Predictor:
                 torch.ones(1, device=on)
         folder = Path(checkpoint)
         if folder.is_file() and (folder.parent / "manifest.json").is_file():
-            weights = weights or {"model.safetensors": "raw", "ema.safetensors": "ema"}.get(folder.name)
+            weights = weights or {"model.safetensors": "raw", "ema.safetensors": "ema"}.get(
+                folder.name
+            )
             folder = folder.parent
         trained = load_checkpoint(folder, allow_import)
         name = choose_weights(trained, weights)
         self._set_up(trained, name, trained.models[name].to(on), on)
 
-    def _set_up(self, trained: TrainedModels, weights: str, model: nn.Module, device: torch.device) -> None:
+    def _set_up(
+        self, trained: TrainedModels, weights: str, model: nn.Module, device: torch.device
+    ) -> None:
         assert trained.path is not None
         self.path, self.weights, self.model = trained.path, weights, model
         self.config, self.warnings = trained.config, trained.warnings
@@ -81,7 +85,9 @@ class Predictor:
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
-        return self.preprocess(torch.stack([self.transform(read_image(image, self.exif)) for image in images]))
+        return self.preprocess(
+            torch.stack([self.transform(read_image(image, self.exif)) for image in images])
+        )
 
     @torch.no_grad()
     def logits(self, images: Sequence[AnyImage]) -> Tensor:
@@ -118,7 +124,11 @@ class Predictor:
         return FeatureModel(self.model, self.num_classes)
 
     def predict(
-        self, images: Sequence[AnyImage], top: int = 5, with_logits: bool = False, bad: list[DataError] | None = None
+        self,
+        images: Sequence[AnyImage],
+        top: int = 5,
+        with_logits: bool = False,
+        bad: list[DataError] | None = None,
     ) -> Iterator[dict[str, Any]]:
         """A row for each image: image (path of a file, else position in `images`), top (class, probability), logits.
 
@@ -187,7 +197,9 @@ def check_sizes(config: EvalConfig, path: Path) -> None:
 def check_packages(*names: str) -> None:
     """Raise UsageError if one is not installed."""
     if missing := [name for name in names if find_spec(name) is None]:
-        raise UsageError(f"ONNX needs {', '.join(missing)}.\nInstall: pip install {' '.join(missing)}")
+        raise UsageError(
+            f"ONNX needs {', '.join(missing)}.\nInstall: pip install {' '.join(missing)}"
+        )
 
 
 class OnnxModel(nn.Module):
@@ -199,7 +211,9 @@ class OnnxModel(nn.Module):
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(
+            content, options, providers=["CPUExecutionProvider"]
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.from_numpy(self.session.run(None, {"images": images.contiguous().numpy()})[0])
@@ -210,15 +224,26 @@ class OnnxPredictor(Predictor):
 
     def __init__(self, file: Path):
         check_packages("onnxruntime")
-        with invalid_content_errors(file, "not an ONNX file of this project", "Write it with tools/export.py."):
+        with invalid_content_errors(
+            file, "not an ONNX file of this project", "Write it with tools/export.py."
+        ):
             check_regular(file)
             model = OnnxModel(file.read_bytes())
             stored = model.session.get_modelmeta().custom_metadata_map
             values = {key: json.loads(value) for key, value in stored.items()}
-            parts = {"eval": values["eval"], "data": {"exif": values["exif"]}, "optimizer": {"lr": 1.0}}
+            parts = {
+                "eval": values["eval"],
+                "data": {"exif": values["exif"]},
+                "optimizer": {"lr": 1.0},
+            }
             config = config_from_state({"config": parts}, file)
-            classes, (mean, std) = tuple(map(str, values["classes"])), mean_std({"preprocessing": values})
-            trained = TrainedModels({}, config, len(classes), classes, mean, std, origin=str(file), path=file)
+            classes, (mean, std) = (
+                tuple(map(str, values["classes"])),
+                mean_std({"preprocessing": values}),
+            )
+            trained = TrainedModels(
+                {}, config, len(classes), classes, mean, std, origin=str(file), path=file
+            )
             self._set_up(trained, values["weights"], model, torch.device("cpu"))
             self.in_graph = str(values["preprocess"])
             if self.in_graph not in ("none", "normalize"):
@@ -236,19 +261,27 @@ class OnnxPredictor(Predictor):
 
 
 def load_model(
-    checkpoint: str | Path, device: str = "auto", weights: str | None = None, allow_import: Collection[str] = ()
+    checkpoint: str | Path,
+    device: str = "auto",
+    weights: str | None = None,
+    allow_import: Collection[str] = (),
 ) -> tuple[nn.Module, Callable[[Sequence[AnyImage]], Tensor]]:
     """`Predictor.model` and `Predictor.prepare` of a checkpoint."""
     predictor = Predictor(checkpoint, device, weights, allow_import)
     return predictor.model, predictor.prepare
 
 
-def top_classes(logits: Tensor, classes: Sequence[str], count: int = 5) -> list[list[tuple[str, float]]]:
+def top_classes(
+    logits: Tensor, classes: Sequence[str], count: int = 5
+) -> list[list[tuple[str, float]]]:
     """For each row of logits (B, C) the `count` likeliest classes with their probabilities, likeliest first."""
     best = logits.softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
     names = [*classes, *(f"class {index}" for index in range(len(classes), logits.shape[1]))]
     return [
-        [(names[index], probability) for index, probability in zip(indices, probabilities, strict=True)]
+        [
+            (names[index], probability)
+            for index, probability in zip(indices, probabilities, strict=True)
+        ]
         for indices, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
 
@@ -262,7 +295,9 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
     if isinstance(image, Tensor):
         if image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
             text = f"{image.dtype} {tuple(image.shape)}"
-            raise TypeError(f"{text} is neither a uint8 tensor (3, H, W) nor a uint8 array (H, W, 3)")
+            raise TypeError(
+                f"{text} is neither a uint8 tensor (3, H, W) nor a uint8 array (H, W, 3)"
+            )
         return image.cpu()
     path = Path(image)
     try:

@@ -27,7 +27,9 @@ class StepProfiler:
             return None
         first, last = self._steps
         if self._profile is None and first - 1 <= step < last and not ends:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its messages on stderr are not for users
+            os.environ.setdefault(
+                "KINETO_LOG_LEVEL", "99"
+            )  # its messages on stderr are not for users
             from torch.profiler import ProfilerActivity, profile
 
             activities = [ProfilerActivity.CPU]
@@ -47,7 +49,9 @@ class StepProfiler:
         try:
             self._folder.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(trace))
-            table.write_text(profile.key_averages().table(sort_by=order, row_limit=_SHOWN_OPERATORS) + "\n")
+            table.write_text(
+                profile.key_averages().table(sort_by=order, row_limit=_SHOWN_OPERATORS) + "\n"
+            )
         except (OSError, RuntimeError) as error:
             return f"warning: train.profile: could not write {trace}: {first_line(error)}"
         return f"profile of steps {self._first} to {step}: {trace} (for ui.perfetto.dev), {table}"

@@ -24,7 +24,14 @@ from imagenet_cls.report.writers import changed_values
 FILES = ("model.safetensors", "config.json", "README.md")
 CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
 # Keys of timm's pretrained_cfg that do not depend on the weights, as tag, license and papers do.
-_ARCHITECTURE_KEYS = ("architecture", "input_size", "pool_size", "min_input_size", "first_conv", "classifier")
+_ARCHITECTURE_KEYS = (
+    "architecture",
+    "input_size",
+    "pool_size",
+    "min_input_size",
+    "first_conv",
+    "classifier",
+)
 # Sections whose values a model card lists; others name files and machines.
 _RECIPE = ("augment", "mix", "loss", "distill", "optimizer", "schedule", "train", "ema")
 
@@ -57,15 +64,24 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
             (folder / file).unlink(missing_ok=True)
         try:
             timm.models.save_for_hf(
-                model, str(folder), described, config.model.kwargs, safe_serialization=True, data_config=preprocessing
+                model,
+                str(folder),
+                described,
+                config.model.kwargs,
+                safe_serialization=True,
+                data_config=preprocessing,
             )
         except SafetensorError as error:
-            raise ResourceError(f"can't write {folder}: {first_line(error)}\nGive another folder.") from error
+            raise ResourceError(
+                f"can't write {folder}: {first_line(error)}\nGive another folder."
+            ) from error
         # transformers passes num_classes and **model_args to timm, so it must not be in both.
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         stored.get("model_args", {}).pop("num_classes", None)
         (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors' is 0600
+        shutil.copymode(
+            folder / "config.json", folder / "model.safetensors"
+        )  # safetensors' is 0600
         card = model_card(predictor, preprocessing, license_id)
         (folder / "README.md").write_text(generate_readme(card, name), encoding="utf-8")
 
@@ -75,7 +91,9 @@ def check_timm_model(predictor: Predictor) -> None:
     name = predictor.config.model.name
     architecture = (getattr(predictor.model, "pretrained_cfg", None) or {}).get("architecture", "")
     is_library = name.startswith((HUB, FOLDER)) or ":" not in name
-    is_library &= timm.is_model(architecture) and timm.model_entrypoint(architecture).__module__.startswith("timm.")
+    is_library &= timm.is_model(architecture) and timm.model_entrypoint(
+        architecture
+    ).__module__.startswith("timm.")
     if not is_library:
         raise UsageError(
             f"{predictor.path}: {name} is not a model of timm, so timm can't load it from a folder.\n"
@@ -88,7 +106,11 @@ def timm_crop_pct(predictor: Predictor) -> float:
 
     Raises UsageError for a rectangular crop after a resize of one side, for which there is none.
     """
-    crop, resized, evaluation = predictor.transform.crop, predictor.transform.resized, predictor.config.eval
+    crop, resized, evaluation = (
+        predictor.transform.crop,
+        predictor.transform.resized,
+        predictor.config.eval,
+    )
     share = evaluation.crop_pct if evaluation.resize_px is None else crop[0] / resized[0]
     if math.floor(crop[0] / share) < resized[0]:  # the quotient was rounded up
         share = math.nextafter(share, 0)
@@ -100,7 +122,9 @@ def timm_crop_pct(predictor: Predictor) -> float:
     return share
 
 
-def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: str | None) -> dict[str, Any]:
+def model_card(
+    predictor: Predictor, preprocessing: dict[str, Any], license_id: str | None
+) -> dict[str, Any]:
     """The argument of timm's `generate_readme`. Contains no paths of data or weights."""
     config, kind = predictor.config, predictor.weights
     state = json.loads(verified_files(predictor.path, "state.json")["state.json"])
@@ -118,11 +142,16 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
             f"top-1 {metrics['top1_pct']:.2f} %, top-5 {metrics['top5_pct']:.2f} %, loss {metrics['loss']:.4f}, "
             f"{metrics['images']:,} images"
         )
-        not_in_timm = {"eval.flip_tta": config.eval.flip_tta, "data.exif": config.data.exif == "apply"}
+        not_in_timm = {
+            "eval.flip_tta": config.eval.flip_tta,
+            "data.exif": config.data.exif == "apply",
+        }
         if names := [name for name, is_used in not_in_timm.items() if is_used]:
             details["Not in timm's transform, but in the result"] = ", ".join(names)
     if expect.claimed_top1_pct is not None:
-        details["Top-1 that the source of the recipe claims"] = f"{expect.claimed_top1_pct:g} % ({expect.source})"
+        details["Top-1 that the source of the recipe claims"] = (
+            f"{expect.claimed_top1_pct:g} % ({expect.source})"
+        )
     details |= {"Note on the recipe": expect.note} if expect.note else {}
     if config.model.checkpoint is not None:
         details["Initial weights"] = f"{Path(config.model.checkpoint).name}; see their license"
@@ -132,7 +161,9 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
     details["Settings that differ from the defaults"] = {
         key: value
         for key, value in changed_values(config).items()
-        if key.partition(".")[0] in _RECIPE and key not in local and not str(value).startswith(FOLDER)
+        if key.partition(".")[0] in _RECIPE
+        and key not in local
+        and not str(value).startswith(FOLDER)
     }
     details["Ranks"] = state["world_size"]
     details["Versions"] = state["versions"]
@@ -146,7 +177,9 @@ def model_card(predictor: Predictor, preprocessing: dict[str, Any], license_id: 
         "license": license_id or "unknown",
         "description": f"An image classifier trained with imagenet-cls {__version__}.",
         "details": {
-            key: {k: printable(str(v)) for k, v in value.items()} if isinstance(value, dict) else printable(str(value))
+            key: {k: printable(str(v)) for k, v in value.items()}
+            if isinstance(value, dict)
+            else printable(str(value))
             for key, value in details.items()
         },
         "usage": usage,
@@ -158,7 +191,9 @@ def push(folder: Path, repository: str) -> str:
     try:
         api = huggingface_hub.HfApi(library_name="imagenet-cls", library_version=__version__)
         url = api.create_repo(repository, exist_ok=True)
-        api.upload_folder(repo_id=url.repo_id, folder_path=os.fspath(folder), allow_patterns=list(FILES))
+        api.upload_folder(
+            repo_id=url.repo_id, folder_path=os.fspath(folder), allow_patterns=list(FILES)
+        )
         return str(url)
     except Exception as error:
         if not is_download_error(error):

@@ -63,7 +63,9 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
     config = loaded.config
     folder, options, resumes = open_run_folder(config, options, group)
     log = open_log(None, group.rank)
-    log.info("rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid())
+    log.info(
+        "rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid()
+    )
     stop_signals = StopSignalHandler(group)
     stop_signals.install()
     parts, progress, started = None, Progress(), False
@@ -73,7 +75,9 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
         open_log(options.work_dir, group.rank)
         name_flight_recorder_files(os.environ, log_file(options.work_dir, group.rank).parent)
         started = True
-        if options.overwrite:  # only now, so that a run that fails to start does not remove the existing one
+        if (
+            options.overwrite
+        ):  # only now, so that a run that fails to start does not remove the existing one
             run_on_main(group, folder.clear)
         launchers = gather_to_main(list(options.launchers), group)
         with (
@@ -88,8 +92,19 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
             profiled = config.train.profile if group.is_main else None
             profiler = StepProfiler(profiled, options.work_dir / "profile", group.device.type)
             # Earlier than the collectives of the other ranks time out.
-            with HangLog(log_file(options.work_dir, group.rank), 0.9 * config.parallel.timeout_sec) as hang_log:
-                run = Run(parts, progress, reporter, saver, stop_signals, hang_log, profiler, options.overwrite)
+            with HangLog(
+                log_file(options.work_dir, group.rank), 0.9 * config.parallel.timeout_sec
+            ) as hang_log:
+                run = Run(
+                    parts,
+                    progress,
+                    reporter,
+                    saver,
+                    stop_signals,
+                    hang_log,
+                    profiler,
+                    options.overwrite,
+                )
                 run.train_to_last_step()
             run_on_main(group, saver.wait)
             if config.log.plots:
@@ -100,7 +115,12 @@ def train_in_folder(loaded: LoadedConfig, options: RunOptions, group: Group) -> 
             if not (started or isinstance(error, UserError)):
                 open_log(options.work_dir, group.rank)
             log.exception("the run ended early")
-            if started and group.is_main and progress.step == 0 and not (options.resume or isinstance(error, Stopped)):
+            if (
+                started
+                and group.is_main
+                and progress.step == 0
+                and not (options.resume or isinstance(error, Stopped))
+            ):
                 folder.clear()  # so that the corrected command needs no --overwrite
         raise
     finally:
@@ -122,7 +142,9 @@ def dry_run(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
             set_training(parts.model, parts.config.model)
             micro_batches = islice(parts.train_loader.epoch(0), parts.plan.accumulation)
             loss = all_reduce_mean(forward_backward(parts, micro_batches, 0, 0), group)[0].item()
-            reporter.message(f"dry run: the first step has loss {loss:.4f}; no run folder was written")
+            reporter.message(
+                f"dry run: the first step has loss {loss:.4f}; no run folder was written"
+            )
     finally:
         parts.train_loader.close()
 
@@ -179,7 +201,9 @@ class Run:
             parts.group,
             parts.config.parallel.check_every_steps,
             progress.step,
-            lambda: replicated_tensors(parts.model, parts.ema.module, base_optimizer(parts.optimizer).state),
+            lambda: replicated_tensors(
+                parts.model, parts.ema.module, base_optimizer(parts.optimizer).state
+            ),
         )
 
     def train_to_last_step(self) -> None:
@@ -208,15 +232,24 @@ class Run:
         set_training(parts.model, parts.config.model)
         self.meter.restart_clock()
         is_first = self.progress.step == 0
-        batches = prefetch_to_device(parts.train_loader.epoch(epoch, first_step), parts.group.device)
+        batches = prefetch_to_device(
+            parts.train_loader.epoch(epoch, first_step), parts.group.device
+        )
         for batch in self.meter.time_waiting(batches):
             if is_first:
-                self.reporter.first_batch(batch.images[: len(batch.targets)], batch.targets, parts.data.classes)
+                self.reporter.first_batch(
+                    batch.images[: len(batch.targets)], batch.targets, parts.data.classes
+                )
                 is_first = False
             yield batch
 
     def after_step(
-        self, epoch: int, lr: float, loss_and_top1: Tensor, grad_norm: Tensor | None, skipped: Tensor
+        self,
+        epoch: int,
+        lr: float,
+        loss_and_top1: Tensor,
+        grad_norm: Tensor | None,
+        skipped: Tensor,
     ) -> None:
         """Record a step; log, check replicas, stop and save where that is due, in this order. A collective."""
         step = self.progress.step
@@ -227,7 +260,9 @@ class Run:
             self.log_steps()  # waits for the device; raises after too many non-finite steps in a row
         self.replica_check.check_if_due(step)  # raises if replicas have diverged
         # Raises StopRequested, on all ranks at the same step.
-        self.stop_signals.check_after_step(force=self.save_scheduled() or step % self.parts.plan.steps_per_epoch == 0)
+        self.stop_signals.check_after_step(
+            force=self.save_scheduled() or step % self.parts.plan.steps_per_epoch == 0
+        )
         self.saver.check()  # raises if a save in the background has failed
         if self.save_scheduled() and not self.evaluation_due():  # else saved after the evaluation
             self.log_steps()  # before `save_due`, which reads whether this step was finite
@@ -259,7 +294,10 @@ class Run:
         if records:
             self.stop_signals.set_interval(*self.meter.last_interval)
         self.reporter.report_steps(records)
-        for line in (self.data_wait_check.warning(records), self.nonfinite_guard.count_and_describe(records)):
+        for line in (
+            self.data_wait_check.warning(records),
+            self.nonfinite_guard.count_and_describe(records),
+        ):
             if line is not None:
                 self.reporter.event(self.progress.step, line)
         self.nonfinite_guard.check(records, self.meter.own_losses)
@@ -276,7 +314,11 @@ class Run:
 
     @property
     def at_scheduled_evaluation(self) -> bool:
-        return self.progress.step % (self.parts.plan.steps_per_epoch * self.parts.config.eval.every_epochs) == 0
+        return (
+            self.progress.step
+            % (self.parts.plan.steps_per_epoch * self.parts.config.eval.every_epochs)
+            == 0
+        )
 
     def save_scheduled(self) -> bool:
         """Whether this step is the last one or one of `checkpoint.every_steps` or `checkpoint.every_epochs`."""
@@ -300,19 +342,32 @@ class Run:
         Raises StopRequested; then nothing is recorded, and a resumed run repeats the evaluation.
         """
         parts, progress = self.parts, self.progress
-        models = {"raw": parts.model} if parts.ema.module is None else {"raw": parts.model, "ema": parts.ema.module}
+        models = (
+            {"raw": parts.model}
+            if parts.ema.module is None
+            else {"raw": parts.model, "ema": parts.ema.module}
+        )
         pad_to = parts.config.eval.batch_size if parts.config.train.compile else None
         outputs = parts.evaluation.outputs(models, self.evaluation_batches(), pad_to)
-        position = {"step": progress.step, "epoch": (progress.step - 1) // parts.plan.steps_per_epoch}
+        position = {
+            "step": progress.step,
+            "epoch": (progress.step - 1) // parts.plan.steps_per_epoch,
+        }
         improved, metric = False, METRICS[parts.config.checkpoint.best]
         labels = parts.evaluation.labels
-        evaluated = evaluate(outputs, list(models), parts.group, parts.num_classes, labels, parts.metrics)
+        evaluated = evaluate(
+            outputs, list(models), parts.group, parts.num_classes, labels, parts.metrics
+        )
         for name, result in evaluated.items():
             self.reporter.eval_result({"kind": "eval", **position, "weights": name, **result})
-            progress.latest[name] = {field: value for field, value in result.items() if field != "seconds"}
+            progress.latest[name] = {
+                field: value for field, value in result.items() if field != "seconds"
+            }
             best = progress.best.get(name, {})
             is_better = metric not in best or score(result, metric) > score(best, metric)
-            if isfinite(result["loss"]) and is_better:  # NaN logits have a top-1, too: topk sorts NaN first
+            if (
+                isfinite(result["loss"]) and is_better
+            ):  # NaN logits have a top-1, too: topk sorts NaN first
                 progress.best[name] = {metric: result[metric], "step": progress.step}
                 improved = True
         progress.evaluated_step = progress.step

@@ -75,7 +75,9 @@ class RunFolder:
             raise UsageError("--resume continues a run, --overwrite removes it.\nGive one of them.")
         try:
             if self.path.exists() and not self.path.is_dir():
-                raise UsageError(f"{self.path} is a file, not a folder.\nGive another folder with --work-dir.")
+                raise UsageError(
+                    f"{self.path} is a file, not a folder.\nGive another folder with --work-dir."
+                )
             if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
                 raise UsageError(
                     f"{self.checkpoints} is not a folder, or a dangling link (is its disk mounted?).\n"
@@ -101,7 +103,10 @@ class RunFolder:
         removed = [(self.path / name).resolve() for name in _WRITTEN]
         for key, source in sources.items() if options.overwrite else ():
             path = None if source is None else Path(source).resolve()
-            if path and (path == self.path.resolve() or any(path.is_relative_to(folder) for folder in removed)):
+            if path and (
+                path == self.path.resolve()
+                or any(path.is_relative_to(folder) for folder in removed)
+            ):
                 raise UsageError(
                     f"{key}: {source} is in {self.path}, which --overwrite would remove.\n"
                     "Use another folder with --work-dir, or copy the weights elsewhere first."
@@ -121,7 +126,9 @@ class RunFolder:
                 tempfile.TemporaryFile(dir=existing).close()
                 return
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.path, "Wait for that run, or use another folder with --work-dir.")
+            self._lock = take_lock(
+                self.path, "Wait for that run, or use another folder with --work-dir."
+            )
             for left in self.path.glob(f"{REMOVED}*"):  # by a killed process
                 shutil.rmtree(left, ignore_errors=True)
             if self.checkpoints.is_dir():
@@ -136,7 +143,9 @@ class RunFolder:
                 for entry in sorted(path.iterdir(), reverse=True) if linked else [path]:
                     remove(entry)
 
-    def write_metadata(self, launchers: Collection[str], config_yaml: str, versions: Mapping[str, str]) -> None:
+    def write_metadata(
+        self, launchers: Collection[str], config_yaml: str, versions: Mapping[str, str]
+    ) -> None:
         """Write `.job` (for `was_started_by`), `config.yaml` and `env.json`. Raises ResourceError."""
         env = {
             "code": code_version(),
@@ -188,17 +197,29 @@ def code_version() -> dict[str, Any] | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "check": True, "timeout": 10}
+        options: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "capture_output": True,
+            "check": True,
+            "timeout": 10,
+        }
         return subprocess.run(command, env=env, **options).stdout.decode(errors="replace").strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # fails for an installed package in another repository
-        return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain", "."))}
+        git(
+            "ls-files", "--error-unmatch", "__init__.py"
+        )  # fails for an installed package in another repository
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "uncommitted_changes": bool(git("status", "--porcelain", ".")),
+        }
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def open_run_folder(config: Config, options: RunOptions, group: "Group") -> tuple[RunFolder, RunOptions, bool]:
+def open_run_folder(
+    config: Config, options: RunOptions, group: "Group"
+) -> tuple[RunFolder, RunOptions, bool]:
     """Lock the folder, on rank 0. Returns it, each rank's options, and whether the run resumes from a checkpoint.
 
     A command that torchrun or SLURM restarted, on any machine, resumes the run that it started before.
@@ -208,7 +229,11 @@ def open_run_folder(config: Config, options: RunOptions, group: "Group") -> tupl
     restarted_by = gather_to_main(list(options.restarted_by), group)
 
     def name_on_main() -> str:
-        earlier = [path.name for path in options.work_dir.glob("*/") if RunFolder(path).was_started_by(restarted_by)]
+        earlier = [
+            path.name
+            for path in options.work_dir.glob("*/")
+            if RunFolder(path).was_started_by(restarted_by)
+        ]
         return max(earlier, default=time.strftime("%Y%m%d_%H%M%S"))
 
     if options.new_folder:

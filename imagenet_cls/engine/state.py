@@ -20,7 +20,11 @@ from imagenet_cls.checkpoint.format import (
     read_progress,
     size_bytes,
 )
-from imagenet_cls.checkpoint.optimizer_state import copy_to_host, load_optimizer, optimizer_to_tensors
+from imagenet_cls.checkpoint.optimizer_state import (
+    copy_to_host,
+    load_optimizer,
+    optimizer_to_tensors,
+)
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.checkpoint.select import load_newest, newest_intact
 from imagenet_cls.config.check import ineffective_keys
@@ -47,7 +51,9 @@ _ENVIRONMENT = {"validation images", "validation files", "steps per epoch", *_RO
 _SHOWN = 4
 
 
-def take_snapshot(parts: TrainingParts, progress: Progress, description: dict[str, Any]) -> Snapshot:
+def take_snapshot(
+    parts: TrainingParts, progress: Progress, description: dict[str, Any]
+) -> Snapshot:
     """A copy of the run's state in host memory. description: of `describe_run`."""
     optimizer, numbers = optimizer_to_tensors(parts.model, parts.optimizer)
     return Snapshot(
@@ -68,7 +74,10 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
     """The part of `state.json` that is the same at every step."""
     assert parts.data.train is not None and parts.data.val is not None
     return {
-        "plan": {"steps_per_epoch": parts.plan.steps_per_epoch, "total_steps": parts.plan.total_steps},
+        "plan": {
+            "steps_per_epoch": parts.plan.steps_per_epoch,
+            "total_steps": parts.plan.total_steps,
+        },
         "classes": list(parts.data.classes),
         "num_classes": parts.num_classes,
         "data_digest": parts.data.train.digest(),
@@ -87,10 +96,14 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
 
 def disk_space_warning(parts: TrainingParts, checkpoints: Path) -> str | None:
     """A warning where the disk can't hold three checkpoints: the last two, and the one being written."""
-    trained = sum(parameter.nbytes for parameter in parts.model.parameters() if parameter.requires_grad)
+    trained = sum(
+        parameter.nbytes for parameter in parts.model.parameters() if parameter.requires_grad
+    )
     weights = size_bytes(parts.model.state_dict()) * (1 if parts.ema.module is None else 2)
     needed = 3 * (weights + trained * state_copies(parts.config.optimizer))
-    present = sum(file.stat().st_size for path in list_checkpoints(checkpoints) for file in path.glob("*"))
+    present = sum(
+        file.stat().st_size for path in list_checkpoints(checkpoints) for file in path.glob("*")
+    )
     free = shutil.disk_usage(checkpoints.parent).free
     if needed <= free + present:
         return None
@@ -100,7 +113,9 @@ def disk_space_warning(parts: TrainingParts, checkpoints: Path) -> str | None:
     )
 
 
-def open_saver(parts: TrainingParts, progress: Progress, folder: RunFolder, reporter: Reporter) -> CheckpointSaver:
+def open_saver(
+    parts: TrainingParts, progress: Progress, folder: RunFolder, reporter: Reporter
+) -> CheckpointSaver:
     description = describe_run(parts) if parts.group.is_main else {}
 
     def before_write() -> None:
@@ -118,7 +133,9 @@ def open_saver(parts: TrainingParts, progress: Progress, folder: RunFolder, repo
     )
 
 
-def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tuple[Progress, list[str]]:
+def restore(
+    parts: TrainingParts, folder: RunFolder, options: RunOptions
+) -> tuple[Progress, list[str]]:
     """Load weights, EMA, optimizer and loss scale from the checkpoint to resume from, if any. A collective.
 
     Rank 0 reads the checkpoint and broadcasts its tensors. Returns the progress and messages. Raises CheckpointError.
@@ -134,26 +151,39 @@ def restore(parts: TrainingParts, folder: RunFolder, options: RunOptions) -> tup
         if snapshot is None and options.resume_from is not None:
             snapshot, damaged = load_newest(options.resume_from)
         elif options.resume_from is not None:
-            notes = [f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"]
+            notes = [
+                f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"
+            ]
         if snapshot is None:
             return None
         messages = [f"{line}; using an older checkpoint" for line in damaged]
-        messages += [f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}", *notes]
+        messages += [
+            f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}",
+            *notes,
+        ]
         with invalid_content_errors(snapshot.path):
             if snapshot.state["config"]["model"]["name"] != parts.config.model.name:
                 check_same_model(parts.model, snapshot.model, snapshot.path)
             messages += check_resumable(snapshot.state, parts, options.allow_change, snapshot.path)
             check_same_model(parts.model, snapshot.model, snapshot.path)
             check_optimizer_state(snapshot, parts.config.optimizer, group.device)
-        return replace(snapshot, model={}, optimizer={}, ema=None if snapshot.ema is None else {}), messages
+        return replace(
+            snapshot, model={}, optimizer={}, ema=None if snapshot.ema is None else {}
+        ), messages
 
     received = run_on_main(group, read)
     if received is None:
-        missing = [f"no checkpoint to resume from in {folder.path}: starting from scratch"] if options.resume else []
+        missing = (
+            [f"no checkpoint to resume from in {folder.path}: starting from scratch"]
+            if options.resume
+            else []
+        )
         return Progress(), missing
     snapshot = snapshot or received[0]
     # Outside of `invalid_content_errors`: a lost rank is no invalid content.
-    model, optimizer = (broadcast_tensors(tensors, group) for tensors in (snapshot.model, snapshot.optimizer))
+    model, optimizer = (
+        broadcast_tensors(tensors, group) for tensors in (snapshot.model, snapshot.optimizer)
+    )
     ema = None if snapshot.ema is None else broadcast_tensors(snapshot.ema, group)
     with invalid_content_errors(snapshot.path):
         parts.model.load_state_dict(model)
@@ -216,7 +246,9 @@ def check_resumable(
     free = keys_with("recipe", False) | _ENVIRONMENT
     if parts.config.schedule.name == "plateau":  # which depends on when evaluations are made
         free -= {"eval.every_epochs"}
-    recipe = [name for name in changed if not _includes(free, name) and not _includes(allowed, name)]
+    recipe = [
+        name for name in changed if not _includes(free, name) and not _includes(allowed, name)
+    ]
     if recipe:
         more = f" and {len(recipe) - _SHOWN} more" if len(recipe) > _SHOWN else ""
         raise CheckpointError(
@@ -226,7 +258,9 @@ def check_resumable(
     lines = removed_key_warnings(state["config"])
     lines += [f"changed since the checkpoint: {line}" for line in changed.values()]
     if any(_includes(_ROUNDING, name) for name in changed):
-        lines.append("the samples are the same, but rounding may differ: results may not be bitwise identical")
+        lines.append(
+            "the samples are the same, but rounding may differ: results may not be bitwise identical"
+        )
     return lines
 
 
@@ -246,7 +280,9 @@ def images_not_read_before(state: dict[str, Any], parts: TrainingParts) -> list[
 def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:
     """The names in `optimizer.kwargs` whose values differ from those in a checkpoint's `state.json`."""
     before = state["config"]["optimizer"]["kwargs"]
-    return sorted(name for name in {*before, *now.kwargs} if before.get(name) != now.kwargs.get(name))
+    return sorted(
+        name for name in {*before, *now.kwargs} if before.get(name) != now.kwargs.get(name)
+    )
 
 
 def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torch.device) -> None:
@@ -261,7 +297,9 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
     layer(torch.ones(1, 2, device=device)).sum().backward()
     before = config_from_state(snapshot.state, snapshot.path).optimizer
     old, new = (
-        build_optimizer(config, parameter_groups(layer, replace(config, layer_decay=None, lr_scales={})))
+        build_optimizer(
+            config, parameter_groups(layer, replace(config, layer_decay=None, lr_scales={}))
+        )
         for config in (before, now)
     )
     old.step()

@@ -30,7 +30,9 @@ def choose_precision(train: TrainConfig, device: torch.device) -> torch.dtype | 
     if train.precision == "auto":
         return fastest_dtype(train, device) if device.type == "cuda" else None
     if train.precision == "fp16" and device.type == "cpu":
-        raise UsageError("train.precision=fp16 needs a GPU.\nOn a CPU use train.precision=fp32 (or auto, or bf16).")
+        raise UsageError(
+            "train.precision=fp16 needs a GPU.\nOn a CPU use train.precision=fp32 (or auto, or bf16)."
+        )
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[train.precision]
 
 
@@ -95,7 +97,9 @@ class Updater:
         self.skips_on_device = is_fused and not on_mps
         self.has_stepped = False
 
-    def update(self, lr: float, momentum: float | None = None, with_norm: bool = True) -> tuple[Tensor | None, Tensor]:
+    def update(
+        self, lr: float, momentum: float | None = None, with_norm: bool = True
+    ) -> tuple[Tensor | None, Tensor]:
         """Unscale, clip, step, and clear the gradients.
 
         lr: multiplied by the `lr_scale` of each parameter group. momentum: or Adam's first beta; None leaves it
@@ -148,11 +152,19 @@ def any_nonfinite(tensors: list[Tensor]) -> Tensor:
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
     dtypes = {tensor.dtype for tensor in tensors}
     for dtype in dtypes:
-        group = tensors if len(dtypes) == 1 else [tensor for tensor in tensors if tensor.dtype == dtype]
-        if device.type in ("cpu", "cuda") and dtype in (torch.float32, torch.float64, torch.float16):
+        group = (
+            tensors if len(dtypes) == 1 else [tensor for tensor in tensors if tensor.dtype == dtype]
+        )
+        if device.type in ("cpu", "cuda") and dtype in (
+            torch.float32,
+            torch.float64,
+            torch.float16,
+        ):
             torch._amp_foreach_non_finite_check_and_unscale_(group, found, scale)
         else:
-            found = torch.maximum(found, ~torch.stack([tensor.isfinite().all() for tensor in group]).all())
+            found = torch.maximum(
+                found, ~torch.stack([tensor.isfinite().all() for tensor in group]).all()
+            )
     return found
 
 
@@ -165,13 +177,21 @@ def clipping(
     from timm, without the head; timm's script leaves out the last two parameters instead.
     """
     if (clip_norm := train.clip_norm) is not None:
-        return lambda parameters, norm: nn.utils.clip_grads_with_norm_(parameters, clip_norm, cast(Tensor, norm))
+        return lambda parameters, norm: nn.utils.clip_grads_with_norm_(
+            parameters, clip_norm, cast(Tensor, norm)
+        )
     if (clip_value := train.clip_value) is not None:
         return lambda parameters, _: nn.utils.clip_grad_value_(parameters, clip_value)
     if (clip_agc := train.clip_agc) is not None:
         heads = tuple(f"{name}." for name in head_names)
-        excluded = {parameter for name, parameter in model.named_parameters() if f"{name}.".startswith(heads)}
-        return lambda parameters, _: adaptive_clip_grad([p for p in parameters if p not in excluded], clip_agc)
+        excluded = {
+            parameter
+            for name, parameter in model.named_parameters()
+            if f"{name}.".startswith(heads)
+        }
+        return lambda parameters, _: adaptive_clip_grad(
+            [p for p in parameters if p not in excluded], clip_agc
+        )
     return lambda parameters, norm: None
 
 
@@ -204,7 +224,12 @@ class Sam:
         finite leaves the weights unchanged.
         """
         assert self.rho is not None
-        perturbed = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        perturbed = [
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         tensors = [*perturbed, *self.model.buffers()]
         values = [tensor.detach().clone() for tensor in tensors]
         gradients = [p.grad for p in perturbed if p.grad is not None]

@@ -22,7 +22,9 @@ from imagenet_cls.models.adapt import frozen_batch_norm
 _MAX_LEFT_OUT = 0.1
 
 
-def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progress) -> list[tuple[str, str]]:
+def startup_table(
+    parts: TrainingParts, work_dir: Path | None, progress: Progress
+) -> list[tuple[str, str]]:
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
     plan, group, config = parts.plan, parts.group, parts.config
     mix, ema, loss, present = config.mix, config.ema, config.loss, parts.evaluation.labels.present
@@ -31,12 +33,20 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
     device = f"{group.device} ({_count(torch.get_num_threads(), 'thread')})"
     if group.device.type == "cuda":
         device = f"{group.device} ({torch.cuda.get_device_name(group.device)})"
-    precision = {None: "fp32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a loss scale"}
+    precision = {
+        None: "fp32",
+        torch.bfloat16: "bf16 autocast",
+        torch.float16: "fp16 autocast with a loss scale",
+    }
     devices = _count(plan.devices, "GPU") if plan.devices > 1 else _count(plan.world_size, "rank")
     steps = _count(plan.accumulation, "accumulation step")
     per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
     mixing = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha or mix.cutmix_minmax}
-    average = f"half-life {ema.half_life_images:,.0f} images" if ema.half_life_images else f"decay {ema.decay}"
+    average = (
+        f"half-life {ema.half_life_images:,.0f} images"
+        if ema.half_life_images
+        else f"decay {ema.decay}"
+    )
     rows = {
         "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
         "training": describe_images(parts.data.train),
@@ -48,7 +58,9 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
         "device": f"{device}, {precision[parts.evaluation.autocast_dtype]}",
         "ranks": f"{group.world_size} (launcher: {group.rank_info.launcher})",
         "batch": f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device",
-        "BatchNorm batch": _batch_norm_batch(parts) if frozen_batch_norm(parts.model, config.model) else "",
+        "BatchNorm batch": _batch_norm_batch(parts)
+        if frozen_batch_norm(parts.model, config.model)
+        else "",
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, {_count(plan.epochs, 'epoch')})",
         "optimizer": f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}",
         "layer decay": config.optimizer.layer_decay,
@@ -56,7 +68,9 @@ def startup_table(parts: TrainingParts, work_dir: Path | None, progress: Progres
         "mixing": ", ".join(f"{name} {alpha}" for name, alpha in mixing.items() if alpha),
         "loss": f"{loss.name}, label smoothing {loss.label_smoothing:g}",
         "teacher": config.distill.teacher.name,
-        "EMA": f"{average}, every {_count(ema.every_steps, 'step')}" if ema.decay or ema.half_life_images else "",
+        "EMA": f"{average}, every {_count(ema.every_steps, 'step')}"
+        if ema.decay or ema.half_life_images
+        else "",
         "seed": str(config.seed),
         "run folder": "none: a dry run creates none" if work_dir is None else str(work_dir),
         "resumes at": f"step {progress.step}" if progress.step else "",
@@ -70,7 +84,9 @@ def describe_images(source: ImageSource) -> str:
     if targets is None:
         return f"{len(source)} images"
     counts = np.bincount(targets[targets >= 0], minlength=number)[:number]
-    low, high = (f"{counts[i]} (class {source.classes[i]})" for i in (counts.argmin(), counts.argmax()))
+    low, high = (
+        f"{counts[i]} (class {source.classes[i]})" for i in (counts.argmin(), counts.argmax())
+    )
     each = f"{counts[0]} in each" if counts.min() == counts.max() else f"from {low} to {high}"
     return f"{len(source)} images in {_count(number, 'class')}, {each}"
 
@@ -95,7 +111,9 @@ def describe_decoder(source: ImageSource) -> str:
         return ""
     if source.turbojpeg is not None:
         return f"regions, by {source.turbojpeg.path}"
-    return "whole images" + ("; faster with libjpeg-turbo 3: pip install turbojpeg" if find_turbojpeg() is None else "")
+    return "whole images" + (
+        "; faster with libjpeg-turbo 3: pip install turbojpeg" if find_turbojpeg() is None else ""
+    )
 
 
 def start_warnings(parts: TrainingParts, progress: Progress) -> list[str]:
@@ -132,7 +150,9 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         )
     starts_from_scratch = not config.model.pretrained and config.model.checkpoint is None
     if starts_from_scratch and (config.model.head_only or config.model.freeze):
-        warnings.append("frozen parameters have random values; set model.pretrained=true or model.checkpoint")
+        warnings.append(
+            "frozen parameters have random values; set model.pretrained=true or model.checkpoint"
+        )
     if parts.group.is_main:
         same_parts = same_parts_warning(config.data, parts.data)
         warnings += filter(None, [same_parts, initial_weights_warning(config, parts.data)])
@@ -167,5 +187,7 @@ def final_message(progress: Progress, work_dir: Path, meter: Meter) -> str:
             "balanced_accuracy_pct": ("balanced accuracy", "{:.2f} %"),
         }[metric]
         last, top = form.format(progress.latest[name][metric]), form.format(best[metric])
-        lines.append(f"{name} weights: {title} {last} at the end, best {top} at step {best['step']} in {saved}")
+        lines.append(
+            f"{name} weights: {title} {last} at the end, best {top} at step {best['step']} in {saved}"
+        )
     return "\n".join(lines)

@@ -33,12 +33,16 @@ def train(run: "Run") -> None:
         for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
             micro_batches: Iterable[TrainBatch] = islice(batches, plan.accumulation)
             if parts.sam.due(step):
-                micro_batches = list(micro_batches)  # sharpness-aware minimization (SAM) iterates twice
+                micro_batches = list(
+                    micro_batches
+                )  # sharpness-aware minimization (SAM) iterates twice
             loss_and_top1 = forward_backward(parts, micro_batches, epoch, step)
             if parts.sam.due(step):
                 with parts.sam.perturbed_weights():
                     forward_backward(parts, micro_batches, epoch, step)
-            lr = parts.schedule(step, progress.evaluations)  # only the plateau schedule uses the evaluations
+            lr = parts.schedule(
+                step, progress.evaluations
+            )  # only the plateau schedule uses the evaluations
             with_norm = parts.config.log.has_grad_norm(step)
             grad_norm, skipped = parts.updater.update(lr, parts.schedule.momentum(step), with_norm)
             parts.batch_norm_statistics.sync(skipped)
@@ -48,7 +52,9 @@ def train(run: "Run") -> None:
         run.after_epoch()
 
 
-def forward_backward(parts: TrainingParts, micro_batches: Iterable[TrainBatch], epoch: int, step: int) -> Tensor:
+def forward_backward(
+    parts: TrainingParts, micro_batches: Iterable[TrainBatch], epoch: int, step: int
+) -> Tensor:
     """Run forward and backward over a step's micro-batches.
 
     `.grad` then holds the gradient of the mean loss, averaged over ranks and multiplied by the loss scale.
@@ -59,11 +65,17 @@ def forward_backward(parts: TrainingParts, micro_batches: Iterable[TrainBatch], 
     plan, rank = parts.plan, parts.group.rank
     metrics = []
     for micro_step, batch in enumerate(micro_batches):
-        images, targets = parts.preprocess(batch, epoch, step, micro_step)  # to the device: normalize, erase, mix
-        seed_generators(hash_key("batch", parts.config.seed, step, micro_step, rank), *parts.devices.all)  # for dropout
+        images, targets = parts.preprocess(
+            batch, epoch, step, micro_step
+        )  # to the device: normalize, erase, mix
+        seed_generators(
+            hash_key("batch", parts.config.seed, step, micro_step, rank), *parts.devices.all
+        )  # for dropout
         # `accumulation` if all micro-batches have the same size; else each loss is weighted by its number of images.
         divisor = plan.global_batch / (plan.world_size * len(targets))
-        with gradient_sync(parts.wrapped, micro_step == plan.accumulation - 1):  # all-reduce with the last one only
+        with gradient_sync(
+            parts.wrapped, micro_step == plan.accumulation - 1
+        ):  # all-reduce with the last one only
             with autocast(parts.group.device, parts.evaluation.autocast_dtype):
                 logits = parts.wrapped(images)
                 loss = parts.criterion(logits, targets, images) / divisor

@@ -26,7 +26,12 @@ from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.build import build_model, check_trusted, published_weights
 from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
-from imagenet_cls.models.weights import load_weights, prefix_errors, state_dict_mismatch, without_split_bn
+from imagenet_cls.models.weights import (
+    load_weights,
+    prefix_errors,
+    state_dict_mismatch,
+    without_split_bn,
+)
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import Group
 
@@ -79,17 +84,26 @@ def load_on_all_ranks(
     def read() -> tuple[TrainedModels, list[str], list[str]]:
         nonlocal loaded
         if checkpoint is not None and checkpoint.is_dir():
-            loaded = load_checkpoint(checkpoint, {config.model.name, *config.imports, *allow_import})
+            loaded = load_checkpoint(
+                checkpoint, {config.model.name, *config.imports, *allow_import}
+            )
         else:
             loaded = load_foreign_weights(config, checkpoint, classes, ignore_head, weights)
         if weights is not None:
-            loaded = replace(loaded, models={weights: loaded.models[choose_weights(loaded, weights)]})
+            loaded = replace(
+                loaded, models={weights: loaded.models[choose_weights(loaded, weights)]}
+            )
         differences = evaluation_differences(config, loaded)
-        return replace(loaded, models={}), list(loaded.models), [*loaded.warnings, loaded.origin, *differences]
+        return (
+            replace(loaded, models={}),
+            list(loaded.models),
+            [*loaded.warnings, loaded.origin, *differences],
+        )
 
     received, names, messages = run_on_main(group, read)
     trained = loaded or replace(
-        received, models={name: build_bare_model(received.config, received.num_classes) for name in names}
+        received,
+        models={name: build_bare_model(received.config, received.num_classes) for name in names},
     )
     for model in trained.models.values():
         model.load_state_dict(broadcast_tensors(model.state_dict(), group))
@@ -135,7 +149,9 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
     for name, stored in (("raw", snapshot.model), ("ema", snapshot.ema)):
         if stored is None:
             continue
-        with invalid_content_errors(snapshot.path, f"its model {config.model.name} can't be built here", remedy):
+        with invalid_content_errors(
+            snapshot.path, f"its model {config.model.name} can't be built here", remedy
+        ):
             model = build_bare_model(config, trained.num_classes)
         tensors = without_split_bn(stored)
         if mismatch := state_dict_mismatch(model.state_dict(), tensors):
@@ -177,7 +193,9 @@ def load_foreign_weights(
         )
     path = file or config.model.checkpoint
     count = choose_num_classes(config.model.num_classes, len(classes))
-    model = build_model(replace(config.model, pretrained=path is None), count, config.data.channels).eval()
+    model = build_model(
+        replace(config.model, pretrained=path is None), count, config.data.channels
+    ).eval()
     mean, std = choose_mean_std(config, model)
     if path is None:
         source, had = published_weights(config.model, model)
@@ -187,7 +205,9 @@ def load_foreign_weights(
                 f"Set model.num_classes={had}, or evaluate a checkpoint that was trained on these classes."
             )
         note = match_outputs(model, classes) if had == IMAGENET_CLASSES and not ignore_head else ""
-        return TrainedModels({"raw": model}, config, count, None, mean, std, f"published weights ({source}){note}")
+        return TrainedModels(
+            {"raw": model}, config, count, None, mean, std, f"published weights ({source}){note}"
+        )
     with nullcontext() if file is not None else prefix_errors("model.checkpoint"):
         stored = read_stored_weights(path, weights)
         # A new, random head is fine for training, but its predictions are chance.
@@ -205,16 +225,23 @@ def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:
     """A line for each key of `config` that makes this evaluation differ from that of the checkpoint's run."""
     if trained.path is None:
         return []
-    used: dict[str, Any] = {"model.name": trained.config.model.name, "data.channels": len(trained.mean)}
+    used: dict[str, Any] = {
+        "model.name": trained.config.model.name,
+        "data.channels": len(trained.mean),
+    }
     used |= {"data.mean": trained.mean, "data.std": trained.std}
     lines = []
     for key in (*EVALUATION_KEYS, *used):
         here, there = attrgetter(key)(config), used.get(key, attrgetter(key)(trained.config))
         # The training part matters only if the held-out images are taken from it.
-        ignored = config.data.val is not None if key == "data.train" else key in used and here is None
+        ignored = (
+            config.data.val is not None if key == "data.train" else key in used and here is None
+        )
         if here != there and not ignored:
             note = ", which is used" if key in used else ""
-            lines.append(f"{key}: {format_value(here)}, and {format_value(there)} in the run of the checkpoint{note}")
+            lines.append(
+                f"{key}: {format_value(here)}, and {format_value(there)} in the run of the checkpoint{note}"
+            )
     run_config = trained.path.parent.parent / "config.yaml"
     if lines and run_config.is_file():
         lines.append(f"{run_config} as CONFIG evaluates as the run did")

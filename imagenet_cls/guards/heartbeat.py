@@ -62,7 +62,9 @@ class Heartbeat:
         self.timeout_sec = timeout_sec
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("", 0))
-        self.me = Member(rank, socket.gethostname(), address, self._socket.getsockname()[1], os.getpid())
+        self.me = Member(
+            rank, socket.gethostname(), address, self._socket.getsockname()[1], os.getpid()
+        )
         self._run = b""
         self._others: dict[int, Member] = {}
         self._addresses: list[tuple[str, int]] = []
@@ -72,7 +74,9 @@ class Heartbeat:
         self._left: dict[int, float] = {}
         self._listened_sec, self._round_began = 0.0, time.monotonic()
         self._interval_sec = min(_INTERVAL_SEC, timeout_sec / 8)
-        self.aborts = True  # to be set to False before this rank leaves the group together with the others
+        self.aborts = (
+            True  # to be set to False before this rank leaves the group together with the others
+        )
         self._lost_another = False
         self._closed = threading.Event()
 
@@ -85,7 +89,9 @@ class Heartbeat:
                 self._addresses.append((socket.gethostbyname(member.address), member.port))
         # At most 200 datagrams per second: with more ranks each sends less often.
         self._interval_sec = min(max(_INTERVAL_SEC, len(members) / 200), self.timeout_sec / 8)
-        threading.Thread(target=self._run_thread, args=(abort,), name="heartbeat", daemon=True).start()
+        threading.Thread(
+            target=self._run_thread, args=(abort,), name="heartbeat", daemon=True
+        ).start()
 
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None:
         """After a failed collective: the error that names the lost ranks; None if all still send.
@@ -94,13 +100,20 @@ class Heartbeat:
         """
         self._lost_another, self.aborts = True, False
         end = time.monotonic() + patience_sec
-        while time.monotonic() < end and max(self._silence().values(), default=0.0) < self.timeout_sec / 2:
+        while (
+            time.monotonic() < end
+            and max(self._silence().values(), default=0.0) < self.timeout_sec / 2
+        ):
             time.sleep(0.05)
         return self.lost_rank_error()
 
     def lost_rank_error(self) -> ResourceError | None:
         """The error that names the ranks that were lost first, on which the others then failed. None without any."""
-        silent = {rank: sec for rank, sec in self._silence().items() if sec >= _LOST_DATAGRAMS * self._interval_sec}
+        silent = {
+            rank: sec
+            for rank, sec in self._silence().items()
+            if sec >= _LOST_DATAGRAMS * self._interval_sec
+        }
         failed = {rank: self._now() - at for rank, at in dict(self._failed).items()}
         lost = silent | failed
         if not lost:
@@ -116,7 +129,9 @@ class Heartbeat:
             advice = f"Check that it is up and the network works. {restart_advice()}"
         error = ResourceError(f"{problem}\n{advice}")
         here = (self.me.host, self.me.address)
-        peers = {rank for rank, other in self._others.items() if (other.host, other.address) == here}
+        peers = {
+            rank for rank, other in self._others.items() if (other.host, other.address) == here
+        }
         # Another rank of this machine reports the same.
         error.printed_elsewhere = any(rank < self.me.rank for rank in peers - lost.keys())
         return error
@@ -135,7 +150,9 @@ class Heartbeat:
 
     def _now(self) -> float:
         # In seconds, without a longer round: the process was stopped, or its threads could not run.
-        return self._listened_sec + min(time.monotonic() - self._round_began, 2 * self._interval_sec)
+        return self._listened_sec + min(
+            time.monotonic() - self._round_began, 2 * self._interval_sec
+        )
 
     def _run_thread(self, abort: Callable[[ResourceError], None]) -> None:
         self._send(_ALIVE)
@@ -171,7 +188,9 @@ class Heartbeat:
                 return
             if len(datagram) == _DATAGRAM.size:
                 run, rank, state = _DATAGRAM.unpack(datagram)
-                if run == self._run and rank in self._others:  # else of an earlier run that used this port
+                if (
+                    run == self._run and rank in self._others
+                ):  # else of an earlier run that used this port
                     times[state][rank] = self._now()
 
 
@@ -181,4 +200,6 @@ def name_machines(members: Sequence[Member]) -> str:
     for member in members:
         ranks_on.setdefault(f"host {member.host} ({member.address}; ", []).append(member.rank)
     machines = [f"{machine}{name_ranks(ranks)})" for machine, ranks in ranks_on.items()]
-    return ", ".join(machines[:3]) + (f" and {len(machines) - 3} more machines" if len(machines) > 3 else "")
+    return ", ".join(machines[:3]) + (
+        f" and {len(machines) - 3} more machines" if len(machines) > 3 else ""
+    )

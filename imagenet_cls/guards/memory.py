@@ -56,9 +56,9 @@ def peak_memory_bytes() -> int:
 def peak_resident_bytes() -> int:
     """The most resident bytes of this process since `reset_peak_memory`."""
     # The peak of getrusage may be that of the process that started this one.
-    return _kib("proc/self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    return _kib("proc/self/status", "VmHWM") or resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_peak_memory() -> None:
@@ -78,11 +78,18 @@ def memory_limit_bytes(root: Path = Path("/")) -> float:
     if free == [0]:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for version, folder in cgroup_folders("memory", root):
-        names = [("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")][version - 1]
-        with contextlib.suppress(OSError, ValueError):  # the root of all cgroups has no memory.max; `max`: no limit
+        names = [
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ("memory.max", "memory.current"),
+        ][version - 1]
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the root of all cgroups has no memory.max; `max`: no limit
             limit, used = (int((folder / name).read_text()) for name in names)
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            free.append(limit - used + int(stat["total_inactive_file" if version == 1 else "inactive_file"]))
+            free.append(
+                limit - used + int(stat["total_inactive_file" if version == 1 else "inactive_file"])
+            )
     return _kib("proc/self/status", "VmRSS", root) + min(free)
 
 

@@ -42,8 +42,14 @@ class NonFiniteGuard:
         if not steps:
             return None
         self.count += len(steps)
-        which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-        ending = "; it was the last step of the run: check the evaluation before you use the weights"
+        which = (
+            f"step {steps[0]}"
+            if len(steps) == 1
+            else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+        )
+        ending = (
+            "; it was the last step of the run: check the evaluation before you use the weights"
+        )
         return (
             f"{which}: loss or gradient was NaN or infinite ({self.count} such steps since the start)"
             f"{ending if steps[-1] == self.total_steps else ''}"
@@ -57,7 +63,9 @@ class NonFiniteGuard:
         for row, record in enumerate(records):
             finite_loss = math.isfinite(record["loss"])
             self.last_step_finite = self._is_fine(record)
-            self.consecutive = 0 if finite_loss and "skipped" not in record else self.consecutive + 1
+            self.consecutive = (
+                0 if finite_loss and "skipped" not in record else self.consecutive + 1
+            )
             patience = _LOSS_SCALE_SEARCH_STEPS if self.fp16 and finite_loss else 0
             if self.consecutive >= self.max_steps + patience:
                 assert own_losses is not None
@@ -70,11 +78,15 @@ class NonFiniteGuard:
         """Names the ranks whose own loss was not finite, if any. Else only the gradient overflowed. A collective."""
         step = record["step"]
         samples = self.samples_of(step)
-        seen = gather_on_all((math.isfinite(own_loss), len(samples), list(samples[:_SHOWN])), self.group)
+        seen = gather_on_all(
+            (math.isfinite(own_loss), len(samples), list(samples[:_SHOWN])), self.group
+        )
         with_nan = [rank for rank, (is_finite, _, _) in enumerate(seen) if not is_finite]
         suspects = with_nan or list(range(self.group.world_size))
         if self.group.rank in suspects:
-            logging.getLogger("imagenet_cls").info("the samples of step %d on this rank: %s", step, ", ".join(samples))
+            logging.getLogger("imagenet_cls").info(
+                "the samples of step %d on this rank: %s", step, ", ".join(samples)
+            )
         lines = [
             f"loss or gradient was NaN or infinite in {self.consecutive} steps in a row, the last one step {step} "
             f"(loss {record['loss']:g}, lr {record['lr']:g}).",
@@ -82,7 +94,11 @@ class NonFiniteGuard:
         ]
         if count := sum(seen[rank][1] for rank in suspects):
             shown = [name for rank in suspects for name in seen[rank][2]][:_SHOWN]
-            more = f" and {count - len(shown)} more (logs/rank{suspects[0]}.log)" if count > len(shown) else ""
+            more = (
+                f" and {count - len(shown)} more (logs/rank{suspects[0]}.log)"
+                if count > len(shown)
+                else ""
+            )
             what = "the loss" if with_nan else "the gradient (the losses were finite)"
             where = f"{name_ranks(suspects)} of {self.group.world_size}"
             lines.insert(1, f"It was {what} on {where}, from {', '.join(shown)}{more}.")
@@ -92,7 +108,11 @@ class NonFiniteGuard:
 def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
     """Raise NonFiniteError, on all ranks alike, where a trained weight is NaN or infinite: no step can repair that."""
     # The sum is finite where all terms are, and takes a tenth of the time of a norm on a CPU.
-    sums = [weight.detach().sum(dtype=torch.float32) for weight in model.parameters() if weight.requires_grad]
+    sums = [
+        weight.detach().sum(dtype=torch.float32)
+        for weight in model.parameters()
+        if weight.requires_grad
+    ]
     if sums and not torch.stack(sums).isfinite().all():
         error = NonFiniteError(
             f"weights are NaN or infinite after step {step}: the update was too large. This state is not saved.\n"

@@ -35,7 +35,11 @@ class ReplicaCheck:
     """
 
     def __init__(
-        self, group: Group, every_steps: int | None, start_step: int, get_tensors: Callable[[], Mapping[str, Tensor]]
+        self,
+        group: Group,
+        every_steps: int | None,
+        start_step: int,
+        get_tensors: Callable[[], Mapping[str, Tensor]],
     ):
         self.group = group
         self.every_steps = every_steps if group.world_size > 1 else None
@@ -80,11 +84,15 @@ def replicated_tensors(
     }
     tensors = {name: tensor for name, tensor in weights_of(model).items() if name not in own}
     if ema is not None:
-        tensors |= {f"EMA of {name}": tensor for name, tensor in weights_of(ema).items() if name not in own}
+        tensors |= {
+            f"EMA of {name}": tensor for name, tensor in weights_of(ema).items() if name not in own
+        }
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer_state.items():
         name = names[id(parameter)]
-        tensors |= {f"{key} of {name}": value for key, value in state.items() if isinstance(value, Tensor)}
+        tensors |= {
+            f"{key} of {name}": value for key, value in state.items() if isinstance(value, Tensor)
+        }
     return tensors
 
 
@@ -107,8 +115,14 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     sums: dict[str, int] = {}
     for device in {tensor.device for tensor in integers.values()}:
         mixed = torch.arange(1, 2 * _ROW + 1, device=device).mul_(_GOLDEN)
-        factors = mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN).bitwise_or_(1)  # an odd 64-bit number for each position
-        here = {name: _hash(tensor, factors) for name, tensor in integers.items() if tensor.device == device}
+        factors = (
+            mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN).bitwise_or_(1)
+        )  # an odd 64-bit number for each position
+        here = {
+            name: _hash(tensor, factors)
+            for name, tensor in integers.items()
+            if tensor.device == device
+        }
         sums |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
     return {name: sums[name] for name in tensors}
 
@@ -141,7 +155,9 @@ def check_same_weights(model: nn.Module, group: Group) -> None:
     check_equal_on_ranks(weights_of(model), group, "at the start", remedy)
 
 
-def check_equal_on_ranks(tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str) -> None:
+def check_equal_on_ranks(
+    tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str
+) -> None:
     """Raise ResourceError, on all ranks, unless the tensors have the same bits on all ranks. A collective."""
     if group.cpu_group is None:
         return
@@ -151,7 +167,9 @@ def check_equal_on_ranks(tensors: Mapping[str, Tensor], group: Group, when: str,
         return
     everything = gather_on_all((socket.gethostname(), sums), group)
     (common, count), *_ = Counter(digests).most_common()
-    reference = digests.index(common) if count > group.world_size / 2 else 0  # of the majority, else rank 0
+    reference = (
+        digests.index(common) if count > group.world_size / 2 else 0
+    )  # of the majority, else rank 0
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[reference]]
     hosts = list(dict.fromkeys(everything[rank][0] for rank in ranks))
     expected = everything[reference][1]

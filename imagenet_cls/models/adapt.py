@@ -46,7 +46,9 @@ def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
     layers = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
     problems = []
     if cfg.head_only and not head:
-        problems.append(f"model.head_only: {cfg.name} has no recognized head; list the other layers in model.freeze")
+        problems.append(
+            f"model.head_only: {cfg.name} has no recognized head; list the other layers in model.freeze"
+        )
     for pattern in cfg.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             parts = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names)
@@ -126,21 +128,37 @@ def _try_size(model: nn.Module, size_px: Size, channels: int) -> None:
     """Run the model on one black image in evaluation mode."""
     was_training = model.training
     try:
-        model.eval()(torch.zeros(1, channels, *height_width(size_px), device=next(model.parameters()).device))
+        model.eval()(
+            torch.zeros(1, channels, *height_width(size_px), device=next(model.parameters()).device)
+        )
     finally:
         model.train(was_training)
 
 
 def size_remedy(model: nn.Module, size_px: Size) -> str:
     """Which of `model.kwargs` lets the model take images of `size_px`, as a clause of a message; "" if none does."""
-    resizes = f"{format_value(size_px)}, which resizes the position embeddings of the initial weights"
+    resizes = (
+        f"{format_value(size_px)}, which resizes the position embeddings of the initial weights"
+    )
     remedies = {
         "dynamic_img_size": "true, which takes every size in whole patches",
         "strict_img_size": "false, which takes every size",
         **dict.fromkeys(("img_size", "image_size"), resizes),
     }
-    allowed = [name for owner in type(model).__mro__ if owner is not object for name in keyword_names(owner)[0]]
-    return next((f"; set model.kwargs.{name} to {text}" for name, text in remedies.items() if name in allowed), "")
+    allowed = [
+        name
+        for owner in type(model).__mro__
+        if owner is not object
+        for name in keyword_names(owner)[0]
+    ]
+    return next(
+        (
+            f"; set model.kwargs.{name} to {text}"
+            for name, text in remedies.items()
+            if name in allowed
+        ),
+        "",
+    )
 
 
 def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Module:
@@ -153,10 +171,18 @@ def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Modu
     if not cfg.split_bn:
         return model
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    others = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, nn.BatchNorm2d)})
+    others = sorted(
+        {type(layer).__name__ for layer in layers if not isinstance(layer, nn.BatchNorm2d)}
+    )
     if others or not layers:
-        has = f"has {', '.join(others)}, and only BatchNorm2d can be split" if others else "has no BatchNorm to split"
-        raise ConfigError([f"model.split_bn: {type(model).__name__} {has}; set it to false, or use another model"])
+        has = (
+            f"has {', '.join(others)}, and only BatchNorm2d can be split"
+            if others
+            else "has no BatchNorm to split"
+        )
+        raise ConfigError(
+            [f"model.split_bn: {type(model).__name__} {has}; set it to false, or use another model"]
+        )
     return convert_splitbn_model(model, splits)
 
 
@@ -205,12 +231,16 @@ def _updating_once(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     def forward(self: _BatchNorm, *inputs: Tensor) -> Tensor:
         output: Tensor
         # Within a backward pass; torch.utils.checkpoint asks the same way. A compiled model does not recompute this.
-        is_recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        is_recomputing = (
+            not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        )
         if not (self.training and is_recomputing):
             output = kind.forward(self, *inputs)
             return output
         kept = dict(self._buffers)
-        self._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in kept.items()})
+        self._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in kept.items()}
+        )
         try:  # torch ends a recomputation by an exception, as soon as it has what backward needs
             output = kind.forward(self, *inputs)
             return output

@@ -22,7 +22,14 @@ from torch import nn
 
 import imagenet_cls.models.cifar  # noqa: F401 (registers its models with timm)
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, UserError, first_line
+from imagenet_cls.errors import (
+    CheckpointError,
+    ConfigError,
+    Problem,
+    ResourceError,
+    UserError,
+    first_line,
+)
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
@@ -34,9 +41,14 @@ from imagenet_cls.lookup import (
 from imagenet_cls.models.adapt import checkpoint_activations, freeze, head_names, split_batch_norm
 
 TORCHVISION = "torchvision:"
-HUB, FOLDER = "hf-hub:", "local-dir:"  # timm's sources of a config and weights, besides its own models
+HUB, FOLDER = (
+    "hf-hub:",
+    "local-dir:",
+)  # timm's sources of a config and weights, besides its own models
 
-if "HF_HUB_VERBOSITY" not in os.environ:  # a warning for each of its ten retries; the error is reported here
+if (
+    "HF_HUB_VERBOSITY" not in os.environ
+):  # a warning for each of its ten retries; the error is reported here
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 # Arguments that a config can't give in model.kwargs: they have a key elsewhere, or the program decides them.
@@ -52,18 +64,27 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
     for a malformed name on the Hub, UserError where the user's factory does not return a module.
     """
     if model.pretrained:
-        print(f"loading the published weights of {model.name!r}, downloading them if they are not cached", flush=True)
+        print(
+            f"loading the published weights of {model.name!r}, downloading them if they are not cached",
+            flush=True,
+        )
     try:
         return _build(model, num_classes, channels)
     except Exception as error:
         if isinstance(error, HFValidationError):
             raise ConfigError([f"model.name: {model.name!r}: {first_line(error)}"]) from error
         if model.name.startswith(FOLDER) and isinstance(error, OSError):
-            raise CheckpointError(f"model.name: {model.name!r}: {first_line(error)}\ncorrect the path") from error
-        is_unreachable = model.name.startswith(HUB) and not isinstance(error, HfHubHTTPError)  # which is an answer
+            raise CheckpointError(
+                f"model.name: {model.name!r}: {first_line(error)}\ncorrect the path"
+            ) from error
+        is_unreachable = model.name.startswith(HUB) and not isinstance(
+            error, HfHubHTTPError
+        )  # which is an answer
         if (model.pretrained or is_unreachable) and is_download_error(error):
             raise ResourceError(_download_advice(model, error)) from error
-        if model.pretrained and isinstance(error, RuntimeError):  # load_state_dict, or torch.hub's check of the hash
+        if model.pretrained and isinstance(
+            error, RuntimeError
+        ):  # load_state_dict, or torch.hub's check of the hash
             raise CheckpointError(
                 f"the published weights of {model.name!r} can't be loaded: {first_line(error)}\n"
                 "remove arguments that change shapes from model.kwargs, or set model.pretrained=false"
@@ -77,17 +98,23 @@ def _build(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
     if is_factory_name(model.name):
         built = import_factory(model.name)(num_classes=num_classes, **model.kwargs)
         if not isinstance(built, nn.Module):
-            raise UserError(f"model.name: {model.name!r} returned {type(built).__name__}; return a torch.nn.Module")
+            raise UserError(
+                f"model.name: {model.name!r} returned {type(built).__name__}; return a torch.nn.Module"
+            )
         return built
     if model.name.startswith(HUB):
         _check_hub(*model.name.removeprefix(HUB).split("@"))
     kwargs = model.kwargs if channels == 3 else {"in_chans": channels, **model.kwargs}
-    return timm.create_model(model.name, pretrained=model.pretrained, num_classes=num_classes, **kwargs)
+    return timm.create_model(
+        model.name, pretrained=model.pretrained, num_classes=num_classes, **kwargs
+    )
 
 
 def _check_hub(repository: str, revision: str | None = None) -> None:
     """Raise an error at once if a repository's config is neither cached nor reachable; timm retries for 20 s."""
-    if not isinstance(huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision), str):
+    if not isinstance(
+        huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision), str
+    ):
         url = huggingface_hub.hf_hub_url(repository, "config.json", revision=revision)
         huggingface_hub.get_hf_file_metadata(url)
 
@@ -109,10 +136,15 @@ def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
 
 def replace_head(model: nn.Module, num_classes: int) -> None:
     """Replace the last linear layer (or 1x1 convolution) by an initialized one if its size is not `num_classes`."""
-    name, head = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
+    name, head = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)][
+        -1
+    ]
     new: nn.Module
     if isinstance(head, nn.Linear):
-        size, new = head.out_features, nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
+        size, new = (
+            head.out_features,
+            nn.Linear(head.in_features, num_classes, bias=head.bias is not None),
+        )
     else:
         size, new = head.out_channels, nn.Conv2d(head.in_channels, num_classes, head.kernel_size)  # type: ignore[arg-type]
     if size != num_classes:
@@ -124,7 +156,9 @@ def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> st
     """One sentence: where the weights of a model built by `build_model` come from, and whether its head is new."""
     if not model.pretrained:
         by_factory = is_factory_name(model.name) and not model.name.startswith(TORCHVISION)
-        return "starts from scratch" + (f": weights as initialized by {model.name}" if by_factory else "")
+        return "starts from scratch" + (
+            f": weights as initialized by {model.name}" if by_factory else ""
+        )
     source, had = published_weights(model, built)
     sentence = f"starts from published weights ({source})"
     if had != num_classes:
@@ -142,7 +176,9 @@ def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
     if is_model_source(model.name):
         return model.name, cfg["num_classes"]
     tagged = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
-    return f"timm {tagged}" + (f", read from {cfg['file']}" if cfg.get("file") else ""), cfg["num_classes"]
+    return f"timm {tagged}" + (f", read from {cfg['file']}" if cfg.get("file") else ""), cfg[
+        "num_classes"
+    ]
 
 
 def new_head_note(head: Sequence[str], had: int, num_classes: int) -> str:
@@ -151,24 +187,41 @@ def new_head_note(head: Sequence[str], had: int, num_classes: int) -> str:
 
 def is_download_error(error: Exception) -> bool:
     """Whether a download failed: the libraries' network errors, which are not all OSErrors, or a truncated file."""
-    libraries = {"huggingface_hub", "httpx", "httpx2", "httpcore", "requests", "urllib3", "safetensors_rust"}
+    libraries = {
+        "huggingface_hub",
+        "httpx",
+        "httpx2",
+        "httpcore",
+        "requests",
+        "urllib3",
+        "safetensors_rust",
+    }
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in libraries
 
 
 def _download_advice(model: ModelConfig, error: Exception) -> str:
     """Three lines: what failed, which file to download elsewhere, how to use it."""
-    while isinstance(error.__cause__, Exception):  # the hub's own error only says that there was one
+    while isinstance(
+        error.__cause__, Exception
+    ):  # the hub's own error only says that there was one
         error = error.__cause__
     name, start = model.name, "model.pretrained=false model.checkpoint=FILE"
     if name.startswith(HUB):
-        files, start = "its config.json and model.safetensors, in one folder,", f"model.name={FOLDER}FOLDER"
+        files, start = (
+            "its config.json and model.safetensors, in one folder,",
+            f"model.name={FOLDER}FOLDER",
+        )
     elif name.startswith(TORCHVISION):
         weights = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
         files = str(weights[model.kwargs.get("weights", "DEFAULT")].url)
     else:
         cfg = timm.models.get_pretrained_cfg(name)
         hub_id = getattr(cfg, "hf_hub_id", None)
-        files = f"'model.safetensors' of {hub_id} on the Hugging Face Hub" if hub_id else str(getattr(cfg, "url", None))
+        files = (
+            f"'model.safetensors' of {hub_id} on the Hugging Face Hub"
+            if hub_id
+            else str(getattr(cfg, "url", None))
+        )
     return (
         f"can't download the model or weights of {name!r}: {first_line(error)}\n"
         f"without a network: download {files} elsewhere and copy that here,\nthen start with {start}"
@@ -181,11 +234,16 @@ def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], li
     Those of timm's config, for other models ImageNet's. For one channel, the averages of the three.
     """
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
-    mean, std = list(cfg.get("mean", IMAGENET_DEFAULT_MEAN)), list(cfg.get("std", IMAGENET_DEFAULT_STD))
+    mean, std = (
+        list(cfg.get("mean", IMAGENET_DEFAULT_MEAN)),
+        list(cfg.get("std", IMAGENET_DEFAULT_STD)),
+    )
     return (mean, std) if channels == 3 else ([fmean(mean)], [fmean(std)])
 
 
-def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str) -> None:
+def check_trusted(
+    model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str
+) -> None:
     """Raise CheckpointError where building a checkpoint's model would run code that the user has not named.
 
     Nothing is imported. model, imports: of the checkpoint's own config. trusted: the names that the user has given,
@@ -197,13 +255,18 @@ def check_trusted(model: ModelConfig, imports: Sequence[str], trusted: Collectio
         what = f"names code to run or a model to download, {name!r}"
         remedy = f"if you know and trust it: --allow-import {name}"
     elif name := next((name for name in RESERVED if name in model.kwargs), None):
-        what, remedy = f"sets model.kwargs.{name}, which is not allowed in a checkpoint", "use another checkpoint"
+        what, remedy = (
+            f"sets model.kwargs.{name}, which is not allowed in a checkpoint",
+            "use another checkpoint",
+        )
     else:
         return
     raise CheckpointError(f"{where}: its config {what}; nothing was run\n{remedy}")
 
 
-def model_problems(model: ModelConfig, grad_checkpointing: bool = False, channels: int = 3) -> list[Problem]:
+def model_problems(
+    model: ModelConfig, grad_checkpointing: bool = False, channels: int = 3
+) -> list[Problem]:
     """All problems of the section that can be found without data. Downloads nothing.
 
     grad_checkpointing: `train`'s. channels: `data`'s. Builds on the meta device, or where that fails on the CPU: timm's
@@ -215,13 +278,26 @@ def model_problems(model: ModelConfig, grad_checkpointing: bool = False, channel
     if problem := _name_problem(model.name):
         return [problem]
     if is_torchvision and channels != 3:
-        return [Problem("data.channels", f"{channels} needs a model of timm or your own; torchvision's take 3")]
+        return [
+            Problem(
+                "data.channels",
+                f"{channels} needs a model of timm or your own; torchvision's take 3",
+            )
+        ]
     built, problems = _try_build(model, channels)
-    problems += _torchvision_problems(model, built) if is_torchvision else _timm_weights_problems(model, built)
-    return problems if built is None else problems + _change_problems(model, built, grad_checkpointing)
+    problems += (
+        _torchvision_problems(model, built)
+        if is_torchvision
+        else _timm_weights_problems(model, built)
+    )
+    return (
+        problems if built is None else problems + _change_problems(model, built, grad_checkpointing)
+    )
 
 
-def _change_problems(model: ModelConfig, built: nn.Module, grad_checkpointing: bool) -> list[Problem]:
+def _change_problems(
+    model: ModelConfig, built: nn.Module, grad_checkpointing: bool
+) -> list[Problem]:
     """Problems of what the section changes about the built model. Makes these changes."""
     changes: list[Callable[[], object]] = [partial(freeze, built, model, model.num_classes or 1000)]
     changes += [partial(checkpoint_activations, built)] if grad_checkpointing else []
@@ -229,7 +305,9 @@ def _change_problems(model: ModelConfig, built: nn.Module, grad_checkpointing: b
     problems = []
     for change in changes:
         try:
-            with next(built.parameters()).device:  # new layers of freeze and split_batch_norm are on the same device
+            with next(
+                built.parameters()
+            ).device:  # new layers of freeze and split_batch_norm are on the same device
                 change()
         except ConfigError as error:
             parts = (line.partition(": ") for line in error.lines)
@@ -247,10 +325,14 @@ def _name_problem(name: str) -> Problem | None:
     if not name.startswith(TORCHVISION):
         is_known = ":" not in name and "/" not in name and timm.is_model(architecture)
     if not is_known:
-        hint = did_you_mean(name, [*timm.list_models(), *(TORCHVISION + other for other in classifiers)])
+        hint = did_you_mean(
+            name, [*timm.list_models(), *(TORCHVISION + other for other in classifiers)]
+        )
         forms = "; use a timm name, torchvision:NAME, hf-hub:USER/NAME or my_module:my_factory"
         return Problem("model.name", f"unknown model {name!r}{hint or forms}")
-    tags = [tagged.partition(".")[2] for tagged in timm.list_models(architecture, include_tags=True)]
+    tags = [
+        tagged.partition(".")[2] for tagged in timm.list_models(architecture, include_tags=True)
+    ]
     if tag and tags and tag not in tags:  # names that timm has renamed list no tags
         listing = ", ".join(filter(None, tags)) or "none"
         text = f"{architecture!r} has no weights tagged {tag!r}{did_you_mean(tag, tags)} (tags: {listing})"
@@ -260,20 +342,32 @@ def _name_problem(name: str) -> Problem | None:
 
 def _timm_weights_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
     cfg = getattr(built, "pretrained_cfg", None)
-    if not model.pretrained or cfg is None or any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
+    if (
+        not model.pretrained
+        or cfg is None
+        or any(cfg.get(key) for key in ("url", "hf_hub_id", "file"))
+    ):
         return []
     tagged = timm.list_models(model.name.partition(".")[0], include_tags=True, pretrained=True)
-    remedy = f"; with weights: {', '.join(tagged)}" if tagged else "; set it to false, or use model.checkpoint"
+    remedy = (
+        f"; with weights: {', '.join(tagged)}"
+        if tagged
+        else "; set it to false, or use model.checkpoint"
+    )
     return [Problem("model.pretrained", f"no weights are published for {model.name!r}{remedy}")]
 
 
 def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
     """Wrong weights, ignored arguments, auxiliary outputs, and models that normalize their input."""
     problems = []
-    published = list(torchvision.models.get_model_weights(model.name.removeprefix(TORCHVISION)).__members__)
+    published = list(
+        torchvision.models.get_model_weights(model.name.removeprefix(TORCHVISION)).__members__
+    )
     given = model.kwargs.get("weights", "DEFAULT")
     if "weights" in model.kwargs and not model.pretrained:
-        problems.append(Problem("model.kwargs.weights", "has no effect without model.pretrained=true"))
+        problems.append(
+            Problem("model.kwargs.weights", "has no effect without model.pretrained=true")
+        )
     elif given not in (*published, "DEFAULT"):
         text = f"unknown {given!r}{did_you_mean(str(given), published)} (allowed: {', '.join(published)})"
         problems.append(Problem("model.kwargs.weights", text))
@@ -285,10 +379,14 @@ def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[P
         ignored = [name for name in model.kwargs if name not in (*words, *RESERVED, "weights")]
         problems += [_unknown_argument(name, built) for name in ignored]
     if model.pretrained and hasattr(built, "transform_input"):
-        text = "normalizes its input again if it has published weights; use timm's model of that name"
+        text = (
+            "normalizes its input again if it has published weights; use timm's model of that name"
+        )
         problems.append(Problem("model.pretrained", text))
     if getattr(built, "aux_logits", False):
-        text = f"{model.name!r} has auxiliary outputs in training; add model.kwargs.aux_logits=false"
+        text = (
+            f"{model.name!r} has auxiliary outputs in training; add model.kwargs.aux_logits=false"
+        )
         problems.append(Problem("model.name", text))
     return problems
 
@@ -299,20 +397,28 @@ def _factory_problems(model: ModelConfig) -> list[Problem]:
         factory = import_factory(model.name)
     except LookupError as error:
         return [Problem("model.name", str(error))]
-    problems = kwargs_problems("model.kwargs", factory, model.kwargs, passed=("num_classes",), reserved=RESERVED)
+    problems = kwargs_problems(
+        "model.kwargs", factory, model.kwargs, passed=("num_classes",), reserved=RESERVED
+    )
     names, takes_any = keyword_names(factory)
     if "num_classes" not in names and not takes_any:
         problems.append(Problem("model.name", f"{model.name!r} must take the argument num_classes"))
     if model.pretrained:
-        problems.append(Problem("model.pretrained", "is not for your own factory; use model.checkpoint"))
+        problems.append(
+            Problem("model.pretrained", "is not for your own factory; use model.checkpoint")
+        )
     return problems
 
 
 def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, list[Problem]]:
     """The model without the arguments that it rejects (None if it can't be built), and their problems."""
     reserved = [name for name in model.kwargs if name in RESERVED]
-    problems = [Problem(f"model.kwargs.{name}", "is set by the program; remove it") for name in reserved]
-    kwargs = {name: value for name, value in model.kwargs.items() if name not in (*RESERVED, "weights")}
+    problems = [
+        Problem(f"model.kwargs.{name}", "is set by the program; remove it") for name in reserved
+    ]
+    kwargs = {
+        name: value for name, value in model.kwargs.items() if name not in (*RESERVED, "weights")
+    }
     rejected: list[str] = []
     while True:
         trial = ModelConfig(model.name, kwargs=kwargs)
@@ -322,14 +428,25 @@ def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, lis
         except ResourceError:
             raise
         except (CheckpointError, ConfigError) as error:
-            return None, [*problems, Problem("model.name", first_line(error).removeprefix("model.name: "))]
+            return None, [
+                *problems,
+                Problem("model.name", first_line(error).removeprefix("model.name: ")),
+            ]
         except Exception as error:
             _, _, quoted = str(error).partition("unexpected keyword argument")
-            names = [n for n in re.findall(r"'(\w+)'", quoted.partition("Did you mean")[0]) if n in kwargs]
+            names = [
+                n
+                for n in re.findall(r"'(\w+)'", quoted.partition("Did you mean")[0])
+                if n in kwargs
+            ]
             if not names:
                 text = f"the model can't be built: {type(error).__name__}: {first_line(error)}"
                 unknown = [_unknown_argument(name, None) for name in rejected]
-                return None, [*problems, *unknown, Problem("model.kwargs" if kwargs else "model.name", text)]
+                return None, [
+                    *problems,
+                    *unknown,
+                    Problem("model.kwargs" if kwargs else "model.name", text),
+                ]
             rejected += names
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
 
@@ -352,4 +469,6 @@ def _unknown_argument(name: str, built: nn.Module | None) -> Problem:
         if not takes_any:
             break
     listing = f" (arguments of {type(built).__name__}: {', '.join(allowed)})" if allowed else ""
-    return Problem(f"model.kwargs.{name}", f"unknown argument{did_you_mean(name, allowed)}{listing}")
+    return Problem(
+        f"model.kwargs.{name}", f"unknown argument{did_you_mean(name, allowed)}{listing}"
+    )

@@ -25,7 +25,9 @@ CFG = {
 @register_model
 def resnet18_cifar(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """timm's ResNet-18 with a 3x3 convolution of stride 1 in place of the 7x7 one, and without max-pooling."""
-    model: nn.Module = timm.models.resnet18(**{**kwargs, "pretrained_cfg": {**CFG, "architecture": "resnet18_cifar"}})
+    model: nn.Module = timm.models.resnet18(
+        **{**kwargs, "pretrained_cfg": {**CFG, "architecture": "resnet18_cifar"}}
+    )
     model.conv1 = nn.Conv2d(kwargs.get("in_chans", 3), 64, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
@@ -46,7 +48,11 @@ def wrn28_10_cifar(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 def _constructor_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """kwargs without those that timm adds for pretrained weights."""
-    return {key: value for key, value in kwargs.items() if not key.startswith("pretrained") and key != "cache_dir"}
+    return {
+        key: value
+        for key, value in kwargs.items()
+        if not key.startswith("pretrained") and key != "cache_dir"
+    }
 
 
 class CifarResNet(nn.Module):
@@ -72,7 +78,11 @@ class CifarResNet(nn.Module):
         for stage, (depth, width) in enumerate(zip(layers, channels, strict=True)):
             for block in range(depth):
                 stride = 2 if stage > 0 and block == 0 else 1
-                shortcut = downsample_conv(previous, width, 1, stride) if previous != width or stride > 1 else None
+                shortcut = (
+                    downsample_conv(previous, width, 1, stride)
+                    if previous != width or stride > 1
+                    else None
+                )
                 blocks.append(BasicBlock(previous, width, stride, shortcut))
                 previous = width
         self.blocks = nn.Sequential(*blocks)
@@ -91,7 +101,12 @@ class WideResNet(nn.Module):
     """Zagoruyko and Komodakis 2016, Wide Residual Networks, arXiv:1605.07146: three groups of pre-activation blocks."""
 
     def __init__(
-        self, num_classes: int = 10, in_chans: int = 3, depth: int = 28, width: int = 10, drop_rate: float = 0.0
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        depth: int = 28,
+        width: int = 10,
+        drop_rate: float = 0.0,
     ):
         super().__init__()
         self.pretrained_cfg = {**CFG, "architecture": "wrn28_10_cifar", "num_classes": num_classes}

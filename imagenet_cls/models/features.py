@@ -27,7 +27,9 @@ class FeatureModel(nn.Module):
         for name, layer in model.named_modules():
             outputs = getattr(layer, "out_features", None) or getattr(layer, "out_channels", None)
             is_classifier = isinstance(layer, nn.Linear | nn.Conv2d) and outputs == num_classes
-            if is_classifier and any(parameter.startswith(f"{name}." if name else "") for parameter in head):
+            if is_classifier and any(
+                parameter.startswith(f"{name}." if name else "") for parameter in head
+            ):
                 layer.register_forward_pre_hook(partial(self._record, name))
         self.train(model.training)
 

@@ -6,7 +6,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.config.schema import DistillConfig, ModelConfig, Size, TeacherConfig, format_size, height_width
+from imagenet_cls.config.schema import (
+    DistillConfig,
+    ModelConfig,
+    Size,
+    TeacherConfig,
+    format_size,
+    height_width,
+)
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, first_line
 from imagenet_cls.models.adapt import head_names
 from imagenet_cls.models.build import build_model, model_mean_std, model_problems, published_weights
@@ -36,7 +43,10 @@ class Teacher(nn.Module):
         super().__init__()
         self.network = network
         (mean, std), (own_mean, own_std) = (
-            [torch.tensor(list(numbers), dtype=torch.float64, device="cpu").view(1, 3, 1, 1) for numbers in pair]
+            [
+                torch.tensor(list(numbers), dtype=torch.float64, device="cpu").view(1, 3, 1, 1)
+                for numbers in pair
+            ]
             for pair in (mean_std, own_mean_std)
         )
         self.register_buffer("scale", (std / own_std).float())
@@ -78,8 +88,12 @@ def build_teacher(
 
     run_on_main(group, build_with_weights)
     if not built:
-        network = build_model(ModelConfig(name=teacher.name or "", kwargs=teacher.kwargs), num_classes)
-        built.append(Teacher(network, mean_std, mean_std))  # scale and shift are broadcast with the weights
+        network = build_model(
+            ModelConfig(name=teacher.name or "", kwargs=teacher.kwargs), num_classes
+        )
+        built.append(
+            Teacher(network, mean_std, mean_std)
+        )  # scale and shift are broadcast with the weights
     module = built[0]
     module.load_state_dict(broadcast_tensors(module.state_dict() if group.is_main else None, group))
     return module.to(group.device, memory_format=memory_format)  # type: ignore[call-overload]
@@ -98,8 +112,13 @@ def distillation_problems(distill: DistillConfig) -> list[Problem]:
     teacher = distill.teacher
     if distill.kind == "none" or teacher.name is None:
         return []
-    model = ModelConfig(teacher.name, teacher.pretrained, None, teacher.checkpoint, kwargs=teacher.kwargs)
-    return [Problem(_teacher_keys(problem.key), _teacher_keys(problem.message)) for problem in model_problems(model)]
+    model = ModelConfig(
+        teacher.name, teacher.pretrained, None, teacher.checkpoint, kwargs=teacher.kwargs
+    )
+    return [
+        Problem(_teacher_keys(problem.key), _teacher_keys(problem.message))
+        for problem in model_problems(model)
+    ]
 
 
 def _load_network(
@@ -118,7 +137,9 @@ def _load_network(
             return network, model_mean_std(network)
         with prefix_errors("model.checkpoint"):
             state, mean_std = read(teacher.checkpoint)
-            heads = [state[name].shape[0] for name in head_names(network, num_classes) if name in state]
+            heads = [
+                state[name].shape[0] for name in head_names(network, num_classes) if name in state
+            ]
             _check_classes(teacher, heads[0] if heads else num_classes, num_classes)
             load_weights(network, state, num_classes, head_may_differ=False)
     except (CheckpointError, ResourceError) as error:
@@ -128,11 +149,15 @@ def _load_network(
 
 def _check_classes(teacher: TeacherConfig, classes: int, num_classes: int) -> None:
     if classes != num_classes:
-        text = f"{teacher.name} was trained for {classes} classes, but the student has {num_classes}"
+        text = (
+            f"{teacher.name} was trained for {classes} classes, but the student has {num_classes}"
+        )
         raise ConfigError([f"distill.teacher: {text}; use a teacher of the same classes"])
 
 
-def _check_outputs(teacher: Teacher, config: TeacherConfig, num_classes: int, sizes_px: Collection[Size]) -> None:
+def _check_outputs(
+    teacher: Teacher, config: TeacherConfig, num_classes: int, sizes_px: Collection[Size]
+) -> None:
     for size_px in sizes_px:
         try:
             outputs = teacher(torch.zeros(1, 3, *height_width(size_px)))

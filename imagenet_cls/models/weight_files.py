@@ -26,7 +26,12 @@ from torch import Tensor
 from imagenet_cls.errors import CheckpointError, ResourceError, first_line, shorten
 
 # Where the libraries put a state dict inside a checkpoint, in order of preference: trained weights, and their average.
-PRETRAINING_KEYS = ("teacher", "student", "target_encoder", "encoder")  # DINO and I-JEPA; the averages are first
+PRETRAINING_KEYS = (
+    "teacher",
+    "student",
+    "target_encoder",
+    "encoder",
+)  # DINO and I-JEPA; the averages are first
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module", *PRETRAINING_KEYS)
 AVERAGE_KEYS = ("state_dict_ema", "model_ema")
 
@@ -63,20 +68,30 @@ def download_weights(url: str) -> Path:
     name = Path(urlsplit(url).path).name or "weights"
     digest = re.search(r"-([a-f0-9]{8,})\.", name)
     # Many other files are called `checkpoint.pth`: a folder for each URL.
-    folder = Path(torch.hub.get_dir(), "checkpoints", "" if digest else hashlib.sha256(url.encode()).hexdigest()[:16])
+    folder = Path(
+        torch.hub.get_dir(),
+        "checkpoints",
+        "" if digest else hashlib.sha256(url.encode()).hexdigest()[:16],
+    )
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             print(f"downloading {url} to {path}", flush=True)
-            torch.hub.download_url_to_file(url, str(path), digest and digest[1], progress=sys.stderr.isatty())
+            torch.hub.download_url_to_file(
+                url, str(path), digest and digest[1], progress=sys.stderr.isatty()
+            )
     except (OSError, HTTPException, ValueError) as error:  # ValueError: no valid URL
         with suppress(OSError):  # the folder holds other files, or can't be made
             folder.rmdir()
         text = f"{url} can't be downloaded to {path}: {first_line(error)}"
-        raise ResourceError(f"{text}\ncorrect the URL, or copy the file here and name its path") from error
+        raise ResourceError(
+            f"{text}\ncorrect the URL, or copy the file here and name its path"
+        ) from error
     except RuntimeError as error:
-        raise CheckpointError(f"{url} is not the file that its name states: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{url} is not the file that its name states: {first_line(error)}"
+        ) from error
     return path
 
 
@@ -86,12 +101,16 @@ def _is_safetensors(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(9)[8:] == b"{"
     except OSError as error:
-        raise CheckpointError(f"can't read {str(path)!r}: {error.strerror or error}; check the path") from error
+        raise CheckpointError(
+            f"can't read {str(path)!r}: {error.strerror or error}; check the path"
+        ) from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return dict(sorted(safetensors.torch.load_file(path, device="cpu").items()))  # its order is random
+        return dict(
+            sorted(safetensors.torch.load_file(path, device="cpu").items())
+        )  # its order is random
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} is not a whole safetensors file: {_one_line(error)}\n"
@@ -107,7 +126,10 @@ def _read_pickle(path: Path) -> Any:
         with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
             is_zip = file.read(4) == b"PK\x03\x04"
             # torch.save does not compress: a larger content costs memory and is not its own.
-            if is_zip and sum(entry.file_size for entry in ZipFile(file).infolist()) > path.stat().st_size:
+            if (
+                is_zip
+                and sum(entry.file_size for entry in ZipFile(file).infolist()) > path.stat().st_size
+            ):
                 raise ValueError("its content is larger than the file")
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -145,7 +167,11 @@ def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Ten
             found["raw"] = _strip_prefixes(state), str(path)
     if found:
         return found
-    keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
+    keys = (
+        ", ".join(map(str, list(content)[:5]))
+        if isinstance(content, Mapping)
+        else type(content).__name__
+    )
     raise CheckpointError(
         f"{str(path)!r} holds no weights: found {keys or 'nothing'}\n"
         f"expected a state dict, bare or under one of {', '.join((*NESTED_KEYS, *AVERAGE_KEYS))}"

@@ -19,14 +19,24 @@ from imagenet_cls.models.build import new_head_note
 # Where pre-training code puts the encoder among other networks, in order of preference: MoCo evaluates `encoder_q.` and
 # `base_encoder.`, DINOv2 the teacher. "": the encoder alone, or beside tensors that the next pattern matches.
 ENCODER_PREFIXES = (
-    *("", "backbone.", "encoder.", "encoder_q.", "base_encoder.", "momentum_encoder.", "online_encoder."),
+    *(
+        "",
+        "backbone.",
+        "encoder.",
+        "encoder_q.",
+        "base_encoder.",
+        "momentum_encoder.",
+        "online_encoder.",
+    ),
     *("target_encoder.", "teacher.backbone.", "student.backbone."),
 )
 # Tensors beside an encoder that only pre-training uses. Any other tensor that the model lacks is an error.
 PRETRAINING_ONLY = re.compile(
     r"(decoder\w*|mask_token|queue\w*|fc|(\w+_)?(head|projector|projection|predictor|prototypes))(\.|$)"
 )
-IMAGE_TEXT_PROJECTION = re.compile(r"visual\.(proj|head\.proj\.weight|attnpool\.c_proj\.(weight|bias))")
+IMAGE_TEXT_PROJECTION = re.compile(
+    r"visual\.(proj|head\.proj\.weight|attnpool\.c_proj\.(weight|bias))"
+)
 # Parts of a model that an encoder may lack, besides the head: MAE has no norm after its average pooling.
 NEAR_HEAD = re.compile(r"(fc_norm|head|classifier)\.")
 CHUNK = re.compile(r"blocks\.\d+\.(\d+)\.")
@@ -41,7 +51,9 @@ def prefix_errors(key: str) -> Iterator[None]:
         raise CheckpointError(f"{key}: {error}") from error
 
 
-def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int, head_may_differ: bool = True) -> str:
+def load_weights(
+    model: nn.Module, state: Mapping[str, Tensor], num_classes: int, head_may_differ: bool = True
+) -> str:
     """Load `state` into `model`, in place. Returns one sentence about what was done.
 
     All names and shapes must match, with these exceptions: position embeddings of another grid are resized, and an
@@ -54,7 +66,9 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
     head = [name for name in head_names(model, num_classes) if name in expected]
     given = without_split_bn(state)
     state, notes = _convert_if_needed(model, given, head)
-    resized = [name for name in head if name in state and _differs_in_size(expected[name], state[name])]
+    resized = [
+        name for name in head if name in state and _differs_in_size(expected[name], state[name])
+    ]
     left_out = [name for name in head if name in state] if head_may_differ and resized else []
     loaded = {name: value for name, value in state.items() if name not in left_out}
     may_lack = {name for name in expected if name in left_out or _is_counter(name)} - loaded.keys()
@@ -66,10 +80,16 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], num_classes: int
         encoder = _find_encoder(model, given, head) if head_may_differ else None
         if encoder is None:
             remedy = "set model.name and model.kwargs to what the checkpoint was trained with"
-            if resized and required.keys() == loaded.keys() and _names_with_other_shape(required, loaded) == resized:
+            if (
+                resized
+                and required.keys() == loaded.keys()
+                and _names_with_other_shape(required, loaded) == resized
+            ):
                 had = state[resized[0]].shape[0]
                 remedy = f"set model.num_classes={had}, or use data of the classes of its training"
-            raise CheckpointError(f"the checkpoint's weights don't fit this model: {mismatch}\n{remedy}")
+            raise CheckpointError(
+                f"the checkpoint's weights don't fit this model: {mismatch}\n{remedy}"
+            )
         loaded, sentence = encoder
     try:
         model.load_state_dict(loaded, strict=False)  # only the head and counters may be missing
@@ -85,19 +105,33 @@ def _find_encoder(
     """The tensors of all but the head, from a file of pre-training, and a sentence about them; None without them."""
     expected = model.state_dict()
     for prefix in ENCODER_PREFIXES:
-        part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        part = {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
         part, notes = _convert_if_needed(model, _join_chunks(part, expected), head)
         if not prefix and any(name in head for name in part):
             continue  # a classifier
         loaded = {name: value for name, value in part.items() if name not in head}
         for name in loaded.keys() - expected.keys():
-            if PRETRAINING_ONLY.match(name) or (name.startswith("norm.") and "fc_norm.weight" in expected):
+            if PRETRAINING_ONLY.match(name) or (
+                name.startswith("norm.") and "fc_norm.weight" in expected
+            ):
                 del loaded[name]
-        initial = {n for n in expected if n not in loaded and (n in head or NEAR_HEAD.match(n) or _is_counter(n))}
+        initial = {
+            n
+            for n in expected
+            if n not in loaded and (n in head or NEAR_HEAD.match(n) or _is_counter(n))
+        }
         required = {name: value for name, value in expected.items() if name not in initial}
         if not state_dict_mismatch(required, loaded):
             new = [name for name in expected if name in initial and not _is_counter(name)]
-            counts = [f"loaded {len(loaded)} tensors", *notes, f"dropped {len(state) - len(loaded)}"]
+            counts = [
+                f"loaded {len(loaded)} tensors",
+                *notes,
+                f"dropped {len(state) - len(loaded)}",
+            ]
             counts += [f"newly initialized {len(new)} ({', '.join(new)})"]
             return loaded, f"found an encoder ({prefix}*): {', '.join(counts)}"
     return None
@@ -116,7 +150,9 @@ def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Ten
     kinds = {
         "missing": [name for name in expected if name not in actual],
         "unexpected": [name for name in actual if name not in expected],
-        "of another shape": [f"{n} {tuple(actual[n].shape)} for {tuple(expected[n].shape)}" for n in other_shape],
+        "of another shape": [
+            f"{n} {tuple(actual[n].shape)} for {tuple(expected[n].shape)}" for n in other_shape
+        ],
     }
     return "; ".join(
         f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
@@ -133,16 +169,26 @@ def without_split_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _differs_in_size(expected: Tensor, actual: Tensor) -> bool:
     """Whether two shapes differ in the first dimension only."""
     same_rank = expected.ndim == actual.ndim > 0
-    return same_rank and expected.shape[0] != actual.shape[0] and expected.shape[1:] == actual.shape[1:]
+    return (
+        same_rank
+        and expected.shape[0] != actual.shape[0]
+        and expected.shape[1:] == actual.shape[1:]
+    )
 
 
 def _is_counter(name: str) -> bool:
     return name.endswith("num_batches_tracked")
 
 
-def _names_with_other_shape(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> list[str]:
+def _names_with_other_shape(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
+) -> list[str]:
     """Names in both, in the order of `expected`."""
-    return [name for name, value in expected.items() if name in actual and actual[name].shape != value.shape]
+    return [
+        name
+        for name, value in expected.items()
+        if name in actual and actual[name].shape != value.shape
+    ]
 
 
 def _convert_if_needed(
@@ -154,7 +200,9 @@ def _convert_if_needed(
     """
     expected = model.state_dict()
     # timm would take the output of CLIP's image towers for a classifier.
-    state = {name: value for name, value in state.items() if not IMAGE_TEXT_PROJECTION.fullmatch(name)}
+    state = {
+        name: value for name, value in state.items() if not IMAGE_TEXT_PROJECTION.fullmatch(name)
+    }
     same_names = all(_is_counter(name) for name in expected.keys() ^ state.keys())
     if same_names and set(_names_with_other_shape(expected, state)) <= set(head):
         return state, []
@@ -179,7 +227,15 @@ def _convert_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> dict[s
             return interpolate_embeddings(model.image_size, model.patch_size, state)
         module = sys.modules[type(model).__module__]
         translate = getattr(module, "checkpoint_filter_fn", None)
-        with redirect_stdout(StringIO()):  # timm prints a line for each bias of DINOv3 that the model lacks
-            return dict(translate(state, model)) if translate and module.__name__.startswith("timm.") else state
-    except Exception:  # these functions expect a state dict of their model, and fail in many ways on another
+        with redirect_stdout(
+            StringIO()
+        ):  # timm prints a line for each bias of DINOv3 that the model lacks
+            return (
+                dict(translate(state, model))
+                if translate and module.__name__.startswith("timm.")
+                else state
+            )
+    except (
+        Exception
+    ):  # these functions expect a state dict of their model, and fail in many ways on another
         return state

@@ -14,14 +14,18 @@ Positive = Annotated[float, POSITIVE]
 Count = Annotated[int, COUNT]
 
 
-def value_problems(key: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[Problem]:
+def value_problems(
+    key: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> list[Problem]:
     """The values in `kwargs` that don't fit the annotations of the factory's parameters, which have all these names.
 
     key: such as `loss.kwargs`. Annotations: `bool`, a `Literal` of words, or `Annotated[type, Range]` with the type
     float, int, one of them or None, or list[float], whose range is that of its numbers.
     """
     parameters = inspect.signature(factory).parameters
-    texts = {name: _value_problem(value, parameters[name].annotation) for name, value in kwargs.items()}
+    texts = {
+        name: _value_problem(value, parameters[name].annotation) for name, value in kwargs.items()
+    }
     return [Problem(f"{key}.{name}", text) for name, text in texts.items() if text]
 
 
@@ -33,7 +37,13 @@ def _value_problem(value: Any, annotation: Any) -> str | None:
         return None if value in allowed else f"{shown} is not one of {', '.join(allowed)}"
     bare, allowed = get_args(annotation)
     if bare == list[float]:
-        is_list = isinstance(value, list) and value and not any(number_problem(number, allowed) for number in value)
+        is_list = (
+            isinstance(value, list)
+            and value
+            and not any(number_problem(number, allowed) for number in value)
+        )
         return None if is_list else f"{shown} is not a list of numbers, each {allowed}"
     number, optional = split_optional(bare)
-    return None if optional and value is None else number_problem(value, allowed, whole=number is int)
+    return (
+        None if optional and value is None else number_problem(value, allowed, whole=number is int)
+    )

@@ -40,21 +40,29 @@ LOOKAHEAD = "lookahead_"
 LOOKAHEAD_KWARGS = ("lookahead_alpha", "lookahead_k")
 
 
-def build_optimizer(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def build_optimizer(
+    optimizer: OptimizerConfig, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """The optimizer over `groups`, each with its `weight_decay`, `names` and `lr_scale` (kept unchanged).
 
     A user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises UserError where it does
     not return an optimizer, and the constructor's ValueError for bad numbers.
     """
     factory, _ = _factory_and_signature(optimizer)
-    built = factory(groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs)
+    built = factory(
+        groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs
+    )
     if not isinstance(built, torch.optim.Optimizer):
         returned = type(built).__name__
-        raise UserError(f"optimizer.name: {optimizer.name!r} returned {returned}; return a torch.optim.Optimizer")
+        raise UserError(
+            f"optimizer.name: {optimizer.name!r} returned {returned}; return a torch.optim.Optimizer"
+        )
     return built
 
 
-def _factory_and_signature(optimizer: OptimizerConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _factory_and_signature(
+    optimizer: OptimizerConfig,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What is called with (groups, lr=, weight_decay=, **kwargs), and what has the names of its arguments.
 
     Raises LookupError, and AssertionError or ImportError for an optimizer that needs a GPU.
@@ -62,7 +70,9 @@ def _factory_and_signature(optimizer: OptimizerConfig) -> tuple[Callable[..., An
     name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
     if name in BUILT_IN:
         chosen = {"fused", "foreach", "differentiable"} & optimizer.kwargs.keys()
-        return partial(BUILT_IN[name], **({} if chosen else {IMPLEMENTATION[name]: True})), BUILT_IN[name]
+        return partial(
+            BUILT_IN[name], **({} if chosen else {IMPLEMENTATION[name]: True})
+        ), BUILT_IN[name]
     if name.startswith(TIMM):
         known = name.removeprefix(TIMM).lower()
         inner = known.removeprefix(LOOKAHEAD)
@@ -74,7 +84,11 @@ def _factory_and_signature(optimizer: OptimizerConfig) -> tuple[Callable[..., An
     elif is_factory_name(name):
         return (factory := import_factory(name)), factory
     prefix = TIMM + LOOKAHEAD if name.lower().removeprefix(TIMM).startswith("look") else TIMM
-    candidates = [*BUILT_IN, *BUILT_IN_FROM_TIMM, *(prefix + known for known in timm.optim.list_optimizers())]
+    candidates = [
+        *BUILT_IN,
+        *BUILT_IN_FROM_TIMM,
+        *(prefix + known for known in timm.optim.list_optimizers()),
+    ]
     allowed = f"(built in: {', '.join([*BUILT_IN, *BUILT_IN_FROM_TIMM])}; or timm:NAME, my_module:my_factory)"
     raise LookupError(f"unknown optimizer {name!r}{did_you_mean(name, candidates)} {allowed}")
 
@@ -114,8 +128,12 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
     lookahead_names = LOOKAHEAD_KWARGS if _is_lookahead(optimizer) else ()
     # Whatever the first parameter is called, it receives the groups.
     passed = (*keyword_names(signature)[0][:1], "params", "lr", "weight_decay")
-    problems = kwargs_problems("optimizer.kwargs", signature, optimizer.kwargs, passed, more_names=lookahead_names)
-    lookahead_kwargs = {name: value for name, value in optimizer.kwargs.items() if name in lookahead_names}
+    problems = kwargs_problems(
+        "optimizer.kwargs", signature, optimizer.kwargs, passed, more_names=lookahead_names
+    )
+    lookahead_kwargs = {
+        name: value for name, value in optimizer.kwargs.items() if name in lookahead_names
+    }
     problems += value_problems("optimizer.kwargs", _build_lookahead, lookahead_kwargs)
     return lr_scales + (problems or _step_problems(optimizer))
 
@@ -154,7 +172,9 @@ def _optimizer_of_layer(optimizer: OptimizerConfig) -> torch.optim.Optimizer:
         for parameter in layer.parameters():
             parameter.fill_(0.5)
             parameter.grad = torch.full_like(parameter, 0.25)
-    return build_optimizer(optimizer, parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={})))
+    return build_optimizer(
+        optimizer, parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={}))
+    )
 
 
 def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
@@ -178,9 +198,15 @@ def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
 
 def _state_problems(name: str, state: dict[str, Any]) -> list[Problem]:
     """What of an optimizer's `state_dict()` a checkpoint can't store."""
-    found = {*map(str, state.keys() - {"state", "param_groups"})}  # such as the generator state of timm's kron
+    found = {
+        *map(str, state.keys() - {"state", "param_groups"})
+    }  # such as the generator state of timm's kron
     for owner in (*state.get("state", {}).values(), *state.get("param_groups", [])):
-        found |= {str(key) for key, value in owner.items() if not isinstance(value, Tensor) and not _is_plain(value)}
+        found |= {
+            str(key)
+            for key, value in owner.items()
+            if not isinstance(value, Tensor) and not _is_plain(value)
+        }
     if not found:
         return []
     text = f"the state of {name!r} has {', '.join(sorted(found))}, which a checkpoint can't store"

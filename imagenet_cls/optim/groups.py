@@ -20,7 +20,15 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNor
 # Modules of timm's norm layers that are derived from none of torch's.
 _TIMM_NORMS = {
     f"timm.layers.{module}"
-    for module in ("norm", "norm_act", "evo_norm", "filter_response_norm", "grn", "inplace_abn", "split_batchnorm")
+    for module in (
+        "norm",
+        "norm_act",
+        "evo_norm",
+        "filter_response_norm",
+        "grn",
+        "inplace_abn",
+        "split_batchnorm",
+    )
 }
 # The last part of a parameter's name, as in timm, torchvision and the papers.
 _TOKEN = re.compile(
@@ -31,7 +39,9 @@ _MUON = re.compile(r"timm:(lookahead_)?n?(ada)?muon", re.IGNORECASE)
 _SCALE = re.compile(r"(layer_?scale|gamma)(_?\d+)?")
 
 
-def parameter_kind(name: str, parameter: Tensor, owner: nn.Module, no_decay: Collection[str] = ()) -> Kind:
+def parameter_kind(
+    name: str, parameter: Tensor, owner: nn.Module, no_decay: Collection[str] = ()
+) -> Kind:
     """The weight decay class of a parameter: which key of `optimizer` sets its decay.
 
     name: its full name. owner: the module that holds it. no_decay: patterns of the model's `no_weight_decay()`.
@@ -46,7 +56,9 @@ def parameter_kind(name: str, parameter: Tensor, owner: nn.Module, no_decay: Col
     last = name.rpartition(".")[2]
     if _TOKEN.fullmatch(last) or any(fnmatchcase(name, pattern) for pattern in no_decay):
         return "token"
-    if isinstance(owner, _NORMS) or any(base.__module__ in _TIMM_NORMS for base in type(owner).__mro__):
+    if isinstance(owner, _NORMS) or any(
+        base.__module__ in _TIMM_NORMS for base in type(owner).__mro__
+    ):
         return "norm"
     if last == "bias" or (last.endswith("_bias") and parameter.ndim <= 1):
         return "bias"
@@ -55,7 +67,9 @@ def parameter_kind(name: str, parameter: Tensor, owner: nn.Module, no_decay: Col
     return "weight"
 
 
-def parameter_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """Groups for an optimizer: `params` (tensors), `names` (theirs, in parallel), `weight_decay` and `lr_scale`.
 
     head: names of the head's parameters. With timm's Muon, the groups of the head and of the kind `token` have
@@ -84,7 +98,9 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, head: Collection
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        kind = parameter_kind(name, parameter, model.get_submodule(name.rpartition(".")[0]), no_decay)
+        kind = parameter_kind(
+            name, parameter, model.get_submodule(name.rpartition(".")[0]), no_decay
+        )
         kind_decay = decays.get(kind)
         decay = config.weight_decay if kind_decay is None else kind_decay
         scale = layers.get(name, 1.0) * factors.get(name, 1.0)
@@ -105,7 +121,9 @@ def layer_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     group_matcher = getattr(model, "group_matcher", None)
     if group_matcher is None:
         remedy = "set it to null (optimizer.lr_scales has rates by name), or use timm's model of that name"
-        raise ConfigError([f"optimizer.layer_decay: {type(model).__name__} has no group_matcher; {remedy}"])
+        raise ConfigError(
+            [f"optimizer.layer_decay: {type(model).__name__} has no group_matcher; {remedy}"]
+        )
     layers = group_parameters(model, group_matcher(coarse=False), reverse=True)
     last = max(layers.values())
     return {name: layer_decay ** (last - layer) for name, layer in layers.items()}
@@ -116,10 +134,19 @@ def pattern_lr_scales(names: Collection[str], patterns: Mapping[str, float]) -> 
 
     Raises ConfigError for patterns that match none.
     """
-    unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    unused = [
+        pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)
+    ]
     if unused:
         examples = f"(the model has {', '.join([*names][:2] + [*names][-1:])}, ...)"
         hints = {pattern: did_you_mean_part(pattern, names) for pattern in unused}
-        raise ConfigError([f"optimizer.lr_scales: {p!r} matches no parameter{h} {examples}" for p, h in hints.items()])
+        raise ConfigError(
+            [
+                f"optimizer.lr_scales: {p!r} matches no parameter{h} {examples}"
+                for p, h in hints.items()
+            ]
+        )
     first = {name: next((p for p in patterns if fnmatchcase(name, p)), None) for name in names}
-    return {name: float(patterns[pattern]) for name, pattern in first.items() if pattern is not None}
+    return {
+        name: float(patterns[pattern]) for name, pattern in first.items() if pattern is not None
+    }

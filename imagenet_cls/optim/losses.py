@@ -44,11 +44,15 @@ def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
 # The built-in losses. logits: float32 (N, classes). weights: of the classes, float32. splits: views of an image.
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None, splits: int) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None, splits: int
+) -> Tensor:
     """torch's cross-entropy, divided by the number of images with class weights too."""
     if weights is None:
         return functional.cross_entropy(logits, targets, label_smoothing=smoothing)
-    return functional.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=smoothing).mean()
+    return functional.cross_entropy(
+        logits, targets, weights, reduction="none", label_smoothing=smoothing
+    ).mean()
 
 
 def binary_cross_entropy(
@@ -77,7 +81,12 @@ def binary_cross_entropy(
 
 
 def focal_loss(
-    logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None, splits: int, gamma: NotNegative = 2.0
+    logits: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    weights: Tensor | None,
+    splits: int,
+    gamma: NotNegative = 2.0,
 ) -> Tensor:
     """- sum_c w_c t_c (1 - p_c)^gamma log p_c, with the softmax p: Lin et al., "Focal Loss", 2017, section 3."""
     log_p = logits.log_softmax(1)
@@ -88,7 +97,12 @@ def focal_loss(
 
 
 def jensen_shannon_loss(
-    logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None, splits: int, alpha: NotNegative = 12.0
+    logits: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    weights: Tensor | None,
+    splits: int,
+    alpha: NotNegative = 12.0,
 ) -> Tensor:
     """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all views of an image.
 
@@ -117,7 +131,9 @@ RESERVED = ("logits", "targets", "smoothing", "weights", "splits")
 BUILT_IN_KEYS = ("label_smoothing", "class_weights")
 
 
-def build_loss(loss: LossConfig, num_classes: int, splits: int = 1, class_samples: np.ndarray | None = None) -> Loss:
+def build_loss(
+    loss: LossConfig, num_classes: int, splits: int = 1, class_samples: np.ndarray | None = None
+) -> Loss:
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
     logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes) probabilities.
@@ -129,7 +145,10 @@ def build_loss(loss: LossConfig, num_classes: int, splits: int = 1, class_sample
     """
     factory = find_factory("loss", loss.name, BUILT_IN)
     if loss.name in BUILT_IN:
-        smoothing, weights = loss.label_smoothing, _normalized_weights(loss, num_classes, class_samples)
+        smoothing, weights = (
+            loss.label_smoothing,
+            _normalized_weights(loss, num_classes, class_samples),
+        )
 
         def compute(logits: Tensor, targets: Tensor) -> Tensor:
             nonlocal weights
@@ -140,23 +159,31 @@ def build_loss(loss: LossConfig, num_classes: int, splits: int = 1, class_sample
         compute = factory(**loss.kwargs)
     if not callable(compute):
         returned = type(compute).__name__
-        raise UserError(f"loss.name: {loss.name!r} returned {returned}; return a function of logits and targets")
+        raise UserError(
+            f"loss.name: {loss.name!r} returned {returned}; return a function of logits and targets"
+        )
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         if isinstance(compute, nn.Module):
             compute.to(logits.device)  # does nothing after the first time
-        mean: Tensor = compute(logits.float(), targets.float() if targets.is_floating_point() else targets)
+        mean: Tensor = compute(
+            logits.float(), targets.float() if targets.is_floating_point() else targets
+        )
         return mean
 
     return mean_loss
 
 
-def _normalized_weights(loss: LossConfig, num_classes: int, class_samples: np.ndarray | None) -> Tensor | None:
+def _normalized_weights(
+    loss: LossConfig, num_classes: int, class_samples: np.ndarray | None
+) -> Tensor | None:
     if loss.class_weights is None:
         return None
     if isinstance(loss.class_weights, str):
         assert class_samples is not None and len(class_samples) == num_classes
-        return weights_by_size(class_samples, None if loss.class_weights == "balanced" else loss.effective_beta)
+        return weights_by_size(
+            class_samples, None if loss.class_weights == "balanced" else loss.effective_beta
+        )
     given = len(loss.class_weights)
     if given != num_classes:
         text = f"{given} numbers, but there are {num_classes} classes; give one for each, in the order of the classes"
@@ -210,7 +237,10 @@ def build_criterion(
         else:
             log_p = (token_logits.float() / temperature).log_softmax(1)
             log_q = (teacher_logits.float() / temperature).log_softmax(1)
-            part = functional.kl_div(log_p, log_q, reduction="batchmean", log_target=True) * temperature**2
+            part = (
+                functional.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
+                * temperature**2
+            )
         return (1 - alpha) * base + alpha * part
 
     return criterion
@@ -226,12 +256,18 @@ def loss_problems(loss: LossConfig) -> list[Problem]:
     problems = kwargs_problems("loss.kwargs", factory, loss.kwargs, reserved)
     if loss.name not in BUILT_IN:
         text = f"is for built-in losses only; {loss.name!r} gets its arguments from loss.kwargs"
-        return problems + [Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)]
+        return problems + [
+            Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)
+        ]
     problems = problems or value_problems("loss.kwargs", factory, loss.kwargs)
     if loss.class_weights is not None:
         if loss.name == "jsd":
             text = "'jsd' has no class weights; use cross_entropy, bce or focal"
             problems.append(Problem("loss.class_weights", text))
         elif isinstance(loss.class_weights, list) and not any(loss.class_weights):
-            problems.append(Problem("loss.class_weights", "are all 0, so nothing would be learned; give one above 0"))
+            problems.append(
+                Problem(
+                    "loss.class_weights", "are all 0, so nothing would be learned; give one above 0"
+                )
+            )
     return problems

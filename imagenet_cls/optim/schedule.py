@@ -47,7 +47,9 @@ class Span:
     per_epoch: int
 
 
-def cosine(t: float, span: Span, min_lr: NotNegative = 0.0, cycles: Count = 1, cycle_decay: Share = 1.0) -> float:
+def cosine(
+    t: float, span: Span, min_lr: NotNegative = 0.0, cycles: Count = 1, cycle_decay: Share = 1.0
+) -> float:
     """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5).
 
     cycles: of equal length in the span. cycle_decay: factor of the highest rate from one cycle to the next. As timm's
@@ -80,7 +82,9 @@ def multistep(t: float, span: Span, milestones_epochs: Numbers, gamma: Share = 0
     timm's fires one unit of time earlier: its milestone 30 is 29 here.
     """
     milestones = [milestone * span.per_epoch for milestone in milestones_epochs]
-    return span.base_lr * gamma ** sum(milestone <= t and milestone < span.length for milestone in milestones)
+    return span.base_lr * gamma ** sum(
+        milestone <= t and milestone < span.length for milestone in milestones
+    )
 
 
 def exponential(t: float, span: Span, gamma: Share) -> float:
@@ -107,13 +111,19 @@ def one_cycle(
     return _two_phases(t, span, (start, span.base_lr, start / final_div_factor), pct_start, anneal)
 
 
-def _two_phases(t: float, span: Span, values: tuple[float, float, float], pct_start: float, anneal: Anneal) -> float:
+def _two_phases(
+    t: float, span: Span, values: tuple[float, float, float], pct_start: float, anneal: Anneal
+) -> float:
     """Between three values: the second is reached one unit before pct_start of the span, the third in the last unit."""
     turn, last = pct_start * span.length - 1, span.length - 1
     if t <= turn:
         begin, end, passed = values[0], values[1], t / turn if turn > 0 else 1.0
     else:
-        begin, end, passed = values[1], values[2], min((t - turn) / (last - turn), 1.0) if last > turn else 1.0
+        begin, end, passed = (
+            values[1],
+            values[2],
+            min((t - turn) / (last - turn), 1.0) if last > turn else 1.0,
+        )
     remains = 0.5 * (1 + math.cos(math.pi * passed)) if anneal == "cos" else 1 - passed
     return end + (begin - end) * remains
 
@@ -186,7 +196,9 @@ def scaled_lr(optimizer: OptimizerConfig, global_batch_size: int) -> tuple[float
     if base is None or base == global_batch_size:
         return optimizer.lr, None
     ratio = global_batch_size / base
-    factor, rule = {"linear": (ratio, "linearly"), "sqrt": (math.sqrt(ratio), "by the root")}[optimizer.lr_scaling]
+    factor, rule = {"linear": (ratio, "linearly"), "sqrt": (math.sqrt(ratio), "by the root")}[
+        optimizer.lr_scaling
+    ]
     lr = optimizer.lr * factor
     return lr, (
         f"lr {optimizer.lr:g} for {base} images, scaled {rule} x {factor:.4g} to {lr:.4g} for {global_batch_size}"
@@ -211,14 +223,20 @@ class Schedule:
     def __call__(self, step: int, evaluations: Evaluations = ()) -> float:
         """The learning rate. evaluations: all so far, before a resume too; only `plateau` uses them."""
         now, settings = self._time(step), self.settings
-        more = {"evaluations": self._counted(evaluations, now)} if settings.name == "plateau" else {}
+        more = (
+            {"evaluations": self._counted(evaluations, now)} if settings.name == "plateau" else {}
+        )
         rate = self.curve(self._since_start(now), self.span, **more)
         if now >= self.warmup:
             return rate
         target = rate if settings.warmup_prefix else self.span.base_lr
         if settings.warmup_start_lr is not None:
-            return settings.warmup_start_lr + (target - settings.warmup_start_lr) * now / self.warmup
-        return (settings.warmup_start_factor + (1 - settings.warmup_start_factor) * now / self.warmup) * target
+            return (
+                settings.warmup_start_lr + (target - settings.warmup_start_lr) * now / self.warmup
+            )
+        return (
+            settings.warmup_start_factor + (1 - settings.warmup_start_factor) * now / self.warmup
+        ) * target
 
     def momentum(self, step: int) -> float | None:
         """The momentum (Adam's first beta) if the schedule changes it, else None."""
@@ -227,7 +245,9 @@ class Schedule:
             return None
         low, high = kwargs["min_momentum"], kwargs["max_momentum"]
         pct_start, anneal = kwargs.get("pct_start", 0.3), kwargs.get("anneal", "cos")
-        return _two_phases(self._since_start(self._time(step)), self.span, (high, low, high), pct_start, anneal)
+        return _two_phases(
+            self._since_start(self._time(step)), self.span, (high, low, high), pct_start, anneal
+        )
 
     def _time(self, step: int) -> float:
         """The time of a step; with by_epoch that of its epoch's first step."""
@@ -239,11 +259,15 @@ class Schedule:
     def _counted(self, evaluations: Evaluations, now: float) -> list[float]:
         """The top-1 of the evaluations between epochs, after the warm-up (as timm does) and before the cooldown."""
         last = min(now, self.start + self.span.length)
-        between_epochs = [(step, top1) for step, top1 in evaluations if step % self.steps_per_epoch == 0]
+        between_epochs = [
+            (step, top1) for step, top1 in evaluations if step % self.steps_per_epoch == 0
+        ]
         return [top1 for step, top1 in between_epochs if self.warmup < self._time(step) <= last]
 
 
-def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int) -> Schedule:
+def build_schedule(
+    schedule: ScheduleConfig, base_lr: float, steps_per_epoch: int, epochs: int
+) -> Schedule:
     """The schedule of a run. base_lr: the highest learning rate, after the warm-up.
 
     During the warm-up (rounded to steps) the rate grows linearly, from warmup_start_lr or warmup_start_factor of its
@@ -260,18 +284,31 @@ def build_schedule(schedule: ScheduleConfig, base_lr: float, steps_per_epoch: in
     warmup, cooldown = schedule.warmup_epochs * per_epoch, schedule.cooldown_epochs * per_epoch
     if not schedule.by_epoch:
         warmup, cooldown = round(warmup), round(cooldown)
-    factory, is_built_in = find_factory("schedule", schedule.name, BUILT_IN), schedule.name in BUILT_IN
+    factory, is_built_in = (
+        find_factory("schedule", schedule.name, BUILT_IN),
+        schedule.name in BUILT_IN,
+    )
     start = warmup if schedule.warmup_prefix and is_built_in else 0
     span = Span(base_lr, max(epochs * per_epoch - cooldown - start, 0), per_epoch)
     if is_built_in:
-        return Schedule(schedule, partial(factory, **schedule.kwargs), span, start, warmup, steps_per_epoch)
+        return Schedule(
+            schedule, partial(factory, **schedule.kwargs), span, start, warmup, steps_per_epoch
+        )
     unit = steps_per_epoch // per_epoch  # of time, in steps
-    given = {"base_lr": base_lr, "total_steps": round(span.length * unit), "steps_per_epoch": steps_per_epoch}
+    given = {
+        "base_lr": base_lr,
+        "total_steps": round(span.length * unit),
+        "steps_per_epoch": steps_per_epoch,
+    }
     function = factory(**given, **schedule.kwargs)
     if not callable(function):
         returned = type(function).__name__
-        raise UserError(f"schedule.name: {schedule.name!r} returned {returned}; return a function of the step")
-    return Schedule(schedule, lambda t, _: function(round(t * unit)), span, start, warmup, steps_per_epoch)
+        raise UserError(
+            f"schedule.name: {schedule.name!r} returned {returned}; return a function of the step"
+        )
+    return Schedule(
+        schedule, lambda t, _: function(round(t * unit)), span, start, warmup, steps_per_epoch
+    )
 
 
 def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
@@ -297,12 +334,18 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
 def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
     """Arguments of a built-in curve that do not fit each other, the run, or its highest learning rate."""
     kwargs = schedule.kwargs
-    length = epochs - schedule.cooldown_epochs - (schedule.warmup_epochs if schedule.warmup_prefix else 0)
+    length = (
+        epochs
+        - schedule.cooldown_epochs
+        - (schedule.warmup_epochs if schedule.warmup_prefix else 0)
+    )
     found = {}
     for name in ("milestones_epochs", "epochs"):
         values = kwargs.get(name, [])
         if sorted(set(values)) != values:
-            found[f"kwargs.{name}"] = f"{format_value(values)} is not in ascending order, none twice"
+            found[f"kwargs.{name}"] = (
+                f"{format_value(values)} is not in ascending order, none twice"
+            )
         elif values and values[-1] > length:
             without = " without warm-up and cooldown" if length < epochs else ""
             text = f"{values[-1]:g} is after the end of the run: {length:g} epochs{without} (train.epochs {epochs})"

@@ -46,7 +46,9 @@ def gather_shards(shard: Tensor, num_rows: int, group: Group) -> Tensor:
     gathered = shard.new_empty(num_rows, *shard.shape[1:])
     gathered[:: group.world_size] = shard
     for rank in range(1, min(group.world_size, num_rows)):
-        received = torch.empty_like(gathered[rank :: group.world_size], memory_format=torch.contiguous_format)
+        received = torch.empty_like(
+            gathered[rank :: group.world_size], memory_format=torch.contiguous_format
+        )
         dist.recv(received, rank, group=group.cpu_group)
         gathered[rank :: group.world_size] = received
     return gathered
@@ -64,7 +66,9 @@ def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int
     """Names of values that differ from rank 0's, with the ranks where they do; the same result on every rank."""
     gathered, found = gather_on_all(values, group), {}
     for name in sorted(set().union(*gathered)):
-        ranks = [rank for rank, other in enumerate(gathered) if other.get(name) != gathered[0].get(name)]
+        ranks = [
+            rank for rank, other in enumerate(gathered) if other.get(name) != gathered[0].get(name)
+        ]
         if ranks:
             found[name] = ranks
     return found
@@ -76,7 +80,9 @@ def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[s
         assert tensors is not None
         return tensors
     own = tensors or {}
-    listing = run_on_main(group, lambda: [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()])
+    listing = run_on_main(
+        group, lambda: [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]
+    )
     received = {}
     for name, dtype, shape in listing:
         tensor = own[name].contiguous() if group.is_main else torch.empty(shape, dtype=dtype)

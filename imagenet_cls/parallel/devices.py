@@ -11,13 +11,19 @@ from imagenet_cls.errors import ResourceError, UsageError, command_line, first_l
 from imagenet_cls.parallel.environment import RankInfo
 
 
-def choose_device(device: str, rank_info: RankInfo, device_ids: Sequence[int] | None = None) -> torch.device:
+def choose_device(
+    device: str, rank_info: RankInfo, device_ids: Sequence[int] | None = None
+) -> torch.device:
     """The device of this rank; with `auto` and `cuda`, each rank of a machine gets its own GPU. Raises UsageError."""
     if device == "mps":
         if not torch.backends.mps.is_available():
-            raise UsageError(f"device=mps: torch {torch.__version__} has no mps device here.\nUse device=cpu.")
+            raise UsageError(
+                f"device=mps: torch {torch.__version__} has no mps device here.\nUse device=cpu."
+            )
         if rank_info.world_size > 1:
-            raise UsageError(f"device=mps with {rank_info.world_size} ranks: mps has one device.\nUse one rank.")
+            raise UsageError(
+                f"device=mps with {rank_info.world_size} ranks: mps has one device.\nUse one rank."
+            )
         return torch.device("mps")
     gpus = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and gpus == 0):
@@ -29,7 +35,9 @@ def choose_device(device: str, rank_info: RankInfo, device_ids: Sequence[int] | 
     return torch.device("cuda", gpu_index(device, rank_info, gpus, device_ids))
 
 
-def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[int] | None = None) -> int:
+def gpu_index(
+    device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[int] | None = None
+) -> int:
     """The GPU of a rank among the `gpus` visible ones: `device_ids[local_rank]`, by default the local rank."""
     local_rank = rank_info.local_rank
     who = f"rank {rank_info.rank} (local rank {local_rank})"
@@ -42,7 +50,9 @@ def gpu_index(device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[
             f"{who} has no GPU: parallel.device_ids has {len(device_ids)}.\n"
             "Start as many ranks on this machine as it has GPUs, or add GPUs to it."
         )
-    index = int(device.partition(":")[2] or (local_rank if device_ids is None else device_ids[local_rank]))
+    index = int(
+        device.partition(":")[2] or (local_rank if device_ids is None else device_ids[local_rank])
+    )
     # Each task of SLURM may see only its own GPU (--gpus-per-task), and so may the ranks of another
     # launcher that starts them through a script.
     set_by_user = "CUDA_VISIBLE_DEVICES" in os.environ and not rank_info.launched
@@ -98,17 +108,23 @@ class Devices:
     note: str = ""
 
 
-def choose_devices(device: str, ids: Sequence[int] | None, output_id: int | None, visible: int) -> Devices:
+def choose_devices(
+    device: str, ids: Sequence[int] | None, output_id: int | None, visible: int
+) -> Devices:
     """The devices of a DataParallel run: the GPUs `ids` of the `visible` ones, by default all. Raises UsageError.
 
     output_id: None for the first. With fewer than two visible GPUs the model runs on one device.
     """
     if device == "cpu" or visible == 0:
         cpu = torch.device("cpu")
-        return Devices((cpu,), cpu, "parallel.mode=dp: no GPU is used, so the model runs on the CPU")
+        return Devices(
+            (cpu,), cpu, "parallel.mode=dp: no GPU is used, so the model runs on the CPU"
+        )
     if visible == 1:
         only = torch.device("cuda", 0)
-        return Devices((only,), only, "parallel.mode=dp: one GPU is visible, so the model runs on it")
+        return Devices(
+            (only,), only, "parallel.mode=dp: one GPU is visible, so the model runs on it"
+        )
     chosen = list(range(visible)) if ids is None else list(ids)
     output = chosen[0] if output_id is None else output_id
     if absent := sorted({index for index in (*chosen, output) if index >= visible}):
@@ -123,4 +139,6 @@ def choose_devices(device: str, ids: Sequence[int] | None, output_id: int | None
         if len(chosen) > 1
         else f"parallel.mode=dp: only GPU {chosen[0]} is named, so the model runs on it"
     )
-    return Devices(tuple(torch.device("cuda", index) for index in chosen), torch.device("cuda", output), note)
+    return Devices(
+        tuple(torch.device("cuda", index) for index in chosen), torch.device("cuda", output), note
+    )

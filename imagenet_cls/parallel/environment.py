@@ -53,7 +53,9 @@ _PMI = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH's
 _MPI = (_OPEN_MPI, _PMI)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_ANY_OTHER_MACHINE = "192.0.2.1"  # reserved for documentation (RFC 5737), so its route is the default route
+_ANY_OTHER_MACHINE = (
+    "192.0.2.1"  # reserved for documentation (RFC 5737), so its route is the default route
+)
 
 LAUNCHED_VARIABLE = "IMAGENET_CLS_LAUNCHED"  # set by our launching process for its ranks
 
@@ -80,10 +82,14 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
             # srun (--mpi=pmi2) sets PMI_RANK, but no local rank by that name.
             if names[0] in env and (names[1] in env or launcher == "mpi"):
                 return _read(env, names, "mpi")
-    if "SLURM_STEP_ID" in env and (launcher == "slurm" or (launcher == "auto" and env.get(_SLURM[2], "1") != "1")):
+    if "SLURM_STEP_ID" in env and (
+        launcher == "slurm" or (launcher == "auto" and env.get(_SLURM[2], "1") != "1")
+    ):
         return _read(env, _SLURM, "slurm")
     if launcher in ("slurm", "mpi"):
-        variable, starter = ("SLURM_STEP_ID", "srun") if launcher == "slurm" else (_OPEN_MPI[0], "mpirun")
+        variable, starter = (
+            ("SLURM_STEP_ID", "srun") if launcher == "slurm" else (_OPEN_MPI[0], "mpirun")
+        )
         raise UsageError(
             f"--launcher {launcher}: {variable} is not set, so this process was not started as a rank.\n"
             f"Start it with `{starter} ... {command_line('train')} CONFIG`, or leave --launcher out."
@@ -105,16 +111,22 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
     rank, world_size = number(names[0]), number(names[2])
     local_rank = number(names[1], rank if world_size == 1 else None)
     if names is _SLURM:
-        local_world_size = tasks_here(env.get(names[3], ""), int(env.get("SLURM_NODEID", "0"))) or local_rank + 1
+        local_world_size = (
+            tasks_here(env.get(names[3], ""), int(env.get("SLURM_NODEID", "0"))) or local_rank + 1
+        )
     else:
         all_here = env.get("MASTER_ADDR") in _LOOPBACK  # started by hand, without a count
-        local_world_size = number(names[3], world_size if all_here else min(world_size, local_rank + 1))
+        local_world_size = number(
+            names[3], world_size if all_here else min(world_size, local_rank + 1)
+        )
     if rank >= world_size:
         raise UsageError(
             f"{names[0]}={rank} with {names[2]}={world_size}: ranks count from 0 to {names[2]} - 1.\n"
             "Give each process its own rank below the world size."
         )
-    return RankInfo(rank, local_rank, world_size, local_world_size, launcher, LAUNCHED_VARIABLE in env)
+    return RankInfo(
+        rank, local_rank, world_size, local_world_size, launcher, LAUNCHED_VARIABLE in env
+    )
 
 
 def machine_options(env: Mapping[str, str]) -> dict[str, str]:
@@ -126,7 +138,11 @@ def machine_options(env: Mapping[str, str]) -> dict[str, str]:
     """
     if "LOCAL_RANK" in env:  # of a rank
         return {}
-    pods = {"nodes": env["WORLD_SIZE"], "node_rank": env["RANK"]} if {"WORLD_SIZE", "RANK"} <= env.keys() else {}
+    pods = (
+        {"nodes": env["WORLD_SIZE"], "node_rank": env["RANK"]}
+        if {"WORLD_SIZE", "RANK"} <= env.keys()
+        else {}
+    )
     host, _, port = env.get("PET_RDZV_ENDPOINT", "").rpartition(":")
     found = {
         "nodes": env.get("PET_NNODES") or pods.get("nodes"),
@@ -170,8 +186,19 @@ def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) 
 def port_of_job(env: Mapping[str, str], launcher: str) -> int:
     """A port for the id of the job, and of SLURM's step: 20000 to 31999, below Linux's ephemeral ports."""
     if launcher == "slurm":
-        return 20000 + (int(env.get("SLURM_JOB_ID", "0")) + 4001 * int(env.get("SLURM_STEP_ID", "0"))) % 12000
-    ids = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+        return (
+            20000
+            + (int(env.get("SLURM_JOB_ID", "0")) + 4001 * int(env.get("SLURM_STEP_ID", "0")))
+            % 12000
+        )
+    ids = (
+        "OMPI_MCA_ess_base_jobid",
+        "PMIX_NAMESPACE",
+        "SLURM_JOB_ID",
+        "PBS_JOBID",
+        "LSB_JOBID",
+        "JOB_ID",
+    )
     job = next((env[name] for name in ids if env.get(name)), "")
     return 20000 + zlib.crc32(job.encode()) % 12000
 
@@ -182,7 +209,9 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group()) if match else "127.0.0.1"
 
 
-def choose_interface(env: MutableMapping[str, str], master_addr: str, several_machines: bool) -> None:
+def choose_interface(
+    env: MutableMapping[str, str], master_addr: str, several_machines: bool
+) -> None:
     """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards the master, unless the user has.
 
     By default gloo uses the address of the host's name, which is often loopback. The master's route to its own name may
@@ -237,12 +266,17 @@ def cpu_threads(rank_info: RankInfo) -> int:
 
 def cpus_per_rank(rank_info: RankInfo) -> float:
     """The CPUs of this rank: its share of CPU affinity, cgroup quota and SLURM's number, whichever is least."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )  # macOS
     cpus = min(affinity, cgroup_cpus())
     task_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
     if task_cpus.isdigit():
         cpus = min(cpus, int(task_cpus))
-        tasks = tasks_here(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), int(os.environ.get("SLURM_NODEID", "0")))
+        tasks = tasks_here(
+            os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""),
+            int(os.environ.get("SLURM_NODEID", "0")),
+        )
         if rank_info.launcher == "slurm" or tasks > 1:  # each rank is a task
             return cpus
     return cpus / rank_info.local_world_size
@@ -268,6 +302,11 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[in
             _, controllers, path = line.split(":", 2)
             group = Path(path.lstrip("/"))
             if controllers == "":
-                yield from ((2, root / "sys/fs/cgroup" / level) for level in (group, *group.parents))
+                yield from (
+                    (2, root / "sys/fs/cgroup" / level) for level in (group, *group.parents)
+                )
             elif controller in controllers.split(","):
-                yield from ((1, root / "sys/fs/cgroup" / controller / level) for level in (group, *group.parents))
+                yield from (
+                    (1, root / "sys/fs/cgroup" / controller / level)
+                    for level in (group, *group.parents)
+                )

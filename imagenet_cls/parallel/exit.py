@@ -22,8 +22,12 @@ from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo
 # job that was submitted with --signal=USR2@SECONDS; SIGUSR1 is used by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # torchelastic's: the file for a failing rank's message
-COMMAND_VARIABLE = "IMAGENET_CLS_COMMAND"  # the command that this process, or its launching process, runs
+ERROR_FILE_VARIABLE = (
+    "TORCHELASTIC_ERROR_FILE"  # torchelastic's: the file for a failing rank's message
+)
+COMMAND_VARIABLE = (
+    "IMAGENET_CLS_COMMAND"  # the command that this process, or its launching process, runs
+)
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -36,7 +40,10 @@ _SECOND_INTERRUPT_SEC = 0.5
 
 def handle_interrupts(handler: Handler | signal.Handlers) -> None:
     """Set the handler of Ctrl-C in the main thread, unless it is ignored, as in a background job of a script."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    ):
         signal.signal(signal.SIGINT, handler)
 
 
@@ -56,13 +63,19 @@ def handle_stop_signals(handler: Handler) -> dict[int, Any]:
                 exit_on_signal(number, frame)
         handler(number, frame)
 
-    return {n: signal.signal(n, handle) for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN}
+    return {
+        n: signal.signal(n, handle) for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN
+    }
 
 
 def terminate_with_launching_process() -> None:
     """In a rank started by our launching process: receive SIGTERM when that process ends, even by SIGKILL (Linux)."""
     launcher = os.environ.get(LAUNCHED_VARIABLE)
-    if launcher is not None and set_parent_death_signal(signal.SIGTERM) and os.getppid() != int(launcher):
+    if (
+        launcher is not None
+        and set_parent_death_signal(signal.SIGTERM)
+        and os.getppid() != int(launcher)
+    ):
         os._exit(128 + signal.SIGTERM)  # the launching process ended before the call to prctl
 
 
@@ -104,7 +117,9 @@ def print_error(text: object, code: int) -> None:
 
 def restart_advice() -> str:
     """What to do after a failure of the machine or of another rank."""
-    return "Resume with the same command and --resume." if trains() else "Run the same command again."
+    return (
+        "Resume with the same command and --resume." if trains() else "Run the same command again."
+    )
 
 
 def trains() -> bool:
@@ -176,7 +191,11 @@ def requeue_if_slurm(stopped: Stopped, env: Mapping[str, str]) -> Stopped:
         return stopped
     try:
         subprocess.run(
-            ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_SEC
+            ["scontrol", "requeue", job],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_REQUEUE_TIMEOUT_SEC,
         )
         outcome = f"SLURM will restart job {job}, which resumes by itself."
     except (OSError, subprocess.SubprocessError) as error:

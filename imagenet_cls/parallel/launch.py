@@ -23,7 +23,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from imagenet_cls.errors import ResourceError, UsageError, first_line
-from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo, address_towards, cpu_threads
+from imagenet_cls.parallel.environment import (
+    LAUNCHED_VARIABLE,
+    RankInfo,
+    address_towards,
+    cpu_threads,
+)
 from imagenet_cls.parallel.exit import end_process, handle_stop_signals, print_rank_failure
 from imagenet_cls.parallel.process_group import Rendezvous, check_rendezvous_file, find_rendezvous
 
@@ -77,7 +82,9 @@ def configure_agent(
         run_id="imagenet-cls",
         rdzv_backend="static" if static else "c10d",
         rdzv_endpoint=str(rendezvous),
-        rdzv_configs={"rank": node_rank, "timeout": math.ceil(timeout_sec)} if static else elastic_options(os.environ),
+        rdzv_configs={"rank": node_rank, "timeout": math.ceil(timeout_sec)}
+        if static
+        else elastic_options(os.environ),
         local_addr=None if static else address_towards(rendezvous.host),
         signals_to_handle="",  # the agent's handler raises for each signal, also during the clean-up
         **stop_timeout,
@@ -96,12 +103,16 @@ def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
-def choose_rendezvous(nodes: str, master_addr: str | None, master_port: int | None, init_method: str) -> Rendezvous:
+def choose_rendezvous(
+    nodes: str, master_addr: str | None, master_port: int | None, init_method: str
+) -> Rendezvous:
     """The rendezvous of the agents of all machines. Port 0: one machine, whose agent takes a free port.
 
     An address in `init_method` has priority. Ranks with a rendezvous file use that; their agents need an address, too.
     """
-    configured = Rendezvous() if init_method == "env://" else find_rendezvous({}, init_method, RankInfo())
+    configured = (
+        Rendezvous() if init_method == "env://" else find_rendezvous({}, init_method, RankInfo())
+    )
     host, port = configured.host or master_addr, configured.port or master_port
     if nodes == "1":
         if configured.file is not None:
@@ -115,14 +126,18 @@ def choose_rendezvous(nodes: str, master_addr: str | None, master_port: int | No
     return Rendezvous(host, port or DEFAULT_PORT)
 
 
-def launch_ranks(config: LaunchConfig, command: Sequence[str] | None, argv: Sequence[str], run_rank: RunRank) -> int:
+def launch_ranks(
+    config: LaunchConfig, command: Sequence[str] | None, argv: Sequence[str], run_rank: RunRank
+) -> int:
     """Start the ranks, wait for them, and return the exit code for the shell: that of the rank that failed first.
 
     Prints the message of that rank. A rank executes `command` with `argv`, or, without a command, `run_rank(argv)` in a
     process of torch.multiprocessing. Raises ResourceError if a port is taken, or the agents don't find each other.
     """
     for name in logging.root.manager.loggerDict:  # each of torch's modules sets its own level
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")):
+        if name.startswith(
+            ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+        ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     threads = cpu_threads(RankInfo(local_world_size=config.nproc_per_node))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # the number changes last bits
@@ -159,7 +174,9 @@ def launch_ranks(config: LaunchConfig, command: Sequence[str] | None, argv: Sequ
                 "Check the address, the port (MASTER_PORT) and the limits, and that every machine was started."
             ) from error
         finally:
-            for process in multiprocessing.active_children():  # torch leaves them running if the start fails
+            for (
+                process
+            ) in multiprocessing.active_children():  # torch leaves them running if the start fails
                 process.terminate()
     return 0
 
@@ -180,7 +197,9 @@ def _install_signal_handlers() -> None:
 
 def _is_restarting_ranks(frame: FrameType | None) -> bool:
     """Whether torch's agent waits for its ranks to end, to start them again: a machine has joined, or a rank failed."""
-    return {"_restart_workers", "_stop_workers"} <= {caller.f_code.co_name for caller, _ in walk_stack(frame)}
+    return {"_restart_workers", "_stop_workers"} <= {
+        caller.f_code.co_name for caller, _ in walk_stack(frame)
+    }
 
 
 def _spawned_rank(run_rank: RunRank, argv: list[str]) -> None:

@@ -93,7 +93,12 @@ def check_backend(backend: str, launcher: str) -> None:
 
 
 def init_group(
-    rank_info: RankInfo, device: torch.device, mode: str, backend: str, init_method: str, timeout_sec: float
+    rank_info: RankInfo,
+    device: torch.device,
+    mode: str,
+    backend: str,
+    init_method: str,
+    timeout_sec: float,
 ) -> Group:
     """Rendezvous with the other ranks. A single rank needs none, and gets a process group only if `mode` is `ddp`.
 
@@ -119,7 +124,9 @@ def init_group(
         return Group(rank_info, device)
     complete_master_address(os.environ, rank_info)
     if rank_info.launched and init_method.startswith("tcp:"):
-        init_method = "env://"  # the launching processes use that address; the ranks have another port
+        init_method = (
+            "env://"  # the launching processes use that address; the ranks have another port
+        )
     rendezvous = find_rendezvous(os.environ, init_method, rank_info)
     several_machines = rank_info.local_world_size < rank_info.world_size
     if rendezvous.file is not None and rank_info.is_main:
@@ -128,7 +135,9 @@ def init_group(
     master = rendezvous.host or (socket.gethostname() if several_machines else "127.0.0.1")
     timeout = timedelta(seconds=timeout_sec)
     # torch has no timeout for a server that does not answer, and for a file with other contents.
-    no_answer = rendezvous_error(TimeoutError("the program there does not answer"), rendezvous, rank_info, timeout_sec)
+    no_answer = rendezvous_error(
+        TimeoutError("the program there does not answer"), rendezvous, rank_info, timeout_sec
+    )
     watchdog = Timer(2 * timeout_sec + _RENDEZVOUS_EXTRA_SEC, abort_rank, (rank_info, no_answer))
     watchdog.daemon = True
     try:
@@ -145,7 +154,12 @@ def init_group(
         )  # fmt: skip
         # Separate even if gloo reduces the gradients: a stop request may come between any two collectives.
         cpu_group = dist.new_group(backend="gloo", timeout=timeout)
-    except (dist.DistError, RuntimeError, ValueError, OSError) as error:  # UnicodeError, for a bad host name, too
+    except (
+        dist.DistError,
+        RuntimeError,
+        ValueError,
+        OSError,
+    ) as error:  # UnicodeError, for a bad host name, too
         failed = nccl_error(error, rank_info.rank)  # with a device_id, nccl connects here
         raise failed or rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
     finally:
@@ -186,13 +200,17 @@ def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInf
             f"MASTER_PORT is {port!r}.\n"
             "Set both to the first machine's address and a free port of it, or start the ranks by --gpus N."
         )
-    return Rendezvous(host.strip("[]"), int(port), served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return Rendezvous(
+        host.strip("[]"), int(port), served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
 
 
 def check_rendezvous_file(path: Path, max_age_sec: float) -> None:
     """Raise UsageError for a file that can't be made, ResourceError for one that is older than max_age_sec."""
     if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"parallel.init_method: can't make {path}.\nName a new file in an existing folder.")
+        raise UsageError(
+            f"parallel.init_method: can't make {path}.\nName a new file in an existing folder."
+        )
     if path.exists() and path.stat().st_size and time.time() - path.stat().st_mtime >= max_age_sec:
         raise ResourceError(
             f"rendezvous failed in {path}: a killed run has left this file.\n"
@@ -277,7 +295,9 @@ def leave_group(group: Group, failed: bool) -> None:
     """Leave the other ranks: together with them, at the end or a stop of the run, or alone after this rank's error."""
     if group.cpu_group is None:
         return
-    if not failed:  # wait for all: rank 0 may be saving, and a launcher ends all ranks once one has failed
+    if (
+        not failed
+    ):  # wait for all: rank 0 may be saving, and a launcher ends all ranks once one has failed
         if group.heartbeat is not None:
             group.heartbeat.aborts = False
         with contextlib.suppress(RuntimeError):
@@ -294,4 +314,7 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     pattern = r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|timed out waiting|socket"
-    return isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE) is not None
+    return (
+        isinstance(error, RuntimeError)
+        and re.search(pattern, str(error), re.IGNORECASE) is not None
+    )

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.parallel.exit import LAUNCHED_VARIABLE, handle_stop_signals, set_parent_death_signal
+from imagenet_cls.parallel.exit import (
+    LAUNCHED_VARIABLE,
+    handle_stop_signals,
+    set_parent_death_signal,
+)
 from imagenet_cls.parallel.process_group import Group
 
 _INTERVAL_SEC = 0.5  # between two checks, unless a step takes longer
@@ -47,7 +51,9 @@ class StopSignalHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and LAUNCHED_VARIABLE in os.environ:
-            set_parent_death_signal(signal.SIGKILL)  # a second Ctrl-C ends the launching process, and so this one
+            set_parent_death_signal(
+                signal.SIGKILL
+            )  # a second Ctrl-C ends the launching process, and so this one
         self.signal = self.signal or number
 
     def set_interval(self, steps: int, seconds: float) -> None:
@@ -76,7 +82,9 @@ class StopSignalHandler:
                 number, self._pending = int(flag.item()), None
             if not number:
                 flag = torch.tensor([self.signal], dtype=torch.int32)
-                work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group.cpu_group, async_op=True)
+                work = dist.all_reduce(
+                    flag, dist.ReduceOp.MAX, group=self.group.cpu_group, async_op=True
+                )
                 self._pending = (work, flag)
         if number:
             self.signal = self.signal or number
@@ -85,7 +93,9 @@ class StopSignalHandler:
     def close(self) -> None:
         """Wait for a pending all-reduce. Restore the previous signal handlers, unless a signal was received."""
         if self._pending is not None:
-            with contextlib.suppress(RuntimeError):  # a rank has exited; the exception that is propagating names it
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a rank has exited; the exception that is propagating names it
                 self._pending[0].wait()
             self._pending = None
         if not self.signal:

@@ -22,7 +22,11 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
         return model
     from timm.layers import BatchNormAct2d, convert_sync_batchnorm  # slow to import
 
-    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and not is_synchronized(layer)]
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm) and not is_synchronized(layer)
+    ]
     for layer in layers:
         if type(layer).forward not in (_BatchNorm.forward, BatchNormAct2d.forward):
             raise UsageError(
@@ -61,7 +65,11 @@ class SyncBatchNorm(_BatchNorm):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             # Without a momentum: the mean over all batches so far.
-            share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            share = (
+                self.momentum
+                if self.momentum is not None
+                else 1.0 / float(self.num_batches_tracked)
+            )
             for running, new in ((self.running_mean, mean), (self.running_var, variance)):
                 assert running is not None
                 running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)

@@ -84,8 +84,12 @@ def wrap_data_parallel(model: nn.Module, devices: Devices) -> nn.Module:
 class AutocastDataParallel(nn.DataParallel):
     """torch's DataParallel with the caller's autocast in every replica."""
 
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        return super().parallel_apply([with_callers_autocast(replica, "cuda") for replica in replicas], inputs, kwargs)
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        return super().parallel_apply(
+            [with_callers_autocast(replica, "cuda") for replica in replicas], inputs, kwargs
+        )
 
 
 def with_callers_autocast(replica: Callable[..., Tensor], device_type: str) -> Any:
@@ -111,8 +115,14 @@ class BatchNormStatistics:
     """
 
     def __init__(self, model: nn.Module, group: Group):
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
-        buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
+        norms = [
+            module
+            for module in model.modules()
+            if isinstance(module, _BatchNorm) and module.training
+        ]
+        buffers = [
+            b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None
+        ]
         self.buffers: list[Tensor] = buffers
         self.sizes = [buffer.numel() for buffer in buffers]
         self.are_equal = group.world_size == 1 or all(is_synchronized(norm) for norm in norms)
@@ -128,7 +138,9 @@ class BatchNormStatistics:
         """skipped: bool scalar on the device, equal on all ranks; restores the values from before the step."""
         if self.last is None:
             return
-        if self.are_equal and skipped.is_cpu and not skipped.item():  # nothing to write back; on a CPU no wait
+        if (
+            self.are_equal and skipped.is_cpu and not skipped.item()
+        ):  # nothing to write back; on a CPU no wait
             torch.cat(self.buffers, out=self.last)
             return
         flat = torch.cat(self.buffers)

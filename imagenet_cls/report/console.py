@@ -56,7 +56,9 @@ class BackgroundStream:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_waiting, name="console", daemon=True)
             self._thread.start()
-        self._put(text.encode(self._stream.encoding, "backslashreplace"))  # an ASCII-only stdout gets escapes
+        self._put(
+            text.encode(self._stream.encoding, "backslashreplace")
+        )  # an ASCII-only stdout gets escapes
 
     def wait(self) -> None:
         """Wait until all is written, for at most five seconds."""
@@ -89,7 +91,10 @@ class Console:
         with contextlib.suppress(OSError):  # not a file: in a test or a notebook
             if isinstance(self._stream, io.TextIOWrapper) and self._stream.fileno() >= 0:
                 self._stream = cast(TextIO, BackgroundStream(self._stream))
-        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") not in (
+            "dumb",
+            "unknown",
+        )
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._pace_from: tuple[int, float] | None = None  # step and time of the first train record
@@ -113,12 +118,25 @@ class Console:
         """Show the last step of a logging interval. record: of kind "train", see `jsonl`."""
         step = record["step"]
         epoch = f"epoch {record['epoch'] + 1}/{total_epochs}"
-        numbers = [f"loss {record['loss']:.4f}", f"top-1 {record['top1_pct']:.1f} %", f"lr {_format_lr(record['lr'])}"]
+        numbers = [
+            f"loss {record['loss']:.4f}",
+            f"top-1 {record['top1_pct']:.1f} %",
+            f"lr {_format_lr(record['lr'])}",
+        ]
         if "images_per_sec" in record:
-            numbers += [f"{record['images_per_sec']:.0f} img/s", f"waiting for data {record['data_wait_pct']:.0f} %"]
+            numbers += [
+                f"{record['images_per_sec']:.0f} img/s",
+                f"waiting for data {record['data_wait_pct']:.0f} %",
+            ]
         eta = f"eta {self._eta(step, total_steps)}"
         if self._is_terminal:
-            self._draw("train", epoch, step, total_steps, " ".join([f"{step}/{total_steps}", eta, *numbers]))
+            self._draw(
+                "train",
+                epoch,
+                step,
+                total_steps,
+                " ".join([f"{step}/{total_steps}", eta, *numbers]),
+            )
         else:
             self.message("  ".join([epoch, f"step {step}/{total_steps}", *numbers, eta]))
 
@@ -138,7 +156,11 @@ class Console:
         if self._bar is not None and "eval" in self._tasks:
             self._bar.remove_task(self._tasks.pop("eval"))
         first, *others = describe_result(record, digits=2)
-        parts = [f"epoch {record['epoch'] + 1}/{total_epochs}", f"{record['weights']} weights: {first}", *others]
+        parts = [
+            f"epoch {record['epoch'] + 1}/{total_epochs}",
+            f"{record['weights']} weights: {first}",
+            *others,
+        ]
         self.message("  ".join(parts))
 
     def close(self) -> None:
@@ -155,8 +177,16 @@ class Console:
             self._bar, self._tasks = _open_bar(self._stream), {}
         if task not in self._tasks:
             self._tasks[task] = self._bar.add_task(description, total=total, numbers="")
-        numbers = numbers[: self._bar.console.width - len(description) - _bar_width(self._bar.console) - 2]
-        self._bar.update(self._tasks[task], description=description, completed=done, numbers=numbers, refresh=True)
+        numbers = numbers[
+            : self._bar.console.width - len(description) - _bar_width(self._bar.console) - 2
+        ]
+        self._bar.update(
+            self._tasks[task],
+            description=description,
+            completed=done,
+            numbers=numbers,
+            refresh=True,
+        )
 
     def _eta(self, step: int, total_steps: int) -> str:
         """Time to the last step at the pace since the first record, evaluations and checkpoints included."""
@@ -220,7 +250,11 @@ def open_log(folder: Path | None, rank: int) -> logging.Logger:
         with explain_write_errors(path, WRITE_REMEDY):
             path.parent.mkdir(parents=True, exist_ok=True)
             handler = RankLogHandler(path, encoding="utf-8")
-    buffers = [old for old in logging.root.handlers if isinstance(old, MemoryHandler) and folder is not None]
+    buffers = [
+        old
+        for old in logging.root.handlers
+        if isinstance(old, MemoryHandler) and folder is not None
+    ]
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(handlers=[handler], format=line, level=logging.INFO, force=True)
     for record in (record for buffer in buffers for record in buffer.buffer):
@@ -245,4 +279,6 @@ def _remove_terminal_handlers() -> None:
 
 def _log_thread_error(ended: threading.ExceptHookArgs) -> None:
     """Log an exception that ended a thread, such as TensorBoard's on a full disk."""
-    logging.getLogger("imagenet_cls").error("%s ended early", ended.thread, exc_info=ended.exc_value)
+    logging.getLogger("imagenet_cls").error(
+        "%s ended early", ended.thread, exc_info=ended.exc_value
+    )

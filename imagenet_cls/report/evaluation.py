@@ -110,7 +110,9 @@ def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Statistics]:
     """The accuracy in bins with about equal numbers of images; [] without values. Equal values are in one bin."""
     if not values.any():
         return []
-    highest = np.unique(np.quantile(values, np.arange(1, _SIZE_BINS) / _SIZE_BINS, method="inverted_cdf"))
+    highest = np.unique(
+        np.quantile(values, np.arange(1, _SIZE_BINS) / _SIZE_BINS, method="inverted_cdf")
+    )
     number = np.searchsorted(highest, values)
     return [
         {"low": float(values[number == n].min()), "high": float(values[number == n].max()),
@@ -132,13 +134,17 @@ def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Statist
     ]  # fmt: skip
 
 
-def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbnails: Mapping[int, bytes]) -> bytes:
+def evaluation_page(
+    statistics: Mapping[str, Any], confusion: np.ndarray, thumbnails: Mapping[int, bytes]
+) -> bytes:
     """The page of an evaluation. statistics: also `model`, `weights`, `messages`, `settings`, and `metrics` by weights.
 
     thumbnails: JPEG files of `mistakes` and `hits`, by index.
     """
     classes = statistics["classes"]
-    by_f1 = sorted(classes, key=lambda row: math.inf if math.isnan(row["f1_pct"]) else row["f1_pct"])
+    by_f1 = sorted(
+        classes, key=lambda row: math.inf if math.isnan(row["f1_pct"]) else row["f1_pct"]
+    )
     block = -(-len(classes) // _MAX_CELLS)
     starts = np.arange(0, len(classes), block)
     sums = np.add.reduceat(np.add.reduceat(confusion, starts, axis=0), starts, axis=1)
@@ -150,7 +156,10 @@ def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbn
         ("images", "images", _COUNT),
     ]  # fmt: skip
     if "real_pct" in result:
-        columns += [("ReaL %", "real_pct", ".3f"), ("images with ReaL labels", "real_images", _COUNT)]
+        columns += [
+            ("ReaL %", "real_pct", ".3f"),
+            ("images with ReaL labels", "real_images", _COUNT),
+        ]
     own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
     columns += [(name, name, ".4f") for name in own]
     messages = [*statistics["messages"]]
@@ -195,16 +204,31 @@ def evaluation_page(statistics: Mapping[str, Any], confusion: np.ndarray, thumbn
         ("by_aspect_ratio", "width / height", ".3f"),
     ):
         if statistics[key]:
-            bins = [(f"{title}: from", style), ("to", style), ("images", _COUNT), ("top-1 %", _PERCENT)]
-            parts += [heading(f"Accuracy by {title}"), table(bins, [list(row.values()) for row in statistics[key]])]
-    for key, title in (("mistakes", "Most confident mistakes"), ("hits", "Least confident correct predictions")):
+            bins = [
+                (f"{title}: from", style),
+                ("to", style),
+                ("images", _COUNT),
+                ("top-1 %", _PERCENT),
+            ]
+            parts += [
+                heading(f"Accuracy by {title}"),
+                table(bins, [list(row.values()) for row in statistics[key]]),
+            ]
+    for key, title in (
+        ("mistakes", "Most confident mistakes"),
+        ("hits", "Least confident correct predictions"),
+    ):
         if statistics[key]:
-            parts += [heading(title, "Predicted class and confidence, true class, image."), examples(statistics[key])]
+            parts += [
+                heading(title, "Predicted class and confidence, true class, image."),
+                examples(statistics[key]),
+            ]
     scores = [(title, _PERCENT) for title in ("precision %", "recall %", "F1 %")]
     parts += [
         heading("Classes", "Lowest F1 first."),
         table(
-            [("class", ""), *scores, ("images", _COUNT), ("predicted", _COUNT)], [list(row.values()) for row in by_f1]
+            [("class", ""), *scores, ("images", _COUNT), ("predicted", _COUNT)],
+            [list(row.values()) for row in by_f1],
         ),
         heading("Settings"),
         table([("key", ""), ("value", "")], statistics["settings"].items()),
@@ -222,7 +246,9 @@ def _draw_confusion(counts: np.ndarray, labels: Sequence[str], figure: "Figure")
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     short = [shorten(label, 20) for label in labels] if len(counts) == len(labels) else []
-    axes.set_xticks(range(len(short)), short, rotation=90 if max(map(len, short), default=0) > 2 else 0)
+    axes.set_xticks(
+        range(len(short)), short, rotation=90 if max(map(len, short), default=0) > 2 else 0
+    )
     axes.set_yticks(range(len(short)), short)
     for k, m in np.argwhere(counts) if len(counts) <= _MAX_NUMBERS else ():
         axes.text(m, k, str(counts[k, m]), ha="center", va="center")

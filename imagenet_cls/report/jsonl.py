@@ -30,7 +30,16 @@ from imagenet_cls.files import write_file
 Record = dict[str, Any]
 
 TEXT_KEYS = ("kind", "weights", "message", "classes")
-_EVAL_NUMBERS = ("step", "epoch", "top1_pct", "top5_pct", "loss", "images", "seconds", "balanced_accuracy_pct")
+_EVAL_NUMBERS = (
+    "step",
+    "epoch",
+    "top1_pct",
+    "top5_pct",
+    "loss",
+    "images",
+    "seconds",
+    "balanced_accuracy_pct",
+)
 EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images", "left_out")
 
 
@@ -44,7 +53,10 @@ def describe_result(result: Mapping[str, Any], digits: int) -> list[str]:
 
     digits: after the point of a percentage.
     """
-    texts = [f"{name} {result[key]:.{digits}f} %" for name, key in (("top-1", "top1_pct"), ("top-5", "top5_pct"))]
+    texts = [
+        f"{name} {result[key]:.{digits}f} %"
+        for name, key in (("top-1", "top1_pct"), ("top-5", "top5_pct"))
+    ]
     texts.append(f"loss {result['loss']:.4f}")
     if "real_pct" in result:
         texts.append(f"ReaL {result['real_pct']:.{digits}f} % of {result['real_images']}")
@@ -75,7 +87,11 @@ class MetricsFile:
         """Append records. They survive if this process is killed."""
         lines = b""
         for record in records:
-            nonfinite = {k: json.dumps(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+            nonfinite = {
+                k: json.dumps(v)
+                for k, v in record.items()
+                if isinstance(v, float) and not math.isfinite(v)
+            }
             lines += json.dumps(record | nonfinite).encode() + b"\n"
         with self._lock:
             self._unwritten += lines
@@ -120,7 +136,11 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
     """
     if path.exists():
         last = {"eval": evaluated_step}
-        kept = [line for line, record in _read_lines(path) if record["step"] <= last.get(record["kind"], step)]
+        kept = [
+            line
+            for line, record in _read_lines(path)
+            if record["step"] <= last.get(record["kind"], step)
+        ]
         write_file(path, b"".join(kept))
 
 
@@ -132,8 +152,15 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                 return  # the last line of a run that was killed while it wrote
             try:
                 items = json.loads(line).items()
-                record = {k: float(v) if isinstance(v, str) and k not in TEXT_KEYS else v for k, v in items}
-            except (ValueError, AttributeError, RecursionError):  # not JSON, not an object, or nested too deeply
+                record = {
+                    k: float(v) if isinstance(v, str) and k not in TEXT_KEYS else v
+                    for k, v in items
+                }
+            except (
+                ValueError,
+                AttributeError,
+                RecursionError,
+            ):  # not JSON, not an object, or nested too deeply
                 record = {}
             if not {"kind", "step"} <= record.keys():
                 raise CheckpointError(

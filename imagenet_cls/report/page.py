@@ -40,7 +40,12 @@ _PLOT: dict[str, Any] = dict.fromkeys(
     ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK
 )
 _PLOT |= {"grid.color": _INK, "grid.alpha": 0.15, "svg.fonttype": "none", "text.parse_math": False}
-_PLOT |= {"legend.framealpha": 0.0, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "none"}
+_PLOT |= {
+    "legend.framealpha": 0.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": "none",
+}
 _PLOT |= {"axes.facecolor": "none", "font.size": 9.0, "font.family": "sans-serif"}
 
 
@@ -70,7 +75,9 @@ def page(title: str, parts: Iterable[str]) -> bytes:
 
 def heading(title: str, *paragraphs: str) -> Html:
     """A heading and what is to be said about the part that follows."""
-    return Html("".join([f"<h2>{escape(title)}</h2>", *(f"<p>{escape(line)}</p>" for line in paragraphs)]))
+    return Html(
+        "".join([f"<h2>{escape(title)}</h2>", *(f"<p>{escape(line)}</p>" for line in paragraphs)])
+    )
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]]) -> Html:
@@ -79,13 +86,28 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]]) -> 
 
     def cell(value: Any, number_format: str) -> str:
         is_number = number_format and not isinstance(value, str)
-        return "–" if value is None or value != value else escape(format(value, number_format) if is_number else value)
+        return (
+            "–"
+            if value is None or value != value
+            else escape(format(value, number_format) if is_number else value)
+        )
 
-    lines = ["".join(f"<th{c}>{escape(title)}</th>" for c, (title, _) in zip(css, columns, strict=True))]
+    lines = [
+        "".join(f"<th{c}>{escape(title)}</th>" for c, (title, _) in zip(css, columns, strict=True))
+    ]
     for row in rows:
         cells = zip(css, row, columns, strict=True)
-        lines.append("".join(f"<td{c}>{cell(value, number_format)}</td>" for c, value, (_, number_format) in cells))
-    return Html('<div class="table"><table>' + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>")
+        lines.append(
+            "".join(
+                f"<td{c}>{cell(value, number_format)}</td>"
+                for c, value, (_, number_format) in cells
+            )
+        )
+    return Html(
+        '<div class="table"><table>'
+        + "\n".join(f"<tr>{line}</tr>" for line in lines)
+        + "</table></div>"
+    )
 
 
 def to_jpeg(picture: Image.Image, most_px: int) -> bytes:
@@ -104,7 +126,8 @@ def image(data: bytes) -> Html:
 def gallery(images: Iterable[tuple[Html, Sequence[str]]]) -> Html:
     """Images in rows, each with lines of text below."""
     elements = (
-        f"<figure>{img}<figcaption>{'<br>'.join(map(escape, lines))}</figcaption></figure>" for img, lines in images
+        f"<figure>{img}<figcaption>{'<br>'.join(map(escape, lines))}</figcaption></figure>"
+        for img, lines in images
     )
     return Html(f'<div class="images">{"".join(elements)}</div>')
 
@@ -116,12 +139,20 @@ def plot(width: float, height: float, draw: "Callable[[Figure], None]") -> Html:
 
     file = io.BytesIO()
     with mpl.rc_context(_PLOT), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # glyphs that matplotlib's font lacks: the browser has its own
+        warnings.simplefilter(
+            "ignore"
+        )  # glyphs that matplotlib's font lacks: the browser has its own
         figure = Figure((width, height), layout="constrained")
         draw(figure)
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     drawn = file.getvalue().decode()
-    drawn = re.sub(r' id="(?:figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|legend)_?\d*"', "", drawn)
+    drawn = re.sub(
+        r' id="(?:figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|legend)_?\d*"',
+        "",
+        drawn,
+    )
     drawn = drawn[drawn.index("<svg") :].replace(_INK, "currentColor")
-    smallest = f'<svg style="min-width: {0.7 * width:g}in"'  # in a narrow window the text stays legible
+    smallest = (
+        f'<svg style="min-width: {0.7 * width:g}in"'  # in a narrow window the text stays legible
+    )
     return Html(f'<div class="plot">{drawn.replace("<svg", smallest, 1)}</div>')

@@ -49,16 +49,29 @@ def draw_curve(axes: "Axes", key: str, runs: Sequence[tuple[str, Sequence[Record
         steps = [record for record in metrics if record["kind"] == "train" and key in record]
         if steps and key != "top1_pct":
             size = math.ceil(len(steps) / _MAX_POINTS)
-            parts = [np.split(column, range(size, len(steps), size)) for column in _columns(steps, key)]
+            parts = [
+                np.split(column, range(size, len(steps), size)) for column in _columns(steps, key)
+            ]
             means = [part.mean() for part in parts[1]]
             axes.plot([part[-1] for part in parts[0]], means, color=color, label=f"{label}training")
         for weights, style in (("raw", "o-"), ("ema", "s--")):
-            results = [r for r in metrics if r["kind"] == "eval" and r["weights"] == weights and key in r]
+            results = [
+                r for r in metrics if r["kind"] == "eval" and r["weights"] == weights and key in r
+            ]
             if results:
                 columns = _columns(results, key)
-                axes.plot(*columns, style, color=color, markersize=4, linewidth=1, label=f"{label}{weights} weights")
+                axes.plot(
+                    *columns,
+                    style,
+                    color=color,
+                    markersize=4,
+                    linewidth=1,
+                    label=f"{label}{weights} weights",
+                )
         events = [record for record in metrics if record["kind"] == "event"]
-        resumed = {event["step"] for event in events if event["message"].startswith("resumed from ")}
+        resumed = {
+            event["step"] for event in events if event["message"].startswith("resumed from ")
+        }
         for count, step in enumerate(sorted(resumed)):
             line_label = None if count else f"{label}resumed"
             axes.axvline(step, color=color, linestyle=":", linewidth=0.8, label=line_label)
@@ -80,11 +93,15 @@ def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
         axes.axis("off")
     for axes, image, label in zip(grid.flat, images, labels, strict=False):
         axes.imshow(image, cmap="gray", vmin=0, vmax=1)
-        axes.set_title("\n".join(line[:_MAX_LABEL] for line in label.split("\n")), fontsize=7, parse_math=False)
+        axes.set_title(
+            "\n".join(line[:_MAX_LABEL] for line in label.split("\n")), fontsize=7, parse_math=False
+        )
     _write(path, figure)
 
 
-def plot_panels(path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]) -> None:
+def plot_panels(
+    path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]
+) -> None:
     """Draw quantities over the epochs, each in a panel, one below the other.
 
     panels: values at `epochs`, by the label of their axis; at least one. An existing file is replaced. Raises OSError.
@@ -105,7 +122,11 @@ def plot_panels(path: Path, title: str, epochs: Sequence[float], panels: Mapping
 
 
 def plot_lr_range(
-    path: Path, lrs: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], marked: Mapping[str, float]
+    path: Path,
+    lrs: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    marked: Mapping[str, float],
 ) -> None:
     """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label. Raises OSError."""
     with _plot(path) as axes:
@@ -116,7 +137,9 @@ def plot_lr_range(
         axes.set_xscale("log")
         lowest = min(smoothed)
         height = max(smoothed[: smoothed.index(lowest) + 1]) - lowest
-        axes.set_ylim(lowest - height / 2, lowest + 2 * height)  # a loss that diverges would hide the rest
+        axes.set_ylim(
+            lowest - height / 2, lowest + 2 * height
+        )  # a loss that diverges would hide the rest
         _finish(axes, "learning rate", "loss")
 
 
@@ -149,4 +172,6 @@ def _finish(axes: "Axes", x_label: str, y_label: str) -> None:
 def _columns(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values; those that are not finite are NaN."""
     values = np.array([record[key] for record in records], dtype=np.float64)
-    return np.array([record["step"] for record in records]), np.where(np.isfinite(values), values, np.nan)
+    return np.array([record["step"] for record in records]), np.where(
+        np.isfinite(values), values, np.nan
+    )

@@ -11,7 +11,13 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, first_line
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.console import WRITE_REMEDY, Console
-from imagenet_cls.report.jsonl import MetricsFile, Record, read_metrics, truncate_after, user_metrics
+from imagenet_cls.report.jsonl import (
+    MetricsFile,
+    Record,
+    read_metrics,
+    truncate_after,
+    user_metrics,
+)
 from imagenet_cls.report.plots import plot_run
 from imagenet_cls.report.writers import Row, Writer, open_writers
 
@@ -20,7 +26,15 @@ if TYPE_CHECKING:
 
 _MAX_IMAGES = 32
 _TAGS = {
-    "train": ("loss", "top1_pct", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib"),
+    "train": (
+        "loss",
+        "top1_pct",
+        "lr",
+        "grad_norm",
+        "images_per_sec",
+        "data_wait_pct",
+        "memory_mib",
+    ),
     "val": ("top1_pct", "top5_pct", "loss", "balanced_accuracy_pct", "real_pct"),
     "val_ema": ("top1_pct", "top5_pct", "loss", "balanced_accuracy_pct", "real_pct"),
 }
@@ -153,7 +167,9 @@ class Reporter:
         self._write_rows(rows)
 
     def _write_rows(self, rows: Sequence[Row]) -> None:
-        self._to_writers(lambda writer: writer.write([row for row in rows if row[0] > writer.last_step]))
+        self._to_writers(
+            lambda writer: writer.write([row for row in rows if row[0] > writer.last_step])
+        )
 
     def _to_writers(self, call: Callable[[Writer], None]) -> None:
         """Call each writer. One that raises is reported and not called again."""
@@ -164,7 +180,9 @@ class Reporter:
                 del self._writers[name]
                 logging.getLogger("imagenet_cls").exception("log.writers: %r failed", name)
                 text = f"{type(error).__name__}: {first_line(error)}"
-                self.message(f"warning: log.writers: {name!r} failed and gets no more steps in this process: {text}")
+                self.message(
+                    f"warning: log.writers: {name!r} failed and gets no more steps in this process: {text}"
+                )
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -184,6 +202,14 @@ class Reporter:
 
 def scalars(record: Record) -> dict[str, float]:
     """The scalars of a record of metrics.jsonl by tag, such as `train/loss`; events have none."""
-    group = {"raw": "val", "ema": "val_ema"}[record["weights"]] if record["kind"] == "eval" else record["kind"]
+    group = (
+        {"raw": "val", "ema": "val_ema"}[record["weights"]]
+        if record["kind"] == "eval"
+        else record["kind"]
+    )
     own = user_metrics(record) if record["kind"] == "eval" else {}
-    return {f"{group}/{field}": record[field] for field in (*_TAGS.get(group, ()), *own) if field in record}
+    return {
+        f"{group}/{field}": record[field]
+        for field in (*_TAGS.get(group, ()), *own)
+        if field in record
+    }

@@ -27,11 +27,17 @@ from imagenet_cls.report.plots import CURVES, draw_curve
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MAX_EVENTS = 100  # of TensorBoard's file that are searched for the first batch, which is among the first
+_MAX_EVENTS = (
+    100  # of TensorBoard's file that are searched for the first batch, which is among the first
+)
 _BATCH_PX = 1000
 _MAX_LABEL = 40  # characters of a run's path in a legend
 _MAX_STEP, _MAX_NUMBER = 2**53, 1e300
-_NEEDED = {"train": ("loss", "lr"), "eval": ("weights", "top1_pct", "loss", "seconds"), "event": ("message",)}
+_NEEDED = {
+    "train": ("loss", "lr"),
+    "eval": ("weights", "top1_pct", "loss", "seconds"),
+    "event": ("message",),
+}
 
 # Columns of the results: title, key of `run_statistics`, format.
 _RESULTS = (
@@ -90,7 +96,9 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
                 is_valid = isinstance(value, str) if is_text else _is_number(value, key == "step")
                 if not is_valid:
                     reason = f"{key!r} is missing or invalid"
-                    raise CheckpointError(f"{file}:{line}: {reason}\nRemove this line, or leave the run out.")
+                    raise CheckpointError(
+                        f"{file}:{line}: {reason}\nRemove this line, or leave the run out."
+                    )
     versions: dict[str, str | None] = {"commit": None}
     ranks = total_steps = saved_step = None
     stopped_early = False
@@ -99,7 +107,9 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
         if file.exists():
             environment = json.loads(file.read_bytes())
             code = environment.get("code")
-            commit = code and code["commit"][:12] + (", with changes" if code["uncommitted_changes"] else "")
+            commit = code and code["commit"][:12] + (
+                ", with changes" if code["uncommitted_changes"] else ""
+            )
             versions = {"commit": commit, **environment.get("versions", {})}
             ranks = int(environment.get("variables", {}).get("WORLD_SIZE", 1))
     for path in checkpoints.values():
@@ -107,7 +117,10 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
         with explain_content_errors(CheckpointError, file):
             if file.is_file():
                 state = json.loads(file.read_bytes())
-                total_steps, saved_step = int(state["plan"]["total_steps"]), int(state["progress"]["step"])
+                total_steps, saved_step = (
+                    int(state["plan"]["total_steps"]),
+                    int(state["progress"]["step"]),
+                )
                 stopped_early = bool(state["progress"].get("stopped_early"))
                 break
     return RunRecords(
@@ -142,11 +155,18 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     """
     train, results = run.records("train"), run.records("eval")
     best = max(results, key=itemgetter("top1_pct"), default={})
-    last = next((record for record in reversed(results) if record["weights"] == best["weights"]), {})
+    last = next(
+        (record for record in reversed(results) if record["weights"] == best["weights"]), {}
+    )
     intervals = [record for record in train if record.get("images_per_sec")]
-    first = train[0]["step"] if train else 1  # above 1 for a run that continues another one's checkpoint
+    first = (
+        train[0]["step"] if train else 1
+    )  # above 1 for a run that continues another one's checkpoint
     counts = np.diff([first - 1, *(record["step"] for record in intervals)])
-    seconds = [(global_batch or 0) * n / record["images_per_sec"] for n, record in zip(counts, intervals, strict=True)]
+    seconds = [
+        (global_batch or 0) * n / record["images_per_sec"]
+        for n, record in zip(counts, intervals, strict=True)
+    ]
     evaluated = {record["step"]: record["seconds"] for record in results}
     return {
         "step": train[-1]["step"] if train else 0,
@@ -158,9 +178,15 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
         "last_balanced_pct": last.get("balanced_accuracy_pct"),
         "user_metrics": user_metrics(last),
         "last_loss": train[-1]["loss"] if train else None,
-        "hours": (sum(seconds) + sum(evaluated.values())) / 3600 if global_batch and intervals else None,
-        "images_per_sec": median(record["images_per_sec"] for record in intervals) if intervals else None,
-        "data_wait_pct": fmean(record["data_wait_pct"] for record in intervals) if intervals else None,
+        "hours": (sum(seconds) + sum(evaluated.values())) / 3600
+        if global_batch and intervals
+        else None,
+        "images_per_sec": median(record["images_per_sec"] for record in intervals)
+        if intervals
+        else None,
+        "data_wait_pct": fmean(record["data_wait_pct"] for record in intervals)
+        if intervals
+        else None,
         "ranks": run.ranks,
     }
 
@@ -178,30 +204,46 @@ def runs_page(
     notes: to be said first. folder: of the page, from which the links to checkpoints lead.
     """
     names = [run.name for run in runs]
-    statistics = [run_statistics(run, batch) for run, batch in zip(runs, global_batches, strict=True)]
+    statistics = [
+        run_statistics(run, batch) for run, batch in zip(runs, global_batches, strict=True)
+    ]
     incomplete = [
         f"{run.name}: the last line of metrics.jsonl is incomplete and was left out"
         for run in runs
         if run.has_incomplete_last_line
     ]
     own = dict.fromkeys(name for row in statistics for name in row["user_metrics"])
-    columns = [("run", ""), ("state", ""), *((title, number_format) for title, _, number_format in _RESULTS)]
+    columns = [
+        ("run", ""),
+        ("state", ""),
+        *((title, number_format) for title, _, number_format in _RESULTS),
+    ]
     columns += [(f"last {name}", ".4f") for name in own]
     rows = [
-        [run.name, _state(run, row), *(row[key] for _, key, _ in _RESULTS), *map(row["user_metrics"].get, own)]
+        [
+            run.name,
+            _state(run, row),
+            *(row[key] for _, key, _ in _RESULTS),
+            *map(row["user_metrics"].get, own),
+        ]
         for run, row in zip(runs, statistics, strict=True)
     ]
     versions = [run.versions for run in runs]
     parts = [
         heading("Results", *notes, *incomplete),
         table(columns, rows),
-        Html("<p>Hours and img/s are of the steps and evaluations, without start-up and saving.</p>"),
+        Html(
+            "<p>Hours and img/s are of the steps and evaluations, without start-up and saving.</p>"
+        ),
         heading(
             "Curves",
             "Lines of training steps are means of neighboring steps, points are evaluations. Where a run was "
             "interrupted and resumed is a dotted vertical line.",
         ),
-        *(plot(9, 4 if key in ("loss", "top1_pct") else 2.6, partial(_draw, runs, key)) for key in CURVES),
+        *(
+            plot(9, 4 if key in ("loss", "top1_pct") else 2.6, partial(_draw, runs, key))
+            for key in CURVES
+        ),
     ]
     by_run = [("", ""), *((name, "") for name in names)]
     if len(runs) > 1:
@@ -209,7 +251,10 @@ def runs_page(
     if differences:
         parts += [table(by_run, [[key, *values] for key, values in differences.items()])]
     listed = dict.fromkeys(name for version in versions for name in version)
-    parts += [heading("Code and versions"), table(by_run, [[n, *(v.get(n) for v in versions)] for n in listed])]
+    parts += [
+        heading("Code and versions"),
+        table(by_run, [[n, *(v.get(n) for v in versions)] for n in listed]),
+    ]
     links = []
     for run, row in zip(runs, statistics, strict=True):
         for step, path in run.checkpoints.items():
@@ -237,9 +282,15 @@ def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
 
 
 def _draw(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
-    labels = [f"./{run.name}" if run.name.startswith("_") else run.name for run in runs]  # matplotlib hides "_..."
+    labels = [
+        f"./{run.name}" if run.name.startswith("_") else run.name for run in runs
+    ]  # matplotlib hides "_..."
     short = [label if len(label) <= _MAX_LABEL else f"…{label[-_MAX_LABEL:]}" for label in labels]
-    draw_curve(figure.subplots(), key, [(f"{label}, ", run.metrics) for label, run in zip(short, runs, strict=True)])
+    draw_curve(
+        figure.subplots(),
+        key,
+        [(f"{label}, ", run.metrics) for label, run in zip(short, runs, strict=True)],
+    )
 
 
 def _first_batch(folder: Path) -> bytes | None:
@@ -251,5 +302,7 @@ def _first_batch(folder: Path) -> bytes | None:
         for event in islice(LegacyEventFileLoader(str(file)).Load(), _MAX_EVENTS):
             for value in event.summary.value:
                 if value.tag == "train/first_batch":
-                    return to_jpeg(Image.open(io.BytesIO(value.image.encoded_image_string)), _BATCH_PX)
+                    return to_jpeg(
+                        Image.open(io.BytesIO(value.image.encoded_image_string)), _BATCH_PX
+                    )
     return None

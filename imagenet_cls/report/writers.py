@@ -61,16 +61,22 @@ class TensorBoard(Writer):
     """
 
     def __init__(self, folder: Path, config: Config, resume_step: int):
-        from torch.utils.tensorboard import SummaryWriter  # here: takes over a second, and may be switched off
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # here: takes over a second, and may be switched off
         from torch.utils.tensorboard.summary import hparams
 
         self.last_step = resume_step - 1 if any(folder.glob("events.*")) else 0
         self._first_step = max(resume_step, 1)
         self._writer = SummaryWriter(str(folder), purge_step=self._first_step, max_queue=1000)
-        code = "\n".join("    " + line for line in dump_yaml(config).splitlines())  # code in Markdown
+        code = "\n".join(
+            "    " + line for line in dump_yaml(config).splitlines()
+        )  # code in Markdown
         self._writer.add_text("config", code, self._first_step)
         # `SummaryWriter.add_hparams` would make a folder of its own. The last of its three records ends a session.
-        *start, self._end = hparams(changed_values(config), dict.fromkeys(["val/top1_pct", "val_ema/top1_pct"], 0.0))
+        *start, self._end = hparams(
+            changed_values(config), dict.fromkeys(["val/top1_pct", "val_ema/top1_pct"], 0.0)
+        )
         for summary in start:
             self._writer._get_file_writer().add_summary(summary)
 
@@ -117,7 +123,9 @@ class Wandb(Writer):
             allow_val_change=True,
             settings=wandb.Settings(console="off"),
         )
-        self.last_step = self._run.step - 1  # `step` is the one that the next `log` would write: 0 for a new run
+        self.last_step = (
+            self._run.step - 1
+        )  # `step` is the one that the next `log` would write: 0 for a new run
 
     def write(self, rows: Sequence[Row]) -> None:
         for step, values in rows:
@@ -137,7 +145,9 @@ class Mlflow(Writer):
     def __init__(self, folder: Path, config: Config, resume_step: int):
         import mlflow
 
-        mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder.resolve()}/mlflow.db"))
+        mlflow.set_tracking_uri(
+            os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder.resolve()}/mlflow.db")
+        )
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "imagenet-cls"))
         id_file = folder / "run_id"
         run_id = id_file.read_text() if id_file.exists() else None
@@ -160,7 +170,11 @@ class Mlflow(Writer):
         metric = partial(self._mlflow.entities.Metric, timestamp=int(time.time() * 1000))
         for start in range(0, len(rows), 50):  # a batch has at most 1,000 metrics
             part = [(step, {**values, "step": step}) for step, values in rows[start : start + 50]]
-            metrics = [metric(tag, value, step=step) for step, values in part for tag, value in values.items()]
+            metrics = [
+                metric(tag, value, step=step)
+                for step, values in part
+                for tag, value in values.items()
+            ]
             self._mlflow.MlflowClient().log_batch(self._run_id, metrics)
 
     def close(self, finished: bool) -> None:
@@ -218,6 +232,8 @@ def writer_problems(log: LogConfig) -> list[Problem]:
             problems.append(Problem("log.writers", f"{name!r}: {error}"))
         # A folder `wandb` in the working directory has a spec without an origin.
         if name in ("wandb", "mlflow") and getattr(find_spec(name), "origin", None) is None:
-            text = f"{name!r} needs a package that is missing; run: pip install 'imagenet-cls[{name}]'"
+            text = (
+                f"{name!r} needs a package that is missing; run: pip install 'imagenet-cls[{name}]'"
+            )
             problems.append(Problem("log.writers", text))
     return problems

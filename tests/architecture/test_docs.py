@@ -16,8 +16,14 @@ from imagenet_cls.commands.train import load_for_training, train_parser
 from imagenet_cls.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "tests" / "README.md"]
-PARTS = [path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "tests" / "README.md",
+]
+PARTS = [
+    path.name for path in (ROOT / "imagenet_cls").iterdir() if (path / "__init__.py").is_file()
+]
 # Options of other programs, and files that the reader creates.
 FOREIGN_OPTIONS = {
     "--nproc-per-node",
@@ -29,10 +35,22 @@ FOREIGN_OPTIONS = {
     "--signal",
     "--time",
 }
-FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation"}  # of tests/configs/golden.py, of pip
-FOREIGN_OPTIONS |= {f"--{name}" for name in ("job-name", "ntasks-per-node", "gpus-per-node", "cpus-per-task")}  # SLURM
+FOREIGN_OPTIONS |= {
+    "--write",
+    "--no-deps",
+    "--no-build-isolation",
+}  # of tests/configs/golden.py, of pip
+FOREIGN_OPTIONS |= {
+    f"--{name}" for name in ("job-name", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
+}  # SLURM
 FOREIGN_OPTIONS |= {"--repo-type", "--local-dir"}  # of the Hugging Face Hub's client
-FOREIGN_OPTIONS |= {"--kill-on-bad-exit", "--requeue", "--open-mode", "--cpus", "--cpuset-cpus"}  # SLURM, docker
+FOREIGN_OPTIONS |= {
+    "--kill-on-bad-exit",
+    "--requeue",
+    "--open-mode",
+    "--cpus",
+    "--cpuset-cpus",
+}  # SLURM, docker
 TOOLS = [path.stem for path in (ROOT / "tools").glob("*.py")]
 READERS_FILES = {"configs/mine.yaml"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -42,7 +60,10 @@ def missing_paths(text: str) -> list[str]:
     """Files and folders that `text` names and that do not exist. `engine/x.py` is in the package."""
     folders = "|".join(["tools", "scripts", "configs", "docs", "imagenet_cls", "tests", r"\.ci"])
     named = re.findall(rf"(?<![\w/.$-])((?:{folders})/[\w./*-]*[\w*])", text)
-    named += [f"imagenet_cls/{m}" for m in re.findall(rf"(?<![\w/.])((?:{'|'.join(PARTS)})/\w+\.py)", text)]
+    named += [
+        f"imagenet_cls/{m}"
+        for m in re.findall(rf"(?<![\w/.])((?:{'|'.join(PARTS)})/\w+\.py)", text)
+    ]
     return [name for name in named if name not in READERS_FILES and not list(ROOT.glob(name))]
 
 
@@ -52,7 +73,9 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """(script, arguments) of each command line in a page's blocks, fenced or indented."""
-    for line in re.findall(r"^ *(?:[A-Z_]+=\S+ )*((?:python|bash) (?:tools|scripts)/\w+\.(?:py|sh).*)$", text, re.M):
+    for line in re.findall(
+        r"^ *(?:[A-Z_]+=\S+ )*((?:python|bash) (?:tools|scripts)/\w+\.(?:py|sh).*)$", text, re.M
+    ):
         _, script, *words = shlex.split(line, comments=True)
         yield script, words
 
@@ -73,7 +96,10 @@ def options_of(tool: str) -> set[str]:
 
 @each_page
 def test_options_exist(page: Path) -> None:
-    named = {name.replace("_", "-") for name in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page.read_text())}
+    named = {
+        name.replace("_", "-")
+        for name in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page.read_text())
+    }
     assert named - FOREIGN_OPTIONS.union(*map(options_of, TOOLS)) == set()
 
 
@@ -85,7 +111,9 @@ def test_options_exist(page: Path) -> None:
         for script, words in commands(page.read_text())
     ],
 )
-def test_commands_are_valid(page: Path, script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_valid(
+    page: Path, script: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real parser accepts them, and a config of the repository loads with their overrides."""
     monkeypatch.chdir(ROOT)
     tool = script.removeprefix("tools/").removesuffix(".py")
@@ -99,7 +127,9 @@ def test_commands_are_valid(page: Path, script: str, words: list[str], monkeypat
     own_config = any(re.fullmatch(r"my_\w+\.yaml", word) for word in words)  # run by test_extending
     if tool == "train" and not own_config:
         load_for_training(train_parser().parse_intermixed_args(words))
-    elif tool == "test" and not own_config and not words[0].startswith("work_dirs/"):  # a run has its own config
+    elif (
+        tool == "test" and not own_config and not words[0].startswith("work_dirs/")
+    ):  # a run has its own config
         load_for_testing(evaluation_parser().parse_intermixed_args(words))
     elif tool in TOOLS:
         assert {word for word in words if word.startswith("--")} <= options_of(tool)
@@ -114,7 +144,10 @@ def first_cells(page: Path) -> list[str]:
 
 def test_tests_readme_names_tests_for_every_event() -> None:
     """A row of tests/README.md begins as one event of docs/reliability.md begins."""
-    events, rows = first_cells(ROOT / "docs" / "reliability.md"), first_cells(ROOT / "tests" / "README.md")
+    events, rows = (
+        first_cells(ROOT / "docs" / "reliability.md"),
+        first_cells(ROOT / "tests" / "README.md"),
+    )
     covered = [[event for event in events if event.startswith(row)] for row in rows]
     assert all(len(found) == 1 for found in covered), rows
     assert sorted(found[0] for found in covered) == sorted(events)
@@ -129,6 +162,12 @@ def test_architecture_page_names_every_module() -> None:
 
 def test_readme_names_every_exit_code() -> None:
     table = (ROOT / "README.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
-    codes = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in row.split(",")}
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UserError)]
+    codes = {
+        int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in row.split(",")
+    }
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.UserError)
+    ]
     assert {kind.exit_code for kind in kinds} | {0, 1, 129, 130, 140, 141, 143} == codes

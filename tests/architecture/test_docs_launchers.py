@@ -21,7 +21,9 @@ def test_manifest_starts_a_valid_training_in_each_pod() -> None:
         bash, script, config, gpus, *words = container["command"]
         in_image = Path(script).relative_to("/opt/imagenet-cls")
         assert (
-            bash == "bash" and (ROOT / in_image).is_file() and "/opt/imagenet-cls" in (ROOT / "Dockerfile").read_text()
+            bash == "bash"
+            and (ROOT / in_image).is_file()
+            and "/opt/imagenet-cls" in (ROOT / "Dockerfile").read_text()
         )
         assert int(gpus) == container["resources"]["limits"]["nvidia.com/gpu"]
         assert all(isinstance(word, str) for word in container["command"])
@@ -34,5 +36,8 @@ def test_variables_of_pods_are_those_that_are_read() -> None:
     source = (ROOT / "imagenet_cls" / "parallel" / "environment.py").read_text()
     function = source.partition("def machine_options(")[2].partition("\ndef ")[0]
     read = set(re.findall(r'"([A-Z_]+)"', function)) - {"LOCAL_RANK"}
-    table = PAGE.partition("| elastic PyTorchJob")[0].rpartition("\n\n")[2] + PAGE.partition("| elastic PyTorchJob")[2]
+    table = (
+        PAGE.partition("| elastic PyTorchJob")[0].rpartition("\n\n")[2]
+        + PAGE.partition("| elastic PyTorchJob")[2]
+    )
     assert set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+|RANK)`", table.partition("\n\n")[0])) == read

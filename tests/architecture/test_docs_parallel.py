@@ -18,7 +18,9 @@ COMMAND = re.compile(r"(?:tools/(?:train|test|check_dist)\.py|scripts/\w+\.sh) "
 
 def commands(text: str) -> list[list[str]]:
     """The words of every command that trains or evaluates, in blocks and in tables."""
-    lines = "\n".join(BLOCK.findall(text)).splitlines() + re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    lines = "\n".join(BLOCK.findall(text)).splitlines() + re.findall(
+        r"`([^`\n]+)`", BLOCK.sub("", text)
+    )
     return [shlex.split(line, comments=True) for line in lines if COMMAND.search(line)]
 
 
@@ -37,7 +39,9 @@ def without_launcher(words: list[str]) -> list[str]:
     return words[start:]
 
 
-@pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)[:100]) for words in commands(ENGLISH)])
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, id=" ".join(words)[:100]) for words in commands(ENGLISH)]
+)
 def test_command_parses(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     script, *rest = without_launcher(words)
@@ -60,7 +64,11 @@ def test_every_environment_variable_is_explained() -> None:
     explained = {name for cell in cells for name in re.findall(r"`([A-Z][A-Z_a-z]+)`", cell)}
     environment = (ROOT / "imagenet_cls" / "parallel" / "environment.py").read_text()
     scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*_*.sh"))
-    read = {name for name in re.findall(r'"([A-Z]+_[A-Za-z_]+|RANK)"', environment) if "IMAGENET_CLS" not in name}
+    read = {
+        name
+        for name in re.findall(r'"([A-Z]+_[A-Za-z_]+|RANK)"', environment)
+        if "IMAGENET_CLS" not in name
+    }
     read |= set(re.findall(r"\$\{([A-Z_]+)[:-]", scripts))
     assert read - explained <= {"BASH_SOURCE"}
     sources = scripts + "".join(path.read_text() for path in (ROOT / "imagenet_cls").rglob("*.py"))

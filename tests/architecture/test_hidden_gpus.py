@@ -20,7 +20,13 @@ assert torch.cuda.is_available()
 
 @pytest.mark.parametrize(
     ("markers", "expected"),
-    [("", False), ("nightly", False), ("not gpu", False), ("gpu", True), ("gpu and not nightly", True)],
+    [
+        ("", False),
+        ("nightly", False),
+        ("not gpu", False),
+        ("gpu", True),
+        ("gpu and not nightly", True),
+    ],
 )
 def test_only_m_gpu_shows_gpus(markers: str, expected: bool) -> None:
     assert runs_on_gpus(markers) is expected
@@ -32,7 +38,9 @@ def test_device_auto_is_the_cpu() -> None:
     assert choose_device("auto", RankInfo()).type == "cpu"
 
 
-def test_tests_choose_the_cpu_on_a_machine_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_choose_the_cpu_on_a_machine_with_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "one_gpu.py").write_text(ONE_GPU)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     test = "tests/architecture/test_hidden_gpus.py::test_device_auto_is_the_cpu"

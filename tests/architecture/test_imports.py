@@ -24,7 +24,9 @@ LEVELS = [
     {"config", "parallel", "seeding"},
     {"lookup", "files"},
     {"errors"},
-    {PACKAGE},  # the version; imagenet_cls/__init__.py itself imports the Python API when it is used
+    {
+        PACKAGE
+    },  # the version; imagenet_cls/__init__.py itself imports the Python API when it is used
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 WITHOUT_TORCH = {"config", *LEVELS[5], *LEVELS[6], *LEVELS[7]}
@@ -60,7 +62,9 @@ def test_module_imports_only_from_parts_to_the_right(path: Path) -> None:
         if other != own and name.split(".")[0] in (PACKAGE, "tools"):
             assert LEVEL_OF[own] < LEVEL_OF[other], f"{own} imports {name}"
         if own in WITHOUT_TORCH:
-            assert name.split(".")[0] not in ("torch", "torchvision", "timm", "safetensors"), f"{own} imports {name}"
+            assert name.split(".")[0] not in ("torch", "torchvision", "timm", "safetensors"), (
+                f"{own} imports {name}"
+            )
 
 
 def test_no_call_executes_files() -> None:
@@ -81,4 +85,6 @@ def test_no_call_executes_files() -> None:
 )
 def test_forbidden_line_is_found(line: str) -> None:
     assert FORBIDDEN.search(f"import os\n{line}\n")
-    assert not FORBIDDEN.search("model.eval()\ntorch.load(f, map_location=device, weights_only=True)")
+    assert not FORBIDDEN.search(
+        "model.eval()\ntorch.load(f, map_location=device, weights_only=True)"
+    )

@@ -25,12 +25,19 @@ def scripts(tmp_path):
 def call(script: Path, *words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if key not in NODES}
     return subprocess.run(
-        ["bash", script, *words], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120
+        ["bash", script, *words],
+        cwd=cwd,
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
 def test_dist_train_on_one_machine(scripts, tmp_path):
-    result = call(scripts / "dist_train.sh", "my config.yaml", "8", "data.root=/a b", "--resume", cwd=tmp_path)
+    result = call(
+        scripts / "dist_train.sh", "my config.yaml", "8", "data.root=/a b", "--resume", cwd=tmp_path
+    )
     train = str(scripts.parent / "tools" / "train.py")
     words = ["my config.yaml", "--launcher", "pytorch", "--gpus", "8", "data.root=/a b", "--resume"]
     assert result.stdout.splitlines() == [str(tmp_path), train, *words]
@@ -44,13 +51,24 @@ def test_dist_train_on_two_machines(scripts, tmp_path):
 
 
 def test_names_of_mmdetection_are_taken(scripts, tmp_path):
-    words = call(scripts / "dist_train.sh", "c.yaml", "8", cwd=tmp_path, PORT="29501").stdout.splitlines()
+    words = call(
+        scripts / "dist_train.sh", "c.yaml", "8", cwd=tmp_path, PORT="29501"
+    ).stdout.splitlines()
     assert words[-2:] == ["--master-port", "29501"]
     (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
-    for more, expected in (["work", "--resume"], ["--work-dir", "work", "--resume"]), (["seed=1"], ["seed=1"]):
+    for more, expected in (
+        (["work", "--resume"], ["--work-dir", "work", "--resume"]),
+        (["seed=1"], ["seed=1"]),
+    ):
         result = call(
-            scripts / "slurm_train.sh", "part", "job", "c.yaml", *more, cwd=tmp_path, PATH=f"{tmp_path}:/usr/bin:/bin"
+            scripts / "slurm_train.sh",
+            "part",
+            "job",
+            "c.yaml",
+            *more,
+            cwd=tmp_path,
+            PATH=f"{tmp_path}:/usr/bin:/bin",
         )
         assert result.stdout.splitlines()[-len(expected) - 1 :] == ["c.yaml", *expected]
 
@@ -60,12 +78,23 @@ def test_dist_test_takes_the_checkpoint_before_the_gpus(scripts, tmp_path):
         scripts / "dist_test.sh", "c.yaml", "run folder", "2", "--out", "p.csv", cwd=tmp_path
     ).stdout.splitlines()
     assert words[1].endswith("tools/test.py")
-    assert words[2:] == ["c.yaml", "run folder", "--launcher", "pytorch", "--gpus", "2", "--out", "p.csv"]
+    assert words[2:] == [
+        "c.yaml",
+        "run folder",
+        "--launcher",
+        "pytorch",
+        "--gpus",
+        "2",
+        "--out",
+        "p.csv",
+    ]
 
 
 def test_dist_test_takes_a_run_folder_without_a_config(scripts, tmp_path):
     (tmp_path / "run folder").mkdir()
-    words = call(scripts / "dist_test.sh", "run folder", "2", "--out", "p.csv", cwd=tmp_path).stdout.splitlines()
+    words = call(
+        scripts / "dist_test.sh", "run folder", "2", "--out", "p.csv", cwd=tmp_path
+    ).stdout.splitlines()
     assert words[2:] == ["run folder", "--launcher", "pytorch", "--gpus", "2", "--out", "p.csv"]
 
 
@@ -105,7 +134,9 @@ def test_setup_without_a_usable_python_says_what_to_do(scripts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script", [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"], ids=lambda path: path.name
+    "script",
+    [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"],
+    ids=lambda path: path.name,
 )
 def test_scripts_parse_and_stop_at_errors(script):
     assert subprocess.run(["bash", "-n", script]).returncode == 0
@@ -124,7 +155,10 @@ def setup(scripts, tmp_path):
     log = tmp_path / "calls"
     python = scripts.parent / ".venv" / "bin" / "python"
     make = f'mkdir -p "{python.parent}"; cp "$0" "{python}"'
-    write(programs / "python3", f'case "$*" in *"-m venv"*) {make} ;; *"pip install"*) echo pip >>"{log}" ;; esac')
+    write(
+        programs / "python3",
+        f'case "$*" in *"-m venv"*) {make} ;; *"pip install"*) echo pip >>"{log}" ;; esac',
+    )
 
     def run(with_uv: bool, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         if with_uv:
@@ -150,7 +184,12 @@ def write(program: Path, text: str) -> None:
         (False, {}, 0, ["pip"]),
         (True, {"UV_FAILS": "1"}, 0, ["uv ", "pip"]),
         (True, {"UV_TORCH_BACKEND": "cpu"}, 0, ["uv cpu"]),
-        (True, {"UV_TORCH_BACKEND": "cpu", "UV_FAILS": "1"}, 5, ["uv cpu"]),  # pip would install CUDA
+        (
+            True,
+            {"UV_TORCH_BACKEND": "cpu", "UV_FAILS": "1"},
+            5,
+            ["uv cpu"],
+        ),  # pip would install CUDA
         (False, {"UV_TORCH_BACKEND": "cpu"}, 2, []),
         (True, {"PIP_EXTRA_INDEX_URL": "file:///cpu"}, 0, ["pip"]),  # uv would not read it
     ],

@@ -12,20 +12,33 @@ PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 @pytest.mark.parametrize(
     ("name", "order", "max_lines"),
     [
-        ("train", ["forward_backward", "parts.schedule", "parts.updater.update", "run.after_step"], 45),
+        (
+            "train",
+            ["forward_backward", "parts.schedule", "parts.updater.update", "run.after_step"],
+            45,
+        ),
         ("forward_backward", ["parts.preprocess", "parts.wrapped", "parts.criterion"], 25),
     ],
 )
 def test_loop_shows_calls_in_order(name: str, order: list[str], max_lines: int) -> None:
     tree = ast.parse((PACKAGE / "engine" / "train.py").read_text())
-    (loop,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    (loop,) = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
     assert loop.end_lineno is not None and loop.end_lineno - loop.lineno < max_lines
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-    lines = [min(call.lineno for call in calls if ast.unparse(call.func) == function) for function in order]
+    lines = [
+        min(call.lineno for call in calls if ast.unparse(call.func) == function)
+        for function in order
+    ]
     assert lines == sorted(lines)
 
 
 def test_no_hooks_and_no_registries() -> None:
-    forbidden = re.compile(r"\.register_\w*hook\(|\bregistry\b\s*=|Registry\(|^\s*global \w+(, \w+)*$", re.M)
-    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "models" / "features.py"}:  # which no training uses
+    forbidden = re.compile(
+        r"\.register_\w*hook\(|\bregistry\b\s*=|Registry\(|^\s*global \w+(, \w+)*$", re.M
+    )
+    for path in set(PACKAGE.rglob("*.py")) - {
+        PACKAGE / "models" / "features.py"
+    }:  # which no training uses
         assert not forbidden.search(path.read_text()), path

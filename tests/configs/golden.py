@@ -65,7 +65,9 @@ def meta_model(config: Config) -> nn.Module:
     if key not in _built:
         plain = ModelConfig(name=config.model.name, kwargs=config.model.kwargs)
         with torch.device("meta"):
-            model = split_batch_norm(build_model(plain, num_classes(config)), config.model, config.augment.splits)
+            model = split_batch_norm(
+                build_model(plain, num_classes(config)), config.model, config.augment.splits
+            )
         freeze(model, config.model, num_classes(config))
         _built[key] = model
     return _built[key]
@@ -76,14 +78,20 @@ def schedule_of(config: Config) -> Schedule:
     images = SMALL.get(config.data.name, (IMAGENET, 1000))[0]
     batch = config.train.global_batch_size
     steps_per_epoch = samples_per_epoch(images, config.data.repeats_multiple) // batch
-    return build_schedule(config.schedule, scaled_lr(config.optimizer, batch)[0], steps_per_epoch, config.train.epochs)
+    return build_schedule(
+        config.schedule, scaled_lr(config.optimizer, batch)[0], steps_per_epoch, config.train.epochs
+    )
 
 
 def changed_settings(config: Config) -> dict[str, Any]:
     """The values that differ from the defaults, without the claim."""
     defaults = values_by_key(Config())
     values = values_by_key(config).items()
-    return {k: v for k, v in values if not k.startswith("expect.") and (k not in defaults or v != defaults[k])}
+    return {
+        k: v
+        for k, v in values
+        if not k.startswith("expect.") and (k not in defaults or v != defaults[k])
+    }
 
 
 def golden_of(config: Config) -> dict[str, Any]:
@@ -96,10 +104,18 @@ def golden_of(config: Config) -> dict[str, Any]:
         "settings": changed_settings(config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "groups": [
-            [g["weight_decay"], g["lr_scale"], len(g["params"]), sum(p.numel() for p in g["params"])] for g in groups
+            [
+                g["weight_decay"],
+                g["lr_scale"],
+                len(g["params"]),
+                sum(p.numel() for p in g["params"]),
+            ]
+            for g in groups
         ],
         "steps_per_epoch": schedule.steps_per_epoch,
-        "rates": {str(step): schedule(step) for step in (last * i // (RATES - 1) for i in range(RATES))},
+        "rates": {
+            str(step): schedule(step) for step in (last * i // (RATES - 1) for i in range(RATES))
+        },
         "ema_decay": ema_decay(config.ema, config.train.global_batch_size) or 0.0,
     }
 

@@ -25,7 +25,11 @@ from imagenet_cls.errors import ConfigError
 
 SECRET = "hunter2-from-the-environment"
 SETTINGS = settings(
-    derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 CONFIGS = REPOSITORY / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
@@ -105,7 +109,9 @@ def wrong_type(draw: st.DrawFn) -> Mutation:
     elif bare is bool:
         wrong = [*never, "1", "0", "maybe", "'true'"]
     elif bare in (int, float):
-        wrong = [*never, "many", "true", "[1]", "1 2", "''", "0x", "1e", "--1"] + (["1.5"] if bare is int else [])
+        wrong = [*never, "many", "true", "[1]", "1 2", "''", "0x", "1e", "--1"] + (
+            ["1.5"] if bare is int else []
+        )
     elif key == "data.classes":  # a list or a text
         wrong = ["{a: 1}", "[[x]]", "[a, a]"]
     else:
@@ -115,7 +121,10 @@ def wrong_type(draw: st.DrawFn) -> Mutation:
     path = draw(st.sampled_from([path for path in SHIPPED if path.parts[0] != "_base_"]))
     if draw(st.booleans()):
         return Mutation(path, f"_base_: {path.name}\n", (f"{key}={value}",), named=f"{key}: ")
-    lines = [f"_base_: {path.name}", *(f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split(".")))]
+    lines = [
+        f"_base_: {path.name}",
+        *(f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."))),
+    ]
     return Mutation(path, "\n".join(lines) + f" {value}\n", named=f"{key}: ")
 
 
@@ -125,11 +134,37 @@ def corrupted(draw: st.DrawFn) -> Mutation:
     path = draw(st.sampled_from(SHIPPED))
     text = (CONFIGS / path).read_text()
     at = draw(st.integers(0, len(text) - 1))
-    pieces = ["[", "]", "{", "}", ":", ": ", ",", '"', "'", "\t", "\n", "\n  ", "- ", "? ", "&a ", "*a", "!", "|", ">"]
+    pieces = [
+        "[",
+        "]",
+        "{",
+        "}",
+        ":",
+        ": ",
+        ",",
+        '"',
+        "'",
+        "\t",
+        "\n",
+        "\n  ",
+        "- ",
+        "? ",
+        "&a ",
+        "*a",
+        "!",
+        "|",
+        ">",
+    ]
     piece = draw(
-        st.sampled_from([*pieces, "%", "@", "`", "#", "\x00", "\x07", "\u2028", "\ufeff", "é", "---\n", "..."])
+        st.sampled_from(
+            [*pieces, "%", "@", "`", "#", "\x00", "\x07", "\u2028", "\ufeff", "é", "---\n", "..."]
+        )
     )
-    changed = {"insert": text[:at] + piece + text[at:], "delete": text[:at] + text[at + 1 :], "cut": text[:at]}
+    changed = {
+        "insert": text[:at] + piece + text[at:],
+        "delete": text[:at] + text[at + 1 :],
+        "cut": text[:at],
+    }
     return Mutation(path, changed[draw(st.sampled_from(list(changed)))], fails=None)
 
 
@@ -137,7 +172,9 @@ def in_a_row(piece: str, count: int) -> str:
     return ", ".join([piece] * count)
 
 
-LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{in_a_row(f'*a{i - 1}', 10)}]\n" for i in range(1, 10))
+LAUGHS = "a0: &a0 [x]\n" + "".join(
+    f"a{i}: &a{i} [{in_a_row(f'*a{i - 1}', 10)}]\n" for i in range(1, 10)
+)
 
 # Texts that would expand to gigabytes or without end, and a part of the error.
 HOSTILE = {
@@ -288,4 +325,8 @@ def test_tool_ends_with_code_2_and_a_line(tree: Path, tool: str, text: str, mess
     (tree / "fuzz.yaml").write_text(f"_base_: demo.yaml\n{text}\n")
     ended = run([sys.executable, str(REPOSITORY / "tools" / tool), str(tree / "fuzz.yaml")], 60)
     assert (ended.returncode, ended.stdout) == (2, "") and message in ended.stderr, ended
-    assert len(ended.stderr.splitlines()) <= 3 and "Traceback" not in ended.stderr and SECRET not in ended.stderr
+    assert (
+        len(ended.stderr.splitlines()) <= 3
+        and "Traceback" not in ended.stderr
+        and SECRET not in ended.stderr
+    )

@@ -27,14 +27,25 @@ FAST = {
         "resnet50_mosaic_hot",
         "resnet_sgd_step",
     ),
-    *("mobilenet_v2_tv_v1", "efficientnet_b0_nvidia", "regnet_y_400mf_tv_v1", "deit_small_paper", "deit_distilled"),
+    *(
+        "mobilenet_v2_tv_v1",
+        "efficientnet_b0_nvidia",
+        "regnet_y_400mf_tv_v1",
+        "deit_small_paper",
+        "deit_distilled",
+    ),
 }
-RUNNABLE = sorted(path for path in CONFIGS.rglob("*.yaml") if "_base_" not in path.relative_to(CONFIGS).parts)
+RUNNABLE = sorted(
+    path for path in CONFIGS.rglob("*.yaml") if "_base_" not in path.relative_to(CONFIGS).parts
+)
 
 
 def by_speed(paths: Iterable[str]) -> list[Any]:
     """Parameters of a test: the paths of configs, all but the fast ones nightly."""
-    return [pytest.param(path, marks=[] if Path(path).stem in FAST else pytest.mark.nightly) for path in paths]
+    return [
+        pytest.param(path, marks=[] if Path(path).stem in FAST else pytest.mark.nightly)
+        for path in paths
+    ]
 
 
 @pytest.mark.parametrize("name", by_speed(names()))
@@ -57,9 +68,13 @@ def test_shipped_configs_load_without_warnings_and_use_every_base() -> None:
     for path in RUNNABLE:
         found = load_config(path)
         assert found.warnings == [], path
-        used |= {Path(origin.rpartition(":")[0]).resolve() for origin in found.origins.values() if origin}
+        used |= {
+            Path(origin.rpartition(":")[0]).resolve() for origin in found.origins.values() if origin
+        }
         head = path.read_text().partition("\n_base_")[0]
-        assert f"configs/{path.relative_to(CONFIGS).as_posix()}" in head, "no command in the comment at the top"
+        assert f"configs/{path.relative_to(CONFIGS).as_posix()}" in head, (
+            "no command in the comment at the top"
+        )
     assert {path.resolve() for path in (CONFIGS / "_base_").rglob("*.yaml")} <= used
     assert len({path.stem for path in RUNNABLE}) == len(RUNNABLE)  # the name of the run folder
 
@@ -76,20 +91,39 @@ def test_shipped_configs_divide_their_batch_on_any_number_of_ranks() -> None:
         for ranks in (*range(1, 9), 12, 24):
             assert rank_problems(config, ranks) == [], path
             plan = plan_run(train, train.global_batch_size, ranks)
-            assert 0 < part_sizes(train.global_batch_size, plan.forward_passes)[-1] == plan.micro_batch, path
+            assert (
+                0 < part_sizes(train.global_batch_size, plan.forward_passes)[-1] == plan.micro_batch
+            ), path
             assert plan.micro_batch <= (train.micro_batch_size or train.global_batch_size), path
 
 
 # Each switches off something that makes other keys of a recipe ineffective.
 OFF = [
-    *("mix.mixup_alpha=0", "mix.cutmix_alpha=0", "ema.decay=null", "ema.half_life_images=null", "train.sam_rho=null"),
-    *("augment.erasing.prob=0", "augment.progressive.epochs=null", "augment.progressive.sizes_px=null"),
+    *(
+        "mix.mixup_alpha=0",
+        "mix.cutmix_alpha=0",
+        "ema.decay=null",
+        "ema.half_life_images=null",
+        "train.sam_rho=null",
+    ),
+    *(
+        "augment.erasing.prob=0",
+        "augment.progressive.epochs=null",
+        "augment.progressive.sizes_px=null",
+    ),
     *(f"augment.color_jitter.{name}=0" for name in ("brightness", "contrast", "saturation", "hue")),
-    *("data.repeats=1", "distill.kind=none", "optimizer.lr_base_batch=null", "schedule.warmup_epochs=0"),
+    *(
+        "data.repeats=1",
+        "distill.kind=none",
+        "optimizer.lr_base_batch=null",
+        "schedule.warmup_epochs=0",
+    ),
 ]
 
 
-@pytest.mark.parametrize("stem", ["resnet50_rsb_a1", "resnet50_mosaic_hot", "deit_small_distilled_paper", "demo"])
+@pytest.mark.parametrize(
+    "stem", ["resnet50_rsb_a1", "resnet50_mosaic_hot", "deit_small_distilled_paper", "demo"]
+)
 def test_parts_of_a_recipe_can_be_switched_off_by_overrides(stem: str, tmp_path: Path) -> None:
     (path,) = (path for path in RUNNABLE if path.stem == stem)
     off = load_config(path, OFF)

@@ -10,7 +10,9 @@ from torchvision import models
 
 from imagenet_cls.config.schema import Config
 
-PATHS = {path.stem: path for path in CONFIGS.rglob("*.yaml") if not {"_base_", "quick"} & {*path.parts}}
+PATHS = {
+    path.stem: path for path in CONFIGS.rglob("*.yaml") if not {"_base_", "quick"} & {*path.parts}
+}
 RECIPES = sorted(PATHS.keys() - {"demo", "fast", "mnist", "own_dataset", "resnet50_imagenette"})
 
 

@@ -11,7 +11,9 @@ from test_launchers import run_together
 from imagenet_cls.commands.check_dist import RankReport, rank_problems, table
 
 CHECK = str(REPOSITORY / "tools" / "check_dist.py")
-GOOD = RankReport(0, 0, "host0", "cuda:0 H", "GPU-1", "eth0", "2.15.0", "3.11.7", "2.30.7", "right", "100.00")
+GOOD = RankReport(
+    0, 0, "host0", "cuda:0 H", "GPU-1", "eth0", "2.15.0", "3.11.7", "2.30.7", "right", "100.00"
+)
 
 
 def test_two_good_ranks_pass_all_checks() -> None:
@@ -19,15 +21,25 @@ def test_two_good_ranks_pass_all_checks() -> None:
     assert done.returncode == 0 and done.stderr == ""
     titles, *rows, last = [line.split() for line in done.stdout.splitlines()]
     seen = [dict(zip(titles, row, strict=True)) for row in rows]
-    assert [(row["rank"], row["local_rank"], row["sum"]) for row in seen] == [("0", "0", "right"), ("1", "1", "right")]
+    assert [(row["rank"], row["local_rank"], row["sum"]) for row in seen] == [
+        ("0", "0", "right"),
+        ("1", "1", "right"),
+    ]
     assert all(float(row["gb_per_sec"]) > 0 and row["interface"] == "lo" for row in seen)
     assert " ".join(last).endswith("all checks passed")
 
 
 @pytest.mark.nightly
 def test_ranks_with_different_python_versions_exit_5(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.0.1'\n")
-    command = [sys.executable, CHECK, "device=cpu", f"parallel.init_method=file://{tmp_path}/rendezvous"]
+    (tmp_path / "sitecustomize.py").write_text(
+        "import platform\nplatform.python_version = lambda: '3.0.1'\n"
+    )
+    command = [
+        sys.executable,
+        CHECK,
+        "device=cpu",
+        f"parallel.init_method=file://{tmp_path}/rendezvous",
+    ]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
     done = run_together([(command, ranks[0]), (command, ranks[1] | {"PYTHONPATH": str(tmp_path)})])
     assert [process.returncode for process in done] == [5, 5]
@@ -38,7 +50,11 @@ def test_ranks_with_different_python_versions_exit_5(tmp_path: Path) -> None:
 
 def test_missing_rank_exits_5_and_is_named() -> None:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    done = run([sys.executable, CHECK, "device=cpu", "parallel.timeout_sec=2"], **variables, MASTER_PORT=free_port())
+    done = run(
+        [sys.executable, CHECK, "device=cpu", "parallel.timeout_sec=2"],
+        **variables,
+        MASTER_PORT=free_port(),
+    )
     assert (done.returncode, done.stdout) == (5, "")
     assert "rank 0 of 2: rendezvous at" in done.stderr and len(done.stderr.splitlines()) <= 3
     assert "\nmissing: rank 1 of 2\n" in done.stderr
@@ -50,8 +66,14 @@ def test_missing_rank_exits_5_and_is_named() -> None:
         ({"gpu": "GPU-2"}, None),
         ({"gpu": "GPU-1", "host": "host1"}, None),  # virtual machines may repeat each other's
         ({"gpu": "GPU-1"}, "ranks 0, 1 share one GPU of host0 (cuda:0 H): give each rank its own"),
-        ({"gpu": "GPU-2", "torch": "2.14.1"}, "different versions of torch: 2.15.0 on rank 0; 2.14.1 on rank 1"),
-        ({"gpu": "GPU-2", "nccl": "2.27.3"}, "different versions of nccl: 2.30.7 on rank 0; 2.27.3 on rank 1"),
+        (
+            {"gpu": "GPU-2", "torch": "2.14.1"},
+            "different versions of torch: 2.15.0 on rank 0; 2.14.1 on rank 1",
+        ),
+        (
+            {"gpu": "GPU-2", "nccl": "2.27.3"},
+            "different versions of nccl: 2.30.7 on rank 0; 2.27.3 on rank 1",
+        ),
         (
             {"gpu": "GPU-2", "sum": "WRONG"},
             "an all-reduce gave a wrong sum on rank 1: the network or a device corrupts data",

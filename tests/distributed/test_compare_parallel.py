@@ -21,7 +21,9 @@ def leftovers(folder: Path) -> list[Path]:
 def cells(output: str) -> dict[str, list[str]]:
     """The table's cells by row name."""
     lines = {name: line for name in ROWS for line in output.splitlines() if line.startswith(name)}
-    return {name: re.split(r" {2,}", line.removeprefix(name).strip()) for name, line in lines.items()}
+    return {
+        name: re.split(r" {2,}", line.removeprefix(name).strip()) for name, line in lines.items()
+    }
 
 
 @pytest.mark.nightly
@@ -34,7 +36,9 @@ def test_rows_of_the_demo_differ_by_batch_norm(tmp_path: Path) -> None:
     done = run(words, timeout_sec=600, TMPDIR=str(temporary))
     assert done.returncode == 0, done.stderr
     rows = cells(done.stdout)
-    assert [row[0] for row in rows.values()] == ["64", "-", "32", "32", "16", "64"] and list(rows) == ROWS
+    assert [row[0] for row in rows.values()] == ["64", "-", "32", "32", "16", "64"] and list(
+        rows
+    ) == ROWS
     assert rows["DP, 2 GPUs"][1:] == [*"-----", "not run: needs 2 GPUs, and there are 0"]
     assert len(done.stderr.splitlines()) == len(ROWS) and leftovers(temporary) == []
     differences = {name: [float(text) for text in rows[name][1:4]] for name in ROWS[2:]}
@@ -50,5 +54,9 @@ def test_failing_run_passes_its_message_and_exit_code_on(tmp_path: Path) -> None
     done = run([*TOOL, *argv], TMPDIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (3, "")
     progress, *error = done.stderr.splitlines()
-    assert progress == "1 of 6: one process" and error[0].startswith("one process: ") and len(error) <= 3
+    assert (
+        progress == "1 of 6: one process"
+        and error[0].startswith("one process: ")
+        and len(error) <= 3
+    )
     assert leftovers(tmp_path) == []

@@ -68,7 +68,9 @@ Run = Callable[..., dict[str, Tensor]]
 def final_weights(rank_server: RankServer, tmp_path: Path, digits: Path) -> Run:
     """Runs train.py for three steps, and returns weights and buffers."""
 
-    def train(ranks: int, model: str, compiled: str, micro_batch: str, **more: Any) -> dict[str, Tensor]:
+    def train(
+        ranks: int, model: str, compiled: str, micro_batch: str, **more: Any
+    ) -> dict[str, Tensor]:
         folder = tmp_path / f"{compiled}-{micro_batch}"
         settings = {"model__name": model, "train__compile": compiled, "device": "cpu", **more}
         settings |= {"train__micro_batch_size": micro_batch, "train__max_steps": 3}
@@ -93,7 +95,9 @@ def test_gradients_in_memory_of_cuda_graphs_are_accumulated(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_compiled_run_with_accumulation_ends_with_the_weights_of_an_eager_one(final_weights: Run, ranks: int) -> None:
+def test_compiled_run_with_accumulation_ends_with_the_weights_of_an_eager_one(
+    final_weights: Run, ranks: int
+) -> None:
     model = "test_compiled_runs:Traced"
     eager, compiled = (final_weights(ranks, model, value, "32") for value in ("false", "true"))
     torch.testing.assert_close(compiled, eager)
@@ -105,5 +109,7 @@ def test_compiled_run_with_accumulation_ends_with_the_weights_of_an_eager_one(fi
 def test_run_compiled_by_inductor_ends_with_the_weights_of_an_eager_one(
     final_weights: Run, ranks: int, mode: str
 ) -> None:
-    eager, compiled = (final_weights(ranks, "helpers:plain", value, "32") for value in ("false", mode))
+    eager, compiled = (
+        final_weights(ranks, "helpers:plain", value, "32") for value in ("false", mode)
+    )
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers import TRAIN, arguments, evaluations, losses, newest, noisy, run, state_digest, train_here
+from helpers import (
+    TRAIN,
+    arguments,
+    evaluations,
+    losses,
+    newest,
+    noisy,
+    run,
+    state_digest,
+    train_here,
+)
 from torch import nn
 
 from imagenet_cls.config.load import config_from_dict
@@ -23,9 +33,13 @@ from imagenet_cls.seeding import seed_generators
 CPU = torch.device("cpu")
 
 
-def config_of(device: str = "auto", batch: int = 256, compiled: bool = False, **parallel: Any) -> Config:
+def config_of(
+    device: str = "auto", batch: int = 256, compiled: bool = False, **parallel: Any
+) -> Config:
     train = {"global_batch_size": batch, "compile": compiled}
-    return config_from_dict({"optimizer": {"lr": 0.1}, "device": device, "train": train, "parallel": parallel})
+    return config_from_dict(
+        {"optimizer": {"lr": 0.1}, "device": device, "train": train, "parallel": parallel}
+    )
 
 
 def test_dp_with_two_ranks_is_a_problem() -> None:
@@ -37,7 +51,9 @@ def test_dp_with_two_ranks_is_a_problem() -> None:
 def test_batch_that_gpus_cannot_divide_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     (problem,) = rank_problems(config_of(mode="dp", batch=256), 1)
-    assert problem.message == "256 images do not divide among 3 devices; nearest that do: 255 or 258"
+    assert (
+        problem.message == "256 images do not divide among 3 devices; nearest that do: 255 or 258"
+    )
     assert rank_problems(config_of(mode="dp", batch=256, device_ids=[0, 2]), 1) == []
 
 
@@ -58,9 +74,15 @@ def test_choose_devices_keeps_the_given_order(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "output", "message"),
-    [([0, 4, 5], None, "parallel.device_ids .*4, 5"), ([0, 1], 9, "parallel.output_device"), (None, 4, "GPU 4")],
+    [
+        ([0, 4, 5], None, "parallel.device_ids .*4, 5"),
+        ([0, 1], 9, "parallel.output_device"),
+        (None, 4, "GPU 4"),
+    ],
 )
-def test_choose_devices_with_a_missing_gpu_names_it(ids: list[int] | None, output: int | None, message: str) -> None:
+def test_choose_devices_with_a_missing_gpu_names_it(
+    ids: list[int] | None, output: int | None, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         choose_devices("auto", ids, output, 4)
 
@@ -108,9 +130,16 @@ def test_dp_on_a_cpu_gives_the_bits_of_mode_none(digits: Path, tmp_path: Path, c
     train_here(arguments(digits, tmp_path / "plain", "noisy", **common))
     assert "parallel.mode=dp" not in capsys.readouterr().out
     train_here(arguments(digits, tmp_path / "dp", "noisy", **common, parallel__mode="dp"))
-    assert capsys.readouterr().out.count("parallel.mode=dp: no GPU is used, so the model runs on the CPU") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "parallel.mode=dp: no GPU is used, so the model runs on the CPU"
+        )
+        == 1
+    )
     for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
-        assert (newest(tmp_path / "dp") / name).read_bytes() == (newest(tmp_path / "plain") / name).read_bytes()
+        assert (newest(tmp_path / "dp") / name).read_bytes() == (
+            newest(tmp_path / "plain") / name
+        ).read_bytes()
     state = safetensors.torch.load_file(newest(tmp_path / "dp") / "model.safetensors")
     assert set(state) == set(noisy(10).state_dict())  # no name carries `module.`
 
@@ -173,23 +202,42 @@ def test_seed_generators_seeds_each_gpu_differently() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["dp", "ddp"])
-def test_run_on_one_gpu_has_the_losses_of_mode_none(digits: Path, tmp_path: Path, mode: str) -> None:
+def test_run_on_one_gpu_has_the_losses_of_mode_none(
+    digits: Path, tmp_path: Path, mode: str
+) -> None:
     """`dp` over what is visible, and `ddp` over nccl with one rank, in a process of its own."""
     # Deterministic: other algorithms of cuDNN, which may round to TF32, would give other losses.
-    common = {"device": "cuda", "train.precision": "fp32", "train.max_steps": 6, "train.deterministic": "true"}
-    done = run([sys.executable, TRAIN, *arguments(digits, tmp_path / "plain", **common, parallel__mode="none")])
+    common = {
+        "device": "cuda",
+        "train.precision": "fp32",
+        "train.max_steps": 6,
+        "train.deterministic": "true",
+    }
+    done = run(
+        [
+            sys.executable,
+            TRAIN,
+            *arguments(digits, tmp_path / "plain", **common, parallel__mode="none"),
+        ]
+    )
     assert done.returncode == 0, done.stderr
-    done = run([sys.executable, TRAIN, *arguments(digits, tmp_path / mode, **common, parallel__mode=mode)])
+    done = run(
+        [sys.executable, TRAIN, *arguments(digits, tmp_path / mode, **common, parallel__mode=mode)]
+    )
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / mode) == pytest.approx(losses(tmp_path / "plain"), rel=1e-3)
     assert [e["images"] for e in evaluations(tmp_path / mode)] == [359]
-    assert "module." not in json.dumps(list(safetensors.torch.load_file(newest(tmp_path / mode) / "model.safetensors")))
+    assert "module." not in json.dumps(
+        list(safetensors.torch.load_file(newest(tmp_path / mode) / "model.safetensors"))
+    )
 
 
 @pytest.mark.gpu
 def test_deterministic_dp_run_repeats_its_bits(digits: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        words = arguments(digits, tmp_path / name, "noisy", parallel__mode="dp", train__deterministic="true")
+        words = arguments(
+            digits, tmp_path / name, "noisy", parallel__mode="dp", train__deterministic="true"
+        )
         done = run([sys.executable, TRAIN, *words, "train.max_steps=5"])
         assert done.returncode == 0, done.stderr
     assert state_digest(tmp_path / "one") == state_digest(tmp_path / "two")

@@ -43,7 +43,13 @@ def collectives(action: Callable[[], object]) -> list[str]:
     """What gloo did meanwhile, by torch's profiler: `all_reduce`, `broadcast`, ..."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         action()
-    return sorted({event.name.removeprefix("gloo:") for event in profile.events() if event.name.startswith("gloo:")})
+    return sorted(
+        {
+            event.name.removeprefix("gloo:")
+            for event in profile.events()
+            if event.name.startswith("gloo:")
+        }
+    )
 
 
 def gather(tensor: Tensor) -> list[Tensor]:

@@ -94,7 +94,9 @@ def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
         destroy_group(group)
 
 
-def test_test_set_and_matched_outputs_do_not_depend_on_the_ranks(tmp_path: Path, rank_server: RankServer) -> None:
+def test_test_set_and_matched_outputs_do_not_depend_on_the_ranks(
+    tmp_path: Path, rank_server: RankServer
+) -> None:
     write_images(tmp_path / "photos", {"a": 20, "b": 20, "c": 20})
     write_images(tmp_path / "testset", {"a": 3, "b": 5, "c": 7})
     write_images(tmp_path / "images", {"goldfish": 6, "tench": 7})
@@ -123,7 +125,9 @@ def test_test_set_and_matched_outputs_do_not_depend_on_the_ranks(tmp_path: Path,
         ("imagenet", "13 images of 2 classes, in "),
     ):
         (text, results, rows), (_, others, other_rows) = first[kind], second[kind]
-        assert text.startswith(images) and results["raw"]["images"] == others["raw"]["images"] == len(rows)
+        assert text.startswith(images) and results["raw"]["images"] == others["raw"][
+            "images"
+        ] == len(rows)
         assert [row["image"] for row in rows] == [row["image"] for row in other_rows]
         for name, value in results["raw"].items():
             assert others["raw"][name] == pytest.approx(value, rel=1e-6)

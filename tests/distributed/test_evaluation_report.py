@@ -21,7 +21,12 @@ from sklearn.calibration import calibration_curve
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.evaluate_weights import evaluate_weights
-from imagenet_cls.report.evaluation import ROW, evaluation_page, evaluation_statistics, quantile_bins
+from imagenet_cls.report.evaluation import (
+    ROW,
+    evaluation_page,
+    evaluation_statistics,
+    quantile_bins,
+)
 
 CLASSES = ["a <b>&", "$x$", "cat", "dog", "猫", "owl", "pig"]
 NUM_IMAGES = 61
@@ -29,8 +34,18 @@ NUM_IMAGES = 61
 
 def words(folder: Path, val: str = "val") -> list[str]:
     """A config for the images in `folder`, without workers."""
-    settings = {"data.name": "folder", "data.root": folder / "images", "data.train": "val", "data.val": val}
-    settings |= {"data.num_workers": 0, "eval.crop_px": 16, "eval.batch_size": 7, "ema.decay": "null"}
+    settings = {
+        "data.name": "folder",
+        "data.root": folder / "images",
+        "data.train": "val",
+        "data.val": val,
+    }
+    settings |= {
+        "data.num_workers": 0,
+        "eval.crop_px": 16,
+        "eval.batch_size": 7,
+        "ema.decay": "null",
+    }
     settings |= {"eval.metrics": "[helpers:mean_target]"}
     settings |= {"model.name": "helpers:plain", "model.checkpoint": folder / "weights.safetensors"}
     return [DEMO, *(f"{key}={value}" for key, value in settings.items())]
@@ -49,7 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.new("RGB", (width, height), tuple(draws.integers(0, 256, 3).tolist())).save(path)
     torch.manual_seed(1)
     save_file(
-        {name: 3 * value for name, value in plain(len(CLASSES)).state_dict().items()}, folder / "weights.safetensors"
+        {name: 3 * value for name, value in plain(len(CLASSES)).state_dict().items()},
+        folder / "weights.safetensors",
     )
     return folder
 
@@ -59,14 +75,18 @@ def report_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     group = join_group(rank, ranks, folder / f"store{ranks}")
     (folder / f"ranks{ranks}").mkdir(exist_ok=True)
     config = load_config(DEMO, words(folder)[1:]).config
-    _, results, rows = evaluate_weights(config, None, group, keep_predictions=True, report=folder / f"ranks{ranks}")
+    _, results, rows = evaluate_weights(
+        config, None, group, keep_predictions=True, report=folder / f"ranks{ranks}"
+    )
     if rank == 0:
         (folder / f"ranks{ranks}" / "rows.json").write_text(json.dumps([results, rows]))
     if ranks > 1:
         destroy_group(group)
 
 
-@pytest.fixture(scope="module", params=[3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2))])
+@pytest.fixture(
+    scope="module", params=[3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2))]
+)
 def written(request: pytest.FixtureRequest, folder: Path, rank_server: RankServer) -> Path:
     rank_server.call(report_on_ranks, request.param, folder)
     return folder / f"ranks{request.param}"
@@ -80,7 +100,9 @@ def test_figures_equal_those_of_scikit_learn(written: Path, folder: Path) -> Non
     classes = sorted(CLASSES)
     assert 1 < len(set(predicted)) < len(classes)  # precision is undefined for some
     assert report["images"] == NUM_IMAGES == len(rows)
-    assert report["correct"] == correct.sum() and report["top1_pct"] == pytest.approx(results["raw"]["top1_pct"])
+    assert report["correct"] == correct.sum() and report["top1_pct"] == pytest.approx(
+        results["raw"]["top1_pct"]
+    )
 
     matrix = metrics.confusion_matrix(target, predicted, labels=classes)
     head, *table = csv.reader((written / "confusion.csv").open(newline=""))
@@ -88,14 +110,26 @@ def test_figures_equal_those_of_scikit_learn(written: Path, folder: Path) -> Non
     counts = np.array([row[1:] for row in table], dtype=int)
     assert np.array_equal(counts, matrix) and counts.sum() == NUM_IMAGES
 
-    scores = metrics.classification_report(target, predicted, labels=classes, output_dict=True, zero_division=np.nan)
+    scores = metrics.classification_report(
+        target, predicted, labels=classes, output_dict=True, zero_division=np.nan
+    )
     for row, name in zip(report["classes"], classes, strict=True):
         expected = scores[name]
-        assert (row["name"], row["images"], row["predicted"]) == (name, expected["support"], predicted.count(name))
-        for key, column in (("precision", "precision_pct"), ("recall", "recall_pct"), ("f1-score", "f1_pct")):
+        assert (row["name"], row["images"], row["predicted"]) == (
+            name,
+            expected["support"],
+            predicted.count(name),
+        )
+        for key, column in (
+            ("precision", "precision_pct"),
+            ("recall", "recall_pct"),
+            ("f1-score", "f1_pct"),
+        ):
             value = np.nan if row[column] is None else row[column]
             assert value == pytest.approx(100 * expected[key], nan_ok=True)
-    assert report["balanced_accuracy_pct"] == pytest.approx(100 * metrics.balanced_accuracy_score(target, predicted))
+    assert report["balanced_accuracy_pct"] == pytest.approx(
+        100 * metrics.balanced_accuracy_score(target, predicted)
+    )
     assert report["nll"] == pytest.approx(results["raw"]["loss"], rel=1e-5)
 
     confidence = np.array([row["top"][0][1] for row in rows])
@@ -105,25 +139,40 @@ def test_figures_equal_those_of_scikit_learn(written: Path, folder: Path) -> Non
     assert [row["confidence"] for row in bins] == pytest.approx(confidences, rel=1e-5)
     weights = np.histogram(confidence, np.linspace(0, 1, 16))[0]
     gaps = np.abs(accuracies - confidences)
-    assert report["ece"] == pytest.approx((weights[weights > 0] * gaps).sum() / NUM_IMAGES, rel=1e-4)
+    assert report["ece"] == pytest.approx(
+        (weights[weights > 0] * gaps).sum() / NUM_IMAGES, rel=1e-4
+    )
 
-    wrong = sorted((row for row, hit in zip(rows, correct, strict=True) if not hit), key=lambda row: -row["top"][0][1])
+    wrong = sorted(
+        (row for row, hit in zip(rows, correct, strict=True) if not hit),
+        key=lambda row: -row["top"][0][1],
+    )
     assert [row["image"] for row in report["mistakes"]] == [row["image"] for row in wrong[:12]]
-    assert {row["image"] for row in report["hits"]} <= {r["image"] for r, hit in zip(rows, correct, strict=True) if hit}
+    assert {row["image"] for row in report["hits"]} <= {
+        r["image"] for r, hit in zip(rows, correct, strict=True) if hit
+    }
 
 
 def test_accuracy_by_size_uses_the_sizes_of_the_files(written: Path, folder: Path) -> None:
     report = json.loads((written / "report.json").read_text())
     _, rows = json.loads((written / "rows.json").read_text())
     hits = np.array([row["target"] == row["top"][0][0] for row in rows])
-    sizes = [Image.open(folder / "images" / "val" / row["image"].removeprefix("val/")).size for row in rows]
-    for key, values in (("by_short_side_px", [min(s) for s in sizes]), ("by_aspect_ratio", [w / h for w, h in sizes])):
+    sizes = [
+        Image.open(folder / "images" / "val" / row["image"].removeprefix("val/")).size
+        for row in rows
+    ]
+    for key, values in (
+        ("by_short_side_px", [min(s) for s in sizes]),
+        ("by_aspect_ratio", [w / h for w, h in sizes]),
+    ):
         bins, array = report[key], np.array(values)
         assert len(bins) == 5 and sum(row["images"] for row in bins) == NUM_IMAGES
         assert (bins[0]["low"], bins[-1]["high"]) == (array.min(), array.max())
         for row in bins:
             inside = (array >= row["low"]) & (array <= row["high"])
-            assert inside.sum() == row["images"] and row["top1_pct"] == pytest.approx(100 * hits[inside].mean())
+            assert inside.sum() == row["images"] and row["top1_pct"] == pytest.approx(
+                100 * hits[inside].mean()
+            )
 
 
 class Tables(HTMLParser):
@@ -162,7 +211,9 @@ class Tables(HTMLParser):
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    items = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    )
     for item in [] if items is None else items:
         yield from leaves(item)
     if items is None:
@@ -170,37 +221,65 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def test_every_figure_of_the_page_is_in_the_json_file(written: Path) -> None:
-    report, text = json.loads((written / "report.json").read_text()), (written / "report.html").read_text()
+    report, text = (
+        json.loads((written / "report.json").read_text()),
+        (written / "report.html").read_text(),
+    )
     page = Tables(text)
     numbers = [value for value in leaves(report) if isinstance(value, int | float)]
-    texts = {str(value) for value in leaves(report) if isinstance(value, str)} | {*report["settings"], "raw"}
+    texts = {str(value) for value in leaves(report) if isinstance(value, str)} | {
+        *report["settings"],
+        "raw",
+    }
     found = 0
     for rows in page.tables:
         for cell in (cell for row in rows[1:] for cell in row[1 if len(rows[0]) == 2 else 0 :]):
             if cell == "–" or cell in texts:
                 continue
             decimals = len(cell.partition(".")[2])
-            assert any(f"{number:.{decimals}f}" == cell.replace(",", "") for number in numbers), cell
+            assert any(f"{number:.{decimals}f}" == cell.replace(",", "") for number in numbers), (
+                cell
+            )
             found += 1
     assert found > 60
-    mean = np.mean([sorted(CLASSES).index(row["target"]) for row in json.loads((written / "rows.json").read_text())[1]])
+    mean = np.mean(
+        [
+            sorted(CLASSES).index(row["target"])
+            for row in json.loads((written / "rows.json").read_text())[1]
+        ]
+    )
     assert page.tables[0][0][-1] == "mean_target" and page.tables[0][1][-1] == f"{mean:.4f}"
     captions = [data for tag, data in page.texts if tag == "figcaption"]
     examples = [*report["mistakes"], *report["hits"]]
     assert captions == [
         line
         for row in examples
-        for line in (f"{row['prediction']} ({row['confidence']:.4f})", f"true: {row['target']}", row["image"])
+        for line in (
+            f"{row['prediction']} ({row['confidence']:.4f})",
+            f"true: {row['target']}",
+            row["image"],
+        )
     ]
     drawn = [data for tag, data in Tables(text.partition("</svg>")[0]).texts if tag == "text"]
-    counts = [cell for row in [*csv.reader((written / "confusion.csv").open(newline=""))][1:] for cell in row[1:]]
-    assert sorted(drawn) == sorted([*(2 * CLASSES), "predicted class", "true class", *filter("0".__ne__, counts)])
+    counts = [
+        cell
+        for row in [*csv.reader((written / "confusion.csv").open(newline=""))][1:]
+        for cell in row[1:]
+    ]
+    assert sorted(drawn) == sorted(
+        [*(2 * CLASSES), "predicted class", "true class", *filter("0".__ne__, counts)]
+    )
     by_name = {row["name"]: row for row in report["classes"]}
     table = next(rows for rows in page.tables if rows[0][0] == "class")
     assert len(table) == 1 + len(CLASSES)
     for name, *cells in table[1:]:
-        expected = [by_name[name][key] for key in ("precision_pct", "recall_pct", "f1_pct", "images", "predicted")]
-        assert cells == ["–" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in expected]
+        expected = [
+            by_name[name][key]
+            for key in ("precision_pct", "recall_pct", "f1_pct", "images", "predicted")
+        ]
+        assert cells == [
+            "–" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in expected
+        ]
 
 
 def test_page_escapes_names_and_loads_nothing(written: Path) -> None:
@@ -220,7 +299,9 @@ def test_page_escapes_names_and_loads_nothing(written: Path) -> None:
         ([0, 0], []),
     ],
 )
-def test_bins_of_equal_values_are_not_merged(values: Sequence[float], bins: list[tuple[float, float, int]]) -> None:
+def test_bins_of_equal_values_are_not_merged(
+    values: Sequence[float], bins: list[tuple[float, float, int]]
+) -> None:
     rows = quantile_bins(np.array(values), np.ones(len(values), bool))
     assert [(row["low"], row["high"], row["images"]) for row in rows] == bins
 
@@ -237,11 +318,17 @@ def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
     assert confusion.shape == (count, count) and confusion.sum() == 2000
     assert statistics["classes"][-1]["name"] == "class 119" and not statistics["by_short_side_px"]
     result = {"top1_pct": 1.0, "top5_pct": 2.0, "loss": 3.0, "images": 2000}
-    metrics = {"raw": result | {"top-1 %": 0.25}, "ema": result | {"only_ema": 0.75}}  # metrics of the user
+    metrics = {
+        "raw": result | {"top-1 %": 0.25},
+        "ema": result | {"only_ema": 0.75},
+    }  # metrics of the user
     about = {"model": "m", "weights": "ema", "messages": [], "metrics": metrics, "settings": {}}
     shown = {row["index"]: b"" for key in ("mistakes", "hits") for row in statistics[key]}
     page = evaluation_page(statistics | about, confusion, shown).decode()
-    assert "name7<" not in page.partition("<svg")[2].partition("</svg>")[0] and "3 by 3 neighboring classes" in page
+    assert (
+        "name7<" not in page.partition("<svg")[2].partition("</svg>")[0]
+        and "3 by 3 neighboring classes" in page
+    )
     assert len(page) < 200_000 and "The sections below show the EMA weights." in page
     assert Tables(page).tables[0] == [
         ["weights", "top-1 %", "top-5 %", "loss", "images", "top-1 %", "only_ema"],
@@ -250,11 +337,17 @@ def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
     ]
 
 
-def test_command_writes_a_report_and_replaces_none(folder: Path, tmp_path: Path, call: Callable) -> None:
+def test_command_writes_a_report_and_replaces_none(
+    folder: Path, tmp_path: Path, call: Callable
+) -> None:
     options = ["--report", tmp_path / "new" / "report"]
     code, out, _ = call(evaluate_command, *words(folder), *options)
     assert code == 0 and f"wrote {tmp_path}/new/report/report.html" in out
-    assert sorted(path.name for path in options[1].iterdir()) == ["confusion.csv", "report.html", "report.json"]
+    assert sorted(path.name for path in options[1].iterdir()) == [
+        "confusion.csv",
+        "report.html",
+        "report.json",
+    ]
     code, _, err = call(evaluate_command, *words(folder), *options)
     assert code == 2 and "already has a report" in err
 
@@ -264,8 +357,12 @@ def test_masked_evaluation_is_stated_and_has_only_the_present_classes(
 ) -> None:
     some = {"cat", "owl", "pig"}
     for name in some:
-        shutil.copytree(folder / "images" / "val" / name, folder / "images" / "some" / name, dirs_exist_ok=True)
-    code, _, err = call(evaluate_command, *words(folder, "some"), "eval.classes=present", "--report", tmp_path)
+        shutil.copytree(
+            folder / "images" / "val" / name, folder / "images" / "some" / name, dirs_exist_ok=True
+        )
+    code, _, err = call(
+        evaluate_command, *words(folder, "some"), "eval.classes=present", "--report", tmp_path
+    )
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["num_classes"] == 3 and {row["name"] for row in report["classes"]} == some

@@ -12,7 +12,12 @@ from torch import nn
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.models.adapt import checkpoint_activations, freeze, set_training
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
-from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, rebuild_ddp_buckets, wrap_model
+from imagenet_cls.parallel.wrap import (
+    BatchNormStatistics,
+    gradient_sync,
+    rebuild_ddp_buckets,
+    wrap_model,
+)
 
 FROZEN = ModelConfig(freeze=["conv1.*", "layer1.*"], freeze_bn=True)
 TRAINED = ModelConfig(freeze=["conv1.*"])
@@ -30,13 +35,21 @@ def network() -> nn.Module:
 
 
 def steps(
-    model: nn.Module, forward: nn.Module, cfg: ModelConfig, shares: list[slice], settle: Callable[[], None]
+    model: nn.Module,
+    forward: nn.Module,
+    cfg: ModelConfig,
+    shares: list[slice],
+    settle: Callable[[], None],
 ) -> list[float]:
     """Three steps, each over `shares` of the images in turn. Returns the mean loss of each."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9
+    )
     losses = []
     for step in range(3):
-        images = torch.randn(IMAGES, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        images = torch.randn(
+            IMAGES, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+        )
         set_training(model, cfg)
         loss = torch.zeros((), dtype=torch.float64)
         for number, share in enumerate(shares):
@@ -62,7 +75,9 @@ def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumula
     set_training(model, cfg)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     wrapped = wrap_model(model, group, "ddp")
-    rebuild_ddp_buckets(wrapped, lambda: wrapped(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).mean().backward())
+    rebuild_ddp_buckets(
+        wrapped, lambda: wrapped(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).mean().backward()
+    )
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     statistics = BatchNormStatistics(model, group)
 
@@ -70,10 +85,13 @@ def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumula
     starts = [number * world_size * at_once + rank * at_once for number in range(accumulation)]
     shares = [slice(start, start + at_once) for start in starts]
     losses = torch.tensor(
-        steps(model, wrapped, cfg, shares, lambda: statistics.sync(torch.tensor(False))), dtype=torch.float64
+        steps(model, wrapped, cfg, shares, lambda: statistics.sync(torch.tensor(False))),
+        dtype=torch.float64,
     )
     torch.distributed.all_reduce(losses)
-    expected = torch.tensor(steps(alone, alone, cfg, [slice(None)], lambda: None), dtype=torch.float64)
+    expected = torch.tensor(
+        steps(alone, alone, cfg, [slice(None)], lambda: None), dtype=torch.float64
+    )
     torch.testing.assert_close(losses / world_size, expected, rtol=0, atol=1e-9)
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-9, msg=name)
@@ -92,9 +110,13 @@ def synchronized(rank: int, world_size: int, folder: Path) -> None:
     compare(rank, world_size, folder, TRAINED, accumulation=1)
 
 
-def test_frozen_layers_on_ranks_train_as_one_process(rank_server: RankServer, tmp_path: Path) -> None:
+def test_frozen_layers_on_ranks_train_as_one_process(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     rank_server.call(frozen, 3, tmp_path)
 
 
-def test_checkpointed_sync_bn_trains_as_one_process(rank_server: RankServer, tmp_path: Path) -> None:
+def test_checkpointed_sync_bn_trains_as_one_process(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     rank_server.call(synchronized, 2, tmp_path)

@@ -37,7 +37,9 @@ TORCH_LAUNCH = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_n
 
 
 def words_for(digits: Path, folder: Path, **changes: object) -> list[str]:
-    return arguments(digits, folder, **({"train__max_steps": STEPS, "log__tensorboard": "true"} | changes))
+    return arguments(
+        digits, folder, **({"train__max_steps": STEPS, "log__tensorboard": "true"} | changes)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,12 @@ def run_together(commands: list[Command], timeout_sec: float = 240) -> Done:
     """Commands that need each other, all at once; none outlives this function."""
     started = [
         subprocess.Popen(
-            words, env=environment(**env), cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            words,
+            env=environment(**env),
+            cwd=REPOSITORY,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for words, env in commands
     ]
@@ -71,11 +78,15 @@ def run_together(commands: list[Command], timeout_sec: float = 240) -> Done:
 
 def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
     """The run in the first folder, of two ranks, is that of one rank; the other folders hold logs and nothing else."""
-    assert [process.returncode for process in done] == [0] * len(done), "\n".join(process.stderr for process in done)
+    assert [process.returncode for process in done] == [0] * len(done), "\n".join(
+        process.stderr for process in done
+    )
     assert losses(folders[0]) == pytest.approx(losses(one_rank), rel=1e-4)
     assert len(losses(folders[0])) == STEPS
     assert [evaluation["images"] for evaluation in evaluations(folders[0])] == [359]
-    assert [path.name for path in (folders[0] / "checkpoints").glob("step-*")] == [f"step-{STEPS:07d}"]
+    assert [path.name for path in (folders[0] / "checkpoints").glob("step-*")] == [
+        f"step-{STEPS:07d}"
+    ]
     assert len(list((folders[0] / "tensorboard").glob("events*"))) == 1
     logs = [path.name for folder in folders for path in (folder / "logs").iterdir()]
     assert sorted(logs) == ["rank0.log", "rank1.log"]
@@ -83,7 +94,9 @@ def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
         assert [path.name for path in other.iterdir()] == ["logs"]
     output = "".join(process.stdout for process in done)
     assert output.count("run folder") == output.count("done\n") == 1, "only rank 0 prints"
-    seen = re.findall(r"^(?!.*\b(?:warn|nohup)).+$", "".join(process.stderr for process in done), re.M | re.I)
+    seen = re.findall(
+        r"^(?!.*\b(?:warn|nohup)).+$", "".join(process.stderr for process in done), re.M | re.I
+    )
     assert not seen or "torch.distributed.launch" in str(done[0].args), seen
 
 
@@ -91,7 +104,9 @@ def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
 
 
 @pytest.mark.nightly
-def test_torch_distributed_launch_under_nohup_ignores_sighup(one_rank: Path, digits: Path, tmp_path: Path) -> None:
+def test_torch_distributed_launch_under_nohup_ignores_sighup(
+    one_rank: Path, digits: Path, tmp_path: Path
+) -> None:
     """It passes --local-rank=N; the terminal closes (SIGHUP), and the run continues."""
     words = words_for(digits, tmp_path / "run")
     env = environment(PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGQUIT")
@@ -110,12 +125,17 @@ def test_torch_distributed_launch_under_nohup_ignores_sighup(one_rank: Path, dig
     assert_agrees(one_rank, [tmp_path / "run"], [done])
 
 
-def test_ranks_started_by_hand_agree_with_one_rank(one_rank: Path, digits: Path, tmp_path: Path) -> None:
+def test_ranks_started_by_hand_agree_with_one_rank(
+    one_rank: Path, digits: Path, tmp_path: Path
+) -> None:
     """One process started for each rank; the local rank also as old launchers passed it."""
     words = words_for(digits, tmp_path / "run")
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     commands = [
-        ([sys.executable, TRAIN, f"--local_rank={rank}", *words], {"RANK": rank, "LOCAL_RANK": rank, **shared})
+        (
+            [sys.executable, TRAIN, f"--local_rank={rank}", *words],
+            {"RANK": rank, "LOCAL_RANK": rank, **shared},
+        )
         for rank in ("0", "1")
     ]
     assert_agrees(one_rank, [tmp_path / "run"], run_together(commands))
@@ -125,15 +145,29 @@ def test_ranks_started_by_hand_agree_with_one_rank(one_rank: Path, digits: Path,
 
 
 @pytest.mark.parametrize("launcher", ["pytorch", pytest.param("spawn", marks=pytest.mark.nightly)])
-def test_two_nodes_agree_with_one_rank(one_rank: Path, digits: Path, tmp_path: Path, launcher: str) -> None:
+def test_two_nodes_agree_with_one_rank(
+    one_rank: Path, digits: Path, tmp_path: Path, launcher: str
+) -> None:
     """Each node has a run folder of its own."""
     folders, port = [tmp_path / "node0", tmp_path / "node1"], free_port()
     commands: list[Command] = []
     for node, folder in enumerate(folders):
         config, *rest = words_for(digits, folder)
         options = ["--launcher", "spawn", "--gpus", "1", "--nodes", "2", "--node-rank", str(node)]
-        spawn = [sys.executable, TRAIN, config, *rest, f"parallel.init_method=tcp://127.0.0.1:{port}", *options]
-        env = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        spawn = [
+            sys.executable,
+            TRAIN,
+            config,
+            *rest,
+            f"parallel.init_method=tcp://127.0.0.1:{port}",
+            *options,
+        ]
+        env = {
+            "NNODES": "2",
+            "NODE_RANK": str(node),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         by_script: Command = (["bash", DIST_TRAIN, config, "1", *rest], env)
         commands.append((spawn, {}) if launcher == "spawn" else by_script)
     assert_agrees(one_rank, folders, run_together(commands))
@@ -143,18 +177,28 @@ def kubeflow(port: str, pod: int, operator: str) -> dict[str, str]:
     """The variables in one of two pods with one GPU each, by the version of Kubeflow that sets them."""
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-    numbered = pet | {"PET_NODE_RANK": str(pod)} | {f"PET_{name}": value for name, value in master.items()}
+    numbered = (
+        pet | {"PET_NODE_RANK": str(pod)} | {f"PET_{name}": value for name, value in master.items()}
+    )
     return {
         "1.6": {"PYTHONUNBUFFERED": "0", **master, "WORLD_SIZE": "2", "RANK": str(pod)},
         "1.9": {"PYTHONUNBUFFERED": "1", **master, "WORLD_SIZE": "2", "RANK": str(pod), **numbered},
-        "elastic": pet | {"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_RDZV_BACKEND": "c10d"},
+        "elastic": pet
+        | {
+            "PET_NNODES": "2:2",
+            "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+            "PET_RDZV_BACKEND": "c10d",
+        },
     }[operator]
 
 
 @pytest.mark.parametrize(
-    "operator", ["1.6", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("1.9", "elastic"))]
+    "operator",
+    ["1.6", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("1.9", "elastic"))],
 )
-def test_two_pods_of_kubeflow_agree_with_one_rank(one_rank: Path, digits: Path, tmp_path: Path, operator: str) -> None:
+def test_two_pods_of_kubeflow_agree_with_one_rank(
+    one_rank: Path, digits: Path, tmp_path: Path, operator: str
+) -> None:
     """As in two_nodes, but the number of the machine and the others are those of the pod."""
     folders, port = [tmp_path / "pod0", tmp_path / "pod1"], free_port()
     commands: list[Command] = []
@@ -171,7 +215,9 @@ def test_two_pods_of_kubeflow_agree_with_one_rank(one_rank: Path, digits: Path, 
 def test_single_pod_of_kubeflow_starts_ranks(digits: Path, tmp_path: Path) -> None:
     """RANK=0 and WORLD_SIZE=1 are those of a pod here, not of a process."""
     words = words_for(digits, tmp_path / "run")
-    done = run([sys.executable, TRAIN, *words, "--gpus", "2", "--dry-run"], RANK="0", WORLD_SIZE="1")
+    done = run(
+        [sys.executable, TRAIN, *words, "--gpus", "2", "--dry-run"], RANK="0", WORLD_SIZE="1"
+    )
     assert done.returncode == 0 and re.search(r"ranks +2 \(", done.stdout), done.stderr
 
 
@@ -184,27 +230,45 @@ cd / && exec sh -c "$3"
 """
 
 
-def test_ssh_train_agrees_with_one_rank_and_passes_the_exit_code(one_rank: Path, digits: Path, tmp_path: Path) -> None:
+def test_ssh_train_agrees_with_one_rank_and_passes_the_exit_code(
+    one_rank: Path, digits: Path, tmp_path: Path
+) -> None:
     """With a program in place of ssh that starts the command here. A relative run folder is below this folder."""
     ssh, script = tmp_path / "bin" / "ssh", str(REPOSITORY / "scripts" / "ssh_train.sh")
     ssh.parent.mkdir()
     ssh.write_text(SSH)
     ssh.chmod(0o755)
-    env = {"PATH": f"{ssh.parent}:{os.environ['PATH']}", "HOSTS": "127.0.0.1 127.0.0.2", "MASTER_PORT": free_port()}
+    env = {
+        "PATH": f"{ssh.parent}:{os.environ['PATH']}",
+        "HOSTS": "127.0.0.1 127.0.0.2",
+        "MASTER_PORT": free_port(),
+    }
     config, *rest = words_for(digits, Path("a run"))
     for words, code in ((rest, 0), (["optimizer.lr=many"], 2)):
         done = run(["bash", script, config, "1", *words], cwd=tmp_path, **env)
         assert done.returncode == code, done.stderr
     assert losses(tmp_path / "a run") == pytest.approx(losses(one_rank), rel=1e-4)
-    assert sorted(path.name for path in (tmp_path / "a run" / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    assert sorted(path.name for path in (tmp_path / "a run" / "logs").iterdir()) == [
+        "rank0.log",
+        "rank1.log",
+    ]
 
 
 def test_node_without_the_other_exits_5(digits: Path, tmp_path: Path) -> None:
     config, *rest = arguments(digits, tmp_path / "run", parallel__timeout_sec=3)
     port = str(free_port())
-    done = run(["bash", DIST_TRAIN, config, "1", *rest], NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    done = run(
+        ["bash", DIST_TRAIN, config, "1", *rest],
+        NNODES="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+    )
     assert done.stdout == f"node 0 of 2: rendezvous at 127.0.0.1:{port}\n"
-    assert done.returncode == 5 and "1/2 clients joined" in done.stderr and len(done.stderr.splitlines()) <= 3
+    assert (
+        done.returncode == 5
+        and "1/2 clients joined" in done.stderr
+        and len(done.stderr.splitlines()) <= 3
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -228,9 +292,13 @@ def test_elastic_job_restarts_and_resumes(one_rank: Path, digits: Path, tmp_path
     killer.start()
     done = run_together([command, command])
     killer.join()
-    assert [process.returncode for process in done] == [0, 0], "\n".join(process.stderr for process in done)
+    assert [process.returncode for process in done] == [0, 0], "\n".join(
+        process.stderr for process in done
+    )
     assert killed and losses(folder) == pytest.approx(losses(one_rank), rel=1e-4)
-    assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 2, "it was started twice"
+    assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 2, (
+        "it was started twice"
+    )
 
 
 @pytest.mark.nightly
@@ -247,7 +315,9 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
     env = environment(**agent, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
     def start_agent() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["bash", DIST_TRAIN, config, "1", *rest, "--resume"], env=env, cwd=REPOSITORY)
+        return subprocess.Popen(
+            ["bash", DIST_TRAIN, config, "1", *rest, "--resume"], env=env, cwd=REPOSITORY
+        )
 
     def starts(ranks: int) -> int:
         log = folder / "logs" / "rank1.log"
@@ -265,7 +335,10 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
         before = steps_done(folder)
         wait(lambda: steps_done(folder) >= before + 7, "seven steps of three ranks")
         lost = agents.pop()
-        for pid in (*Path(f"/proc/{lost.pid}/task/{lost.pid}/children").read_text().split(), lost.pid):
+        for pid in (
+            *Path(f"/proc/{lost.pid}/task/{lost.pid}/children").read_text().split(),
+            lost.pid,
+        ):
             os.kill(int(pid), signal.SIGKILL)
         wait(lambda: starts(2) == 2, "two ranks again")
         (tmp_path / "hurry").touch()
@@ -273,8 +346,13 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
     finally:
         for agent in agents:
             agent.kill()
-    train_here(arguments(digits, tmp_path / "one", "noisy", **common, model__kwargs="{dropout: 0.0}"))
-    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4) and len(losses(folder)) == 90
+    train_here(
+        arguments(digits, tmp_path / "one", "noisy", **common, model__kwargs="{dropout: 0.0}")
+    )
+    assert (
+        losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+        and len(losses(folder)) == 90
+    )
 
 
 # --------------------------------------------------------------------------------------- ports and files
@@ -295,18 +373,26 @@ def test_port_in_use_exits_5_and_is_named(digits: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_two_jobs_without_a_port_use_different_ports(one_rank: Path, digits: Path, tmp_path: Path) -> None:
+def test_two_jobs_without_a_port_use_different_ports(
+    one_rank: Path, digits: Path, tmp_path: Path
+) -> None:
     arguments_of_jobs = [words_for(digits, tmp_path / name) for name in "ab"]
-    done = run_together([(["bash", DIST_TRAIN, config, "2", *rest], {}) for config, *rest in arguments_of_jobs])
+    done = run_together(
+        [(["bash", DIST_TRAIN, config, "2", *rest], {}) for config, *rest in arguments_of_jobs]
+    )
     for name, process in zip("ab", done, strict=True):
         assert_agrees(one_rank, [tmp_path / name], [process])
 
 
 @pytest.mark.nightly
-def test_rendezvous_file_is_removed_after_the_run(one_rank: Path, digits: Path, tmp_path: Path) -> None:
+def test_rendezvous_file_is_removed_after_the_run(
+    one_rank: Path, digits: Path, tmp_path: Path
+) -> None:
     store = tmp_path / "rendezvous"
     words = words_for(digits, tmp_path / "run", parallel__init_method=f"file://{store}")
-    assert_agrees(one_rank, [tmp_path / "run"], [run([sys.executable, TRAIN, *words, "--gpus", "2"])])
+    assert_agrees(
+        one_rank, [tmp_path / "run"], [run([sys.executable, TRAIN, *words, "--gpus", "2"])]
+    )
     assert not store.exists()
 
 
@@ -322,9 +408,16 @@ def test_mpirun_agrees_with_one_rank(one_rank: Path, digits: Path, tmp_path: Pat
 
 
 @pytest.mark.nightly
-def test_slurm_train_agrees_with_one_rank(one_rank: Path, digits: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_slurm_train_agrees_with_one_rank(
+    one_rank: Path, digits: Path, tmp_path: Path, slurm: dict[str, str]
+) -> None:
     script = str(REPOSITORY / "scripts" / "slurm_train.sh")
-    env = slurm | {"GPUS": "2", "GPUS_PER_NODE": "1", "CPUS_PER_TASK": "1", "SRUN_ARGS": "--quiet --time=5"}
+    env = slurm | {
+        "GPUS": "2",
+        "GPUS_PER_NODE": "1",
+        "CPUS_PER_TASK": "1",
+        "SRUN_ARGS": "--quiet --time=5",
+    }
     command = ["bash", script, "main", "tests", *words_for(digits, tmp_path / "run")]
     assert_agrees(one_rank, [tmp_path / "run"], run_together([(command, env)]))
     assert "rank 1 of 2 on cpu" in (tmp_path / "run" / "logs" / "rank1.log").read_text()
@@ -336,13 +429,17 @@ def test_batch_file_of_the_docs_agrees_with_one_rank(
 ) -> None:
     text = (REPOSITORY / "docs" / "launchers.md").read_text()
     file = re.findall(r"```bash\n(#!/usr/bin/env bash\n#SBATCH.*?)```", text, re.DOTALL)[0]
-    file = re.sub(r"(--(?:ntasks-per-node|gpus-per-node|cpus-per-task))=8", r"\1=1", file).replace("24:00:00", "5")
+    file = re.sub(r"(--(?:ntasks-per-node|gpus-per-node|cpus-per-task))=8", r"\1=1", file).replace(
+        "24:00:00", "5"
+    )
     command = shlex.join([sys.executable, TRAIN, *words_for(digits, tmp_path / "run")])
     assert file.count("python tools/train.py configs/resnet50.yaml ") == 1
     file = file.replace("python tools/train.py configs/resnet50.yaml", command)
     (tmp_path / "job.sh").write_text(file)
     output = tmp_path / "output.txt"
-    (done,) = run_together([(["sbatch", "--wait", f"--output={output}", str(tmp_path / "job.sh")], slurm)])
+    (done,) = run_together(
+        [(["sbatch", "--wait", f"--output={output}", str(tmp_path / "job.sh")], slurm)]
+    )
     assert done.returncode == 0, output.read_text()
     assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-4)
     assert "rank 1 of 2 on cpu" in (tmp_path / "run" / "logs" / "rank1.log").read_text()

@@ -62,7 +62,12 @@ def words_for(work_dir: Path, **changes: Any) -> list[str]:
         "seed": SEED,
     }
     settings |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [DEMO, *(f"{name}={value}" for name, value in settings.items()), "--work-dir", str(work_dir)]
+    return [
+        DEMO,
+        *(f"{name}={value}" for name, value in settings.items()),
+        "--work-dir",
+        str(work_dir),
+    ]
 
 
 def quiet(num_classes: int) -> nn.Module:
@@ -112,7 +117,9 @@ def failing(num_classes: int) -> nn.Module:
         def forward(self, images: Tensor) -> Tensor:
             self.calls += self.training
             if dist.get_rank() == 1 and self.calls == 4:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...\nand more")
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...\nand more"
+                )
             return super().forward(images)
 
     return Failing(*quiet(num_classes))
@@ -136,7 +143,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"train__max_nonfinite_steps": 3, "train__global_batch_size": UNEVEN_BATCH},
     "gradient to the end": own_loss(rank=1, first_step=2, last_step=99, gradient=True)
     | {"train__max_nonfinite_steps": 2, "train__micro_batch_size": 2},
-    "diverged": diverging(rank=1, step=5) | {"parallel__check_every_steps": 4, "checkpoint__every_steps": "null"},
+    "diverged": diverging(rank=1, step=5)
+    | {"parallel__check_every_steps": 4, "checkpoint__every_steps": "null"},
     "diverged, saved": diverging(rank=1, step=5),
     "diverged, not checked": diverging(rank=1, step=5) | {"parallel__check_every_steps": "null"},
     "other code": {},
@@ -146,7 +154,9 @@ CASES: dict[str, dict[str, Any]] = {
 def change_code(folder: Path) -> None:
     """As on a machine that was not set up like the others: a line of the package differs, and a version."""
     copy = folder / "imagenet_cls"
-    shutil.copytree(Path(imagenet_cls.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(imagenet_cls.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (copy / "seeding.py").open("a") as file:
         file.write("# a line more\n")
     imagenet_cls.__file__, safetensors.__version__ = str(copy / "__init__.py"), "0.0.1"
@@ -156,9 +166,14 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
     """One run after the other, and what each ended with."""
     ends = {}
     for name, changes in CASES.items():
-        words = words_for(folder / name, parallel__init_method=f"file://{folder}/store {name}", **changes)
+        words = words_for(
+            folder / name, parallel__init_method=f"file://{folder}/store {name}", **changes
+        )
         arguments = train_parser().parse_intermixed_args(words)
-        loaded, rank_info = load_for_training(arguments), RankInfo(rank, rank, world_size, world_size)
+        loaded, rank_info = (
+            load_for_training(arguments),
+            RankInfo(rank, rank, world_size, world_size),
+        )
         group = join_group(loaded, rank_info)
         ends[name] = [0, ""]
         if name == "other code" and rank == 1:
@@ -195,14 +210,19 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 def saved(folder: Path, step: int, name: str) -> dict[str, bytes]:
     """The bits of a checkpoint's tensors, but for BatchNorm's counts of batches, which count every one that it saw."""
     tensors = load_file(folder / "checkpoints" / f"step-{step:07d}" / name)
-    bits = {key: tensor.view(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
+    bits = {
+        key: tensor.view(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()
+    }
     return {key: value for key, value in bits.items() if not key.endswith("num_batches_tracked")}
 
 
 def samples(step: int, rank: int, batch: int = BATCH) -> list[str]:
     """What a rank sees in a step (from 1 on), by the definition of the order."""
     order = torch.randperm(IMAGES, generator=generator("permutation", SEED, 0)).tolist()
-    return [f"synthetic/train[{index}]" for index in order[(step - 1) * batch : step * batch][rank::RANKS]]
+    return [
+        f"synthetic/train[{index}]"
+        for index in order[(step - 1) * batch : step * batch][rank::RANKS]
+    ]
 
 
 def test_nan_on_one_rank_skips_the_update_on_all(runs: Path) -> None:
@@ -210,9 +230,15 @@ def test_nan_on_one_rank_skips_the_update_on_all(runs: Path) -> None:
     assert end_of(runs, "one NaN") == end_of(runs, "NaN in the last step") == (0, [])
     folder, ended = runs / "one NaN", runs / "NaN in the last step"
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert saved(ended, 12, name) == saved(ended, 11, name) == saved(runs / "undisturbed", 11, name)
+        assert (
+            saved(ended, 12, name)
+            == saved(ended, 11, name)
+            == saved(runs / "undisturbed", 11, name)
+        )
         assert saved(ended, 12, name) != saved(runs / "undisturbed", 12, name)
-        assert saved(folder, 5, name) == saved(runs / "undisturbed", 5, name) != saved(folder, 7, name)
+        assert (
+            saved(folder, 5, name) == saved(runs / "undisturbed", 5, name) != saved(folder, 7, name)
+        )
         assert saved(folder, 7, name) != saved(runs / "undisturbed", 7, name)
     assert not (folder / "checkpoints" / "step-0000006").exists()
     steps = records(folder, "train")
@@ -226,7 +252,9 @@ def test_repeated_nan_exits_6_and_names_rank_and_samples(runs: Path) -> None:
     mine = samples(8, 1, UNEVEN_BATCH)
     assert code == 6 and len(lines) == 3 and "step 8 (loss nan, lr " in lines[0]
     assert "rank 1 of 2" in lines[1] and ", ".join(mine[:3]) in lines[1]
-    logs = [(runs / "NaN to the end" / "logs" / f"rank{rank}.log").read_text() for rank in range(RANKS)]
+    logs = [
+        (runs / "NaN to the end" / "logs" / f"rank{rank}.log").read_text() for rank in range(RANKS)
+    ]
     listed = re.findall(r"the samples of step 8 on this rank: (.*)", logs[1])
     assert [line.split(", ") for line in listed] == [mine] and "the samples of step" not in logs[0]
 
@@ -261,7 +289,11 @@ def test_divergence_without_the_check_exits_0(runs: Path) -> None:
 def test_ranks_with_different_code_or_libraries_exit_2(runs: Path) -> None:
     code, lines = end_of(runs, "other code")
     assert code == 2 and len(lines) == 2
-    assert "rank 1 of 2" in lines[0] and "safetensors" in lines[0] and "the code of imagenet_cls" in lines[0]
+    assert (
+        "rank 1 of 2" in lines[0]
+        and "safetensors" in lines[0]
+        and "the code of imagenet_cls" in lines[0]
+    )
     assert not (runs / "other code").exists()
 
 
@@ -278,14 +310,18 @@ def test_out_of_memory_on_one_rank_exits_5_on_all(tmp_path: Path) -> None:
 def wait_outside_of_collectives(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is stopped; rank 0 sleeps."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
-    start_heartbeat(join_over_gloo(rank, world_size, folder / "store", timeout_sec=3.0), timeout_sec=3.0)
+    start_heartbeat(
+        join_over_gloo(rank, world_size, folder / "store", timeout_sec=3.0), timeout_sec=3.0
+    )
     time.sleep(0.5)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 
 
-def test_lost_rank_outside_of_a_collective_exits_5_and_is_named(rank_server: RankServer, tmp_path: Path) -> None:
+def test_lost_rank_outside_of_a_collective_exits_5_and_is_named(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     with pytest.raises(AssertionError) as failed:
         rank_server.call(wait_outside_of_collectives, 2, tmp_path)
     errors = failed.value.args[0].partition("\nassert ")[0]  # what pytest adds

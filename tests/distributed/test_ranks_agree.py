@@ -18,11 +18,19 @@ def one_rank(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_spawned_ranks_have_the_losses_of_one(one_rank: Path, digits: Path, tmp_path: Path) -> None:
+def test_two_spawned_ranks_have_the_losses_of_one(
+    one_rank: Path, digits: Path, tmp_path: Path
+) -> None:
     """With a network that a module under `imports` registers, and a module of the working directory named `queue`."""
     folder = tmp_path / "run"
     (tmp_path / "queue.py").write_text("raise RuntimeError('not the library')\n")
-    words = arguments(digits, folder, log__tensorboard="true", model__name="helpers_registered", imports="[registered]")
+    words = arguments(
+        digits,
+        folder,
+        log__tensorboard="true",
+        model__name="helpers_registered",
+        imports="[registered]",
+    )
     done = run([sys.executable, TRAIN, *words, "--gpus", "2"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     single, double = losses(one_rank), losses(folder)
@@ -32,11 +40,15 @@ def test_two_spawned_ranks_have_the_losses_of_one(one_rank: Path, digits: Path, 
     assert len(list((folder / "tensorboard").glob("events*"))) == 1
     logs = {path.name: path.read_text() for path in (folder / "logs").iterdir()}
     assert logs.keys() == {"rank0.log", "rank1.log"}
-    assert not [line for log in logs.values() for line in log.splitlines() if "FutureWarning" in line]
+    assert not [
+        line for log in logs.values() for line in log.splitlines() if "FutureWarning" in line
+    ]
     for ours, alone in zip(evaluations(folder), evaluations(one_rank), strict=True):
         assert ours["images"] == alone["images"] == 359
         assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-4)
-        assert abs(ours["top1_pct"] - alone["top1_pct"]) <= 100 / 359 + 1e-9  # one image on the edge may tip
+        assert (
+            abs(ours["top1_pct"] - alone["top1_pct"]) <= 100 / 359 + 1e-9
+        )  # one image on the edge may tip
 
 
 SAM_AND_MORE = {
@@ -55,18 +67,29 @@ def test_several_ranks_have_the_losses_of_one(
     output = tmp_path / "output.txt"
     codes = rank_server.run(arguments(digits, tmp_path / "many", **common), output, ranks)
     assert codes == [0] * ranks, output.read_text()
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-4 if more else 1e-5)
+    assert losses(tmp_path / "many") == pytest.approx(
+        losses(tmp_path / "one"), rel=1e-4 if more else 1e-5
+    )
     assert [e["images"] for e in evaluations(tmp_path / "many")] == [359]
 
 
-def test_other_buffers_may_differ_between_ranks(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
+def test_other_buffers_may_differ_between_ranks(
+    rank_server: RankServer, digits: Path, tmp_path: Path
+) -> None:
     """Ranks see other images, so they remember other means: no drift. The checkpoint has those of rank 0."""
-    common = {"model.name": "helpers:with_image_sum", "ema.decay": 0.5, "parallel.check_every_steps": 1}
+    common = {
+        "model.name": "helpers:with_image_sum",
+        "ema.decay": 0.5,
+        "parallel.check_every_steps": 1,
+    }
     output = tmp_path / "output.txt"
     for words in (["train.max_steps=3"], ["train.max_steps=6", "--resume"]):
         words = [*arguments(digits, tmp_path / "run", **common), *words]
         assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
-    means = [load_file(newest(tmp_path / "run") / f"{name}.safetensors")["0.seen"].item() for name in ("model", "ema")]
+    means = [
+        load_file(newest(tmp_path / "run") / f"{name}.safetensors")["0.seen"].item()
+        for name in ("model", "ema")
+    ]
     assert means[0] != 0 and means[0] != means[1]
 
 
@@ -76,11 +99,21 @@ def test_other_buffers_may_differ_between_ranks(rank_server: RankServer, digits:
         ({"optimizer.lr": 0.5}, 2, "optimizer.lr: rank 1 and rank 0 differ"),
         ({"data.val_fraction": 0.5}, 2, "data.val_fraction: rank 1 and rank 0 differ"),
         ({"data.root": "OTHER CLASS"}, 3, "the training images of rank 1 are not those of rank 0"),
-        pytest.param({"data.root": "OTHER SIZE"}, 3, "the training images of rank 1", marks=pytest.mark.nightly),
+        pytest.param(
+            {"data.root": "OTHER SIZE"},
+            3,
+            "the training images of rank 1",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_ranks_with_different_config_or_data_exit(
-    rank_server: RankServer, digits: Path, tmp_path: Path, changes: dict[str, object], code: int, words: str
+    rank_server: RankServer,
+    digits: Path,
+    tmp_path: Path,
+    changes: dict[str, object],
+    code: int,
+    words: str,
 ) -> None:
     """As on two machines that were not set up alike. One rank says so."""
     common: dict[str, object] = {}
@@ -95,7 +128,9 @@ def test_ranks_with_different_config_or_data_exit(
         changes = common | {"data.root": tmp_path / "other"}
     of_0, of_1 = (arguments(digits, tmp_path / "run", **own) for own in (common, changes))
     output = tmp_path / "output.txt"
-    assert rank_server.run(of_0, output, 2, arguments_of_rank_1=of_1) == [code, code], output.read_text()
+    assert rank_server.run(of_0, output, 2, arguments_of_rank_1=of_1) == [code, code], (
+        output.read_text()
+    )
     printed = output.read_text()
     assert printed.count(words) == 1 and len(printed.strip().splitlines()) <= 3, printed
     assert not (tmp_path / "run" / "checkpoints").exists()

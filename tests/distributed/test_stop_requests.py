@@ -23,7 +23,9 @@ def stop_between_checks(rank: int, ranks: int, folder: Path) -> None:
 
     assert stop.every_steps == 1
     for step_sec, every_steps in (((2.0, 0.1), 1), ((0.001, 0.002), 40), ((0.01, 0.02), 25)):
-        stop.set_interval(40, 40 * step_sec[rank])  # the slowest rank decides; not longer than what was measured
+        stop.set_interval(
+            40, 40 * step_sec[rank]
+        )  # the slowest rank decides; not longer than what was measured
         assert stop.every_steps == every_steps
     dist.all_reduce = counted
     with pytest.raises(StopRequested):
@@ -37,5 +39,7 @@ def stop_between_checks(rank: int, ranks: int, folder: Path) -> None:
     destroy_group(group)
 
 
-def test_ranks_stop_at_the_second_check_after_a_signal(rank_server: RankServer, tmp_path: Path) -> None:
+def test_ranks_stop_at_the_second_check_after_a_signal(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     rank_server.call(stop_between_checks, 2, tmp_path)

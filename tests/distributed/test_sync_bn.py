@@ -33,7 +33,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "no momentum": (lambda: nn.BatchNorm2d(3, momentum=None), (6, 3, 2, 2), 3),
     "no statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (6, 3, 2, 2), 3),
     "within a network": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 2)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 2)
+        ),
         (6, 3, 6, 6),
         2,
     ),
@@ -46,7 +48,9 @@ def images_of(shape: tuple[int, ...], step: int) -> Tensor:
     return torch.randn(shape, generator=draws, dtype=torch.float64) * 3 + 1e4
 
 
-def compare(make: Callable[[], nn.Module], shape: tuple[int, ...], first: int, group: Group, layout: Any) -> None:
+def compare(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], first: int, group: Group, layout: Any
+) -> None:
     """Two training steps and an evaluation of this rank's share against the same on all images at once."""
     torch.manual_seed(0)
     alone = make().double().to(memory_format=layout)
@@ -144,18 +148,27 @@ def test_sync_bn_converts_every_batch_norm_of_a_timm_model(name: str) -> None:
     assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
 
 
-def test_two_ranks_with_sync_bn_have_the_losses_of_one(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
+def test_two_ranks_with_sync_bn_have_the_losses_of_one(
+    rank_server: RankServer, digits: Path, tmp_path: Path
+) -> None:
     """From the command line. Each rank alone would normalize with 12 images, which is another run, as seen below."""
     common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
     train_here(arguments(digits, tmp_path / "one", "noisy", **common))
-    train_here(arguments(digits, tmp_path / "halves", "noisy", **common, train__micro_batch_size=12))
-    words, output = [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn"], tmp_path / "output.txt"
+    train_here(
+        arguments(digits, tmp_path / "halves", "noisy", **common, train__micro_batch_size=12)
+    )
+    words, output = (
+        [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn"],
+        tmp_path / "output.txt",
+    )
     assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
     assert "24 images over all ranks" in output.read_text()
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4) and len(two) == 8
     assert losses(tmp_path / "halves") != pytest.approx(one, rel=1e-3)
-    for ours, alone in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
+    for ours, alone in zip(
+        evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True
+    ):
         assert ours["images"] == 359 and ours["loss"] == pytest.approx(alone["loss"], rel=1e-4)
     states = [load_file(newest(tmp_path / name) / "model.safetensors") for name in ("one", "two")]
     torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
@@ -177,7 +190,12 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
         share = images.clone().requires_grad_()
         output = layer(share)
         output.square().mul(torch.arange(4.0, device=gpu)).sum().backward()
-        results.append((type(layer), [output, share.grad, layer.weight.grad, layer.running_mean, layer.running_var]))
+        results.append(
+            (
+                type(layer),
+                [output, share.grad, layer.weight.grad, layer.running_mean, layer.running_var],
+            )
+        )
     (ours, found), (torchs, expected) = results
     assert (ours, torchs) == (SyncBatchNorm, nn.SyncBatchNorm)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

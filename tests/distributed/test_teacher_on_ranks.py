@@ -34,7 +34,9 @@ def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
     config = TeacherConfig("helpers:noisy", checkpoint=str(folder / "teacher.pth"))
     teacher = build_teacher(config, 5, group, reader, MEAN_STD, [16], seed=0)
     expected, _ = read_weights(folder / "teacher.pth")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in teacher.network.state_dict().items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in teacher.network.state_dict().items()
+    )
     # How to convert pixels comes from rank 0, too.
     torch.testing.assert_close(teacher.scale.flatten(), torch.tensor(MEAN_STD[1]) / 0.5)
 

@@ -56,7 +56,9 @@ class Numbered(ImageSource):
         return self.length
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        return torch.tensor([i // 256, i % 256, 7 * i % 256], dtype=torch.uint8).view(3, 1, 1).expand(3, 2, 2), i % 7
+        return torch.tensor([i // 256, i % 256, 7 * i % 256], dtype=torch.uint8).view(
+            3, 1, 1
+        ).expand(3, 2, 2), i % 7
 
     def name(self, i: int) -> str:
         return str(i)
@@ -72,23 +74,35 @@ def numbers_of(images: torch.Tensor) -> list[int]:
 
 def steps_read(group: Group, batch: int, accumulation: int) -> list[list[int]]:
     """On rank 0, for each step of an epoch the sorted numbers that all ranks' loaders read; from step 1 on."""
-    sampler = EpochSampler(103, batch, group.rank, group.world_size, seed=3, accumulation=accumulation)
+    sampler = EpochSampler(
+        103, batch, group.rank, group.world_size, seed=3, accumulation=accumulation
+    )
     whole = TrainTransform(AugmentConfig(size_px=2, scale=[1.0, 1.0], ratio=[1.0, 1.0]))
     loader = TrainLoader(Numbered(103), whole, sampler, 3, WorkerOptions())
     micro_batches = [numbers_of(batch.images) for batch in loader.epoch(epoch=2, start_step=1)]
-    rows = [(index // accumulation, number) for index, numbers in enumerate(micro_batches) for number in numbers]
+    rows = [
+        (index // accumulation, number)
+        for index, numbers in enumerate(micro_batches)
+        for number in numbers
+    ]
     gathered = gather_to_main(rows, group)
     steps = max((step for step, _ in gathered), default=-1) + 1
-    return [sorted(number for step, number in gathered if step == wanted) for wanted in range(steps)]
+    return [
+        sorted(number for step, number in gathered if step == wanted) for wanted in range(steps)
+    ]
 
 
 def counts(group: Group, num_images: int) -> dict[str, Any]:
     source, shard = Numbered(num_images), shard_for_eval(num_images, group.rank, group.world_size)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 7))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 7)
+    )
     unchanged = EvalTransform(EvalConfig(crop_px=2, resize_px=2))
     batches = eval_batches(source, unchanged, shard, 50, WorkerOptions())
-    outputs = model_outputs({"raw": model}, batches, lambda images: images.float() / 255, group.device, None)
+    outputs = model_outputs(
+        {"raw": model}, batches, lambda images: images.float() / 255, group.device, None
+    )
     own = build_metrics(OWN_METRICS, 7, ["raw"], group)
     result = evaluate(outputs, ["raw"], group, 7, metrics=own)["raw"]
     return {name: value for name, value in result.items() if name != "seconds"}
@@ -121,7 +135,10 @@ def local_hits(num_classes: int) -> Hits:
 
 # Of torchmetrics: sums, and all outputs in lists.
 OWN_METRICS = [
-    *("torchmetrics.classification:MulticlassF1Score", "torchmetrics.classification:MulticlassAUROC"),
+    *(
+        "torchmetrics.classification:MulticlassF1Score",
+        "torchmetrics.classification:MulticlassAUROC",
+    ),
     "test_world_sizes:Hits",
 ]
 
@@ -150,13 +167,17 @@ def metrics_of_torchmetrics_are_not_summed(group: Group) -> None:
         weight = metric.model.weight.item()
         metric.update(torch.tensor(group.rank + 1.0))
         expected = sum(range(group.world_size + 1))
-        assert compute_metrics({"a:total": Nested(metric) if nested else metric}, group) == {"total": expected}
+        assert compute_metrics({"a:total": Nested(metric) if nested else metric}, group) == {
+            "total": expected
+        }
         assert metric.model.weight.item() == weight
 
 
 def counts_of_each_rank_alone_end_the_run(group: Group) -> None:
     own = build_metrics(["test_world_sizes:local_hits"], 7, ["raw"], group)
-    batches = [({"raw": torch.eye(7)[: group.rank]}, torch.arange(group.rank), torch.arange(group.rank))]
+    batches = [
+        ({"raw": torch.eye(7)[: group.rank]}, torch.arange(group.rank), torch.arange(group.rank))
+    ]
     with pytest.raises(ConfigError, match=r"eval\.metrics: 'hit_images' differs between ranks"):
         evaluate(batches, ["raw"], group, 7, metrics=own)
 
@@ -180,14 +201,20 @@ def starting_weights(group: Group) -> None:
         check_same_weights(model, group)
         if group.rank in (1, 3):
             value = model.state_dict()[name].view(-1)
-            value[0] = not value[0] if value.dtype is torch.bool else torch.nextafter(value[0], torch.tensor(9.0))
+            value[0] = (
+                not value[0]
+                if value.dtype is torch.bool
+                else torch.nextafter(value[0], torch.tensor(9.0))
+            )
         if group.world_size > 1:
             listing = "rank 1" if group.world_size < 4 else "ranks 1, 3"
             diverged = rf"{listing} \(.*\) of {group.world_size} differ from the rest at the start, in {name}\.\n"
             with pytest.raises(ResourceError, match=diverged):
                 check_same_weights(model, group)
     broadcast_buffers(model)
-    model[0].load_state_dict({name[2:]: value for name, value in broadcast.items() if name.startswith("0.")})
+    model[0].load_state_dict(
+        {name[2:]: value for name, value in broadcast.items() if name.startswith("0.")}
+    )
     check_same_weights(model, group)
 
 
@@ -208,7 +235,9 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
         if rank < size:
             group = join_group(rank, size, folder / f"store{size}")
             found = {
-                "read": {batch: steps_read(group, batch, micro) for batch, micro in BATCHES.items()},
+                "read": {
+                    batch: steps_read(group, batch, micro) for batch, micro in BATCHES.items()
+                },
                 "counted": {number: counts(group, number) for number in TEST_IMAGES},
             }
             if rank == 0:
@@ -222,7 +251,9 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def found(
+    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, Any]]:
     """What rank 0 of each world size saw; the ranks' own assertions have passed then."""
     folder = tmp_path_factory.mktemp("ranks")
     rank_server.call(everything, max(WORLD_SIZES), folder)
@@ -230,22 +261,30 @@ def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_steps_read_the_same_samples_on_any_ranks(found: dict[int, dict[str, Any]], batch: int) -> None:
+def test_steps_read_the_same_samples_on_any_ranks(
+    found: dict[int, dict[str, Any]], batch: int
+) -> None:
     alone = found[1]["read"][str(batch)]
     assert len(alone) == 103 // batch - 1 and all(len(set(step)) == batch for step in alone)
     assert all(found[size]["read"][str(batch)] == alone for size in WORLD_SIZES)
 
 
 @pytest.mark.parametrize("images", TEST_IMAGES)
-def test_evaluations_count_the_same_on_any_ranks(found: dict[int, dict[str, Any]], images: int) -> None:
+def test_evaluations_count_the_same_on_any_ranks(
+    found: dict[int, dict[str, Any]], images: int
+) -> None:
     alone = found[1]["counted"][str(images)]
     assert alone["images"] == alone["hit_images"] == images
-    assert alone["top1_pct"] == 100 * alone["hits"] / images and (images == 2 or 0 < alone["top1_pct"] < 100)
+    assert alone["top1_pct"] == 100 * alone["hits"] / images and (
+        images == 2 or 0 < alone["top1_pct"] < 100
+    )
     for size in WORLD_SIZES:
         result = found[size]["counted"][str(images)]
         assert result.keys() == alone.keys() >= {"MulticlassF1Score", "MulticlassAUROC"}
         assert result == pytest.approx(alone, rel=1e-6)
-        assert all(result[name] == alone[name] for name in result.keys() - {"loss", "MulticlassAUROC"})
+        assert all(
+            result[name] == alone[name] for name in result.keys() - {"loss", "MulticlassAUROC"}
+        )
     assert 0 < alone["balanced_accuracy_pct"] <= 100 or images == 2
 
 
@@ -269,7 +308,10 @@ QUICK_CASES = (
 )
 ALL_CASES = (
     *(Case(batch, accumulation, 30) for batch in (64, 256) for accumulation in (1, 2)),
-    *(Case(64, accumulation, 10, settings=("train.sam_rho=0.05", "train.clip_agc=0.1")) for accumulation in (1, 2)),
+    *(
+        Case(64, accumulation, 10, settings=("train.sam_rho=0.05", "train.clip_agc=0.1"))
+        for accumulation in (1, 2)
+    ),
     Case(64, 1, 10, "noisy", SYNC_BN, 1e-4),
 )
 
@@ -297,14 +339,18 @@ class RecordedRun:
 
         def recorded_update(*arguments: Any) -> Any:
             gradients = [weight.grad for weight in self.parts.model.parameters()]
-            self.gradient = self.gradient or [gradient.clone() for gradient in gradients if gradient is not None]
+            self.gradient = self.gradient or [
+                gradient.clone() for gradient in gradients if gradient is not None
+            ]
             return update(*arguments)
 
         self.parts.updater.update = recorded_update  # type: ignore[method-assign]
         train(self)  # type: ignore[arg-type]
 
 
-def run_cases(cases: Sequence[Case], world_sizes: Sequence[int], rank: int, _: int, folder: Path) -> None:
+def run_cases(
+    cases: Sequence[Case], world_sizes: Sequence[int], rank: int, _: int, folder: Path
+) -> None:
     """Run every case on one world size after the other, on the first ranks. The largest first: no rank has to wait."""
     for size in [size for size in sorted(world_sizes, reverse=True) if rank < size]:
         group = join_group(rank, size, folder / f"curves{size}")
@@ -312,7 +358,12 @@ def run_cases(cases: Sequence[Case], world_sizes: Sequence[int], rank: int, _: i
             limit = -(-case.batch // (size * case.accumulation))
             sizes = {"train.global_batch_size": case.batch, "train.micro_batch_size": limit}
             demo, *overrides, _, _ = arguments(
-                folder / "digits", folder, case.model, **sizes, train__max_steps=case.steps, train__epochs=10
+                folder / "digits",
+                folder,
+                case.model,
+                **sizes,
+                train__max_steps=case.steps,
+                train__epochs=10,
             )
             run = RecordedRun(build(load_config(demo, [*overrides, *case.settings]).config, group))
             assert run.parts.plan.accumulation == case.accumulation
@@ -339,7 +390,12 @@ def run_all_cases(rank: int, world_size: int, folder: Path) -> None:
     ],
 )
 def test_losses_and_first_gradient_are_the_same_on_any_ranks(
-    rank_server: RankServer, digits: Path, tmp_path: Path, run_on_ranks: Any, cases: Any, world_sizes: Any
+    rank_server: RankServer,
+    digits: Path,
+    tmp_path: Path,
+    run_on_ranks: Any,
+    cases: Any,
+    world_sizes: Any,
 ) -> None:
     """Shares are uneven on 3, 5 and 7 ranks. References: one rank, with the fewest micro-batches."""
     (tmp_path / "digits").symlink_to(digits)
@@ -351,13 +407,19 @@ def test_losses_and_first_gradient_are_the_same_on_any_ranks(
             key = (case.batch, case.model, case.settings)
             expected, expected_gradient = references.setdefault(key, (found, gradient))
             loss_difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-            differences = [(a - b).abs().max().item() for a, b in zip(gradient, expected_gradient, strict=True)]
-            print(f"{size} ranks, {case}: loss {loss_difference:.1e}, first gradient {max(differences):.1e}")
+            differences = [
+                (a - b).abs().max().item() for a, b in zip(gradient, expected_gradient, strict=True)
+            ]
+            print(
+                f"{size} ranks, {case}: loss {loss_difference:.1e}, first gradient {max(differences):.1e}"
+            )
             assert found[-1] < found[0] and len(found) == case.steps
             assert loss_difference <= case.tolerance and max(differences) <= 0.1 * case.tolerance
 
 
-def test_two_ranks_have_the_losses_of_two_micro_batches(digits: Path, tmp_path: Path, rank_server: RankServer) -> None:
+def test_two_ranks_have_the_losses_of_two_micro_batches(
+    digits: Path, tmp_path: Path, rank_server: RankServer
+) -> None:
     """The losses: BatchNorm normalizes the same groups. (Its running statistics move once a step on ranks, and twice in
     turn; training never reads them.)"""
     settings = {
@@ -370,7 +432,9 @@ def test_two_ranks_have_the_losses_of_two_micro_batches(digits: Path, tmp_path: 
     for folder, micro_batch in (("accumulated", 32), ("other", 16)):
         train_here(words(work_dir=tmp_path / folder, train__micro_batch_size=micro_batch))
     two = words(work_dir=tmp_path / "two", parallel__init_method=f"file://{tmp_path / 'store'}")
-    assert rank_server.run(two, tmp_path / "output", ranks=2) == [0, 0], (tmp_path / "output").read_text()
+    assert rank_server.run(two, tmp_path / "output", ranks=2) == [0, 0], (
+        tmp_path / "output"
+    ).read_text()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "accumulated"), rel=1e-5)
     assert losses(tmp_path / "other") != pytest.approx(losses(tmp_path / "accumulated"), rel=1e-3)
 
@@ -379,7 +443,9 @@ def test_mixing_has_its_own_key_per_rank_and_micro_batch() -> None:
     """(seed, step, micro-batch, rank), for the same images."""
     images, targets = zip(*map(Numbered(6).load, range(6)), strict=True)
     batch, seen = TrainBatch(torch.stack(images), torch.tensor(targets)), []
-    preprocess = Preprocess((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), torch.device("cpu"), channels_last=False)
+    preprocess = Preprocess(
+        (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), torch.device("cpu"), channels_last=False
+    )
     mixing = build_mixing(MixConfig(mixup_alpha=0.8), 7)
     assert mixing is not None
     for step, micro_batch, rank in product((4, 5), (0, 1), (0, 1)):

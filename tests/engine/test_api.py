@@ -25,9 +25,21 @@ def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("api")
     (folder / "data").mkdir()
     (folder / "data" / "digits").symlink_to(digits)
-    settings = ["train.max_steps=2", "data.num_workers=0", "model.name=resnet10t", "log.tensorboard=false"]
+    settings = [
+        "train.max_steps=2",
+        "data.num_workers=0",
+        "model.name=resnet10t",
+        "log.tensorboard=false",
+    ]
     train_here(
-        ["demo", *settings, f"data.root={digits}", "log.plots=false", "--work-dir", str(folder / "work_dirs/demo")]
+        [
+            "demo",
+            *settings,
+            f"data.root={digits}",
+            "log.plots=false",
+            "--work-dir",
+            str(folder / "work_dirs/demo"),
+        ]
     )
     return folder
 
@@ -53,12 +65,22 @@ def test_every_kind_of_image_has_the_numbers_of_predict(folder: Path, call: Call
         assert row["image"] == (str(file) if isinstance(image, str | Path) else 0)
         assert row["logits"] == pytest.approx(expected["logits"], abs=1e-5)
         assert [name for name, _ in row["top"]] == [name for name, _ in expected["top"]]
-    assert [row["image"] for row in predictor.predict(kinds * 8)][-5:] == [str(file), str(file), 37, 38, 39]
+    assert [row["image"] for row in predictor.predict(kinds * 8)][-5:] == [
+        str(file),
+        str(file),
+        37,
+        38,
+        39,
+    ]
 
 
 def test_wrong_arguments_raise(folder: Path) -> None:
     predictor = imagenet_cls.Predictor(folder / "work_dirs/demo")
-    for wrong in (np.zeros((8, 8, 3)), np.zeros((8, 8), np.uint8), torch.zeros(1, 8, 8, dtype=torch.uint8)):
+    for wrong in (
+        np.zeros((8, 8, 3)),
+        np.zeros((8, 8), np.uint8),
+        torch.zeros(1, 8, 8, dtype=torch.uint8),
+    ):
         with pytest.raises(TypeError, match="uint8"):
             predictor.logits([wrong])
     with pytest.raises(TypeError, match="list"):
@@ -73,5 +95,7 @@ def test_wrong_arguments_raise(folder: Path) -> None:
 
 
 def test_import_of_the_package_imports_no_torch() -> None:
-    program = "import sys, imagenet_cls; imagenet_cls.read_metrics; assert 'torch' not in sys.modules"
+    program = (
+        "import sys, imagenet_cls; imagenet_cls.read_metrics; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)

@@ -29,7 +29,9 @@ def pack(*words: object) -> None:
 
 def listed(digits: Path, root: Path) -> dict[str, Any]:
     shutil.copytree(digits / "train", root, dirs_exist_ok=True)
-    lines = [f"{path.relative_to(root)} {path.parent.name}\n" for path in sorted(root.glob("*/*.*"))]
+    lines = [
+        f"{path.relative_to(root)} {path.parent.name}\n" for path in sorted(root.glob("*/*.*"))
+    ]
     (root / "train.txt").write_text("".join(lines))
     return {"data__name": "list", "data__train": "train.txt"}
 
@@ -56,7 +58,9 @@ def tar_of_tars(digits: Path, root: Path) -> dict[str, Any]:
 
 def shards(digits: Path, root: Path) -> dict[str, Any]:
     config = root / "pack.yaml"
-    config.write_text(f"data: {{name: folder, root: {digits}, val: train}}\noptimizer: {{lr: 0.1}}\n")
+    config.write_text(
+        f"data: {{name: folder, root: {digits}, val: train}}\noptimizer: {{lr: 0.1}}\n"
+    )
     pack(config, root, "--images-per-shard", 400)
     return {"data__train": "train/train-{00000..00004}.tar"}
 
@@ -65,17 +69,25 @@ def from_parquet(digits: Path, root: Path) -> dict[str, Any]:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     paths = sorted((digits / "train").glob("*/*"))
     rows = [
-        {"image": {"bytes": path.read_bytes(), "path": path.name}, "label": int(path.parent.name)} for path in paths
+        {"image": {"bytes": path.read_bytes(), "path": path.name}, "label": int(path.parent.name)}
+        for path in paths
     ]
     (root / "hub" / "data").mkdir(parents=True)
     for number, start in enumerate(range(0, len(rows), 700)):
         table = pyarrow.Table.from_pylist(rows[start : start + 700])
-        parquet.write_table(table, root / f"hub/data/train-{number:05d}-of-00003.parquet", row_group_size=100)
+        parquet.write_table(
+            table, root / f"hub/data/train-{number:05d}-of-00003.parquet", row_group_size=100
+        )
     pack(root / "hub", root / "packed", "--images-per-shard", 300)
     return {"data__root": root / "packed"}
 
 
-FOLDER = {"data__name": "folder", "data__val": "null", "data__val_fraction": 0.2, "train__epochs": 1}
+FOLDER = {
+    "data__name": "folder",
+    "data__val": "null",
+    "data__val_fraction": 0.2,
+    "train__epochs": 1,
+}
 LAYOUTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "list": listed,
     "zip": zipped,
@@ -104,25 +116,43 @@ def test_run_from_an_archive_ends_in_the_bits_of_the_folder(
     assert saved_bytes(tmp_path / "run") == folder_run
 
 
-def test_run_continues_from_a_folder_in_a_zip(digits: Path, tmp_path: Path, folder_run: dict[str, bytes]) -> None:
+def test_run_continues_from_a_folder_in_a_zip(
+    digits: Path, tmp_path: Path, folder_run: dict[str, bytes]
+) -> None:
     """Digest and sizes are the same, so that no --allow-change is needed."""
     train_here(arguments(digits, tmp_path / "run", train__max_steps=5, **FOLDER))
     changes = FOLDER | zipped(digits, tmp_path)
-    train_here([*arguments(tmp_path, tmp_path / "run", **changes), "--resume", "--allow-change", "data.train"])
+    train_here(
+        [
+            *arguments(tmp_path, tmp_path / "run", **changes),
+            "--resume",
+            "--allow-change",
+            "data.train",
+        ]
+    )
     assert saved_bytes(tmp_path / "run") == folder_run
 
 
 def test_samples_are_the_same_on_any_number_of_ranks(digits: Path, tmp_path: Path) -> None:
     folder = DataConfig(root=str(digits), val=None, val_fraction=0.2)
-    archive = DataConfig(root=str(tmp_path), train=zipped(digits, tmp_path)["data__train"], val=None, val_fraction=0.2)
+    archive = DataConfig(
+        root=str(tmp_path),
+        train=zipped(digits, tmp_path)["data__train"],
+        val=None,
+        val_fraction=0.2,
+    )
     batches = []
     for data, ranks in ((folder, 1), (archive, 1), (archive, 2), (archive, 3)):
         source = open_datasets(data).train
         assert isinstance(source, FolderSource)
         samplers = [EpochSampler(len(source), 96, rank, ranks, seed=0) for rank in range(ranks)]
-        on_ranks = [torch.tensor(list(sampler)).view(sampler.steps_per_epoch, -1, 3) for sampler in samplers]
+        on_ranks = [
+            torch.tensor(list(sampler)).view(sampler.steps_per_epoch, -1, 3) for sampler in samplers
+        ]
         batch = torch.cat(on_ranks, 1)[2, :, 1].tolist()
-        batches.append(sorted((source.name(i), source.index.targets[i], source.read(i)) for i in batch))
+        batches.append(
+            sorted((source.name(i), source.index.targets[i], source.read(i)) for i in batch)
+        )
     assert len(batches[0]) == 96 and batches == batches[:1] * 4
 
 

@@ -28,7 +28,9 @@ EVERYTHING: dict[str, Any] = {
 @pytest.mark.nightly
 def test_resume_with_other_workers_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
     def words(folder: str, **more: Any) -> list[str]:
-        return arguments(digits, tmp_path / folder, "noisy", **(EVERYTHING | {"optimizer__lr": 0.2} | more))
+        return arguments(
+            digits, tmp_path / folder, "noisy", **(EVERYTHING | {"optimizer__lr": 0.2} | more)
+        )
 
     train_here(words("whole"))
     assert len(losses(tmp_path / "whole")) == 3 * 5
@@ -54,5 +56,7 @@ def test_each_augmentation_changes_the_losses(digits: Path, tmp_path: Path, chan
     if change == "data__repeats":
         without = {key: value for key, value in without.items() if key != "data__repeats_multiple"}
     for folder, settings in (("with", EVERYTHING), ("without", without)):
-        train_here(arguments(digits, tmp_path / folder, "noisy", **(settings | {"train__max_steps": 2})))
+        train_here(
+            arguments(digits, tmp_path / folder, "noisy", **(settings | {"train__max_steps": 2}))
+        )
     assert losses(tmp_path / "with") != losses(tmp_path / "without")

@@ -22,7 +22,11 @@ from imagenet_cls.errors import CheckpointError
 def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five epochs, each saved and evaluated, with BatchNorm and an average."""
     folder = tmp_path_factory.mktemp("averaging") / "run"
-    train_here(arguments(digits, folder, "noisy", ema__decay=0.8, train__epochs=5, checkpoint__keep_last="null"))
+    train_here(
+        arguments(
+            digits, folder, "noisy", ema__decay=0.8, train__epochs=5, checkpoint__keep_last="null"
+        )
+    )
     return folder
 
 
@@ -63,21 +67,41 @@ def test_average_of_the_last_checkpoints_evaluates_predicts_and_starts_runs(
     run: Path, digits: Path, tmp_path: Path, call: Callable, kind: str
 ) -> None:
     """`state.json` lists the sources. A run starts from it, but does not resume from it."""
-    code, out, err = call(average_command, run, "--last", 3, "--weights", kind, "--out", tmp_path / "swa")
-    assert (code, err) == (0, "") and "3 checkpoints (step-0000033, step-0000044, step-0000055)" in out
+    code, out, err = call(
+        average_command, run, "--last", 3, "--weights", kind, "--out", tmp_path / "swa"
+    )
+    assert (code, err) == (
+        0,
+        "",
+    ) and "3 checkpoints (step-0000033, step-0000044, step-0000055)" in out
     (folder,) = (tmp_path / "swa").iterdir()
     weights = load_file(folder / "model.safetensors")
-    expected = mean_of(checkpoints(run)[-3:], {"raw": "model.safetensors", "ema": "ema.safetensors"}[kind])
+    expected = mean_of(
+        checkpoints(run)[-3:], {"raw": "model.safetensors", "ema": "ema.safetensors"}[kind]
+    )
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in weights)
-    assert not torch.equal(weights["2.running_mean"], load_file(newest(run) / "model.safetensors")["2.running_mean"])
+    assert not torch.equal(
+        weights["2.running_mean"], load_file(newest(run) / "model.safetensors")["2.running_mean"]
+    )
     state = json.loads((folder / "state.json").read_text())
     assert [(Path(entry["checkpoint"]), entry["weights"]) for entry in state["averaged"]] == [
         (path, kind) for path in checkpoints(run)[-3:]
     ]
-    words = [DEMO, "model.name=helpers:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
+    words = [
+        DEMO,
+        "model.name=helpers:noisy",
+        f"data.root={digits}",
+        "data.num_workers=0",
+        "eval.crop_px=16",
+    ]
     code, out, err = call(evaluate_command, *words, tmp_path / "swa")
-    assert (code, err) == (0, "") and "over 359 images" in out and "\nraw: top-1" in out and "\nema" not in out
+    assert (
+        (code, err) == (0, "")
+        and "over 359 images" in out
+        and "\nraw: top-1" in out
+        and "\nema" not in out
+    )
     assert "step 55, an average of 3 checkpoints" in out
     for alone in (tmp_path / "swa", folder):  # neither has the config of a run beside it
         code, _, err = call(evaluate_command, alone)
@@ -85,7 +109,9 @@ def test_average_of_the_last_checkpoints_evaluates_predicts_and_starts_runs(
     image = next((digits / "train" / "7").glob("*.jpg"))
     code, out, _ = call(predict_command, folder, image, "--allow-import", "helpers:noisy")
     assert code == 0 and " %" in out
-    start = arguments(digits, tmp_path / "new", "noisy", model__checkpoint=tmp_path / "swa", train__max_steps=1)
+    start = arguments(
+        digits, tmp_path / "new", "noisy", model__checkpoint=tmp_path / "swa", train__max_steps=1
+    )
     assert call(train_command, *start)[0] == 0
     resume = arguments(digits, tmp_path / "run", "noisy", ema__decay=0.8, train__epochs=5)
     code, _, err = call(train_command, *resume, "--resume-from", tmp_path / "swa")
@@ -97,10 +123,17 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
     results = [70.0, 72.0, 71.9, 73.0, 72.5]
     for path, value, step in zip(checkpoints(run), results, best_steps, strict=True):
         raw = {"latest": {"raw": {"top1_pct": value}}, "best": {"raw": {"step": step}}}
-        altered(path, tmp_path / "checkpoints" / path.name, lambda state, raw=raw: state["progress"].update(raw))
+        altered(
+            path,
+            tmp_path / "checkpoints" / path.name,
+            lambda state, raw=raw: state["progress"].update(raw),
+        )
 
     def chosen(rule: str, count: int) -> list[int]:
-        return [steps.index(int(path.name.removeprefix("step-"))) for path in choose(tmp_path, rule, count, "raw")]
+        return [
+            steps.index(int(path.name.removeprefix("step-")))
+            for path in choose(tmp_path, rule, count, "raw")
+        ]
 
     assert chosen("last", 2) == [3, 4]
     assert chosen("best", 3) == [1, 3, 4]
@@ -109,15 +142,27 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
         choose(tmp_path, "improving", 4, "raw")
 
 
-def test_average_of_different_checkpoints_is_an_error(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_average_of_different_checkpoints_is_an_error(
+    run: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     """Each writes nothing. Runs with different dropout may be averaged."""
     first, second = checkpoints(run)[:2]
     wide = tmp_path / "wide"
     train_here(arguments(digits, wide, "noisy", train__max_steps=1, model__kwargs__width=8))
     shutil.copy(newest(wide) / "model.safetensors", tmp_path / "8.safetensors")
-    reversed_classes = altered(second, tmp_path / "classes", lambda state: state["classes"].reverse())
-    named = altered(second, tmp_path / "name", lambda state: state["config"]["model"].update(name="helpers:plain"))
-    dropout = altered(second, tmp_path / "drop", lambda state: state["config"]["model"].update(kwargs={"dropout": 0.5}))
+    reversed_classes = altered(
+        second, tmp_path / "classes", lambda state: state["classes"].reverse()
+    )
+    named = altered(
+        second,
+        tmp_path / "name",
+        lambda state: state["config"]["model"].update(name="helpers:plain"),
+    )
+    dropout = altered(
+        second,
+        tmp_path / "drop",
+        lambda state: state["config"]["model"].update(kwargs={"dropout": 0.5}),
+    )
     damaged = shutil.copytree(second, tmp_path / "damaged")
     content = bytearray((damaged / "model.safetensors").read_bytes())
     content[-5] ^= 1
@@ -147,7 +192,9 @@ def test_average_of_different_checkpoints_is_an_error(run: Path, digits: Path, t
     assert call(average_command, first, dropout, "--out", out)[0] == 0
 
 
-def test_average_of_weights_files_of_any_origin(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_average_of_weights_files_of_any_origin(
+    run: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     """Files of other libraries and checkpoints, into one file for test.py."""
     first, second = checkpoints(run)[:2]
     state = load_file(first / "model.safetensors")
@@ -156,12 +203,22 @@ def test_average_of_weights_files_of_any_origin(run: Path, digits: Path, tmp_pat
     torch.save({"state_dict": trained, "state_dict_ema": average}, tmp_path / "a.pth")
     save_file(load_file(second / "model.safetensors"), tmp_path / "b.safetensors")
     out = tmp_path / "new" / "soup.safetensors"
-    code, _, err = call(average_command, tmp_path / "a.pth", tmp_path / "b.safetensors", newest(run), "--out", out)
+    code, _, err = call(
+        average_command, tmp_path / "a.pth", tmp_path / "b.safetensors", newest(run), "--out", out
+    )
     assert (code, err) == (0, "")
     expected = mean_of([first, second, newest(run)])
     soup = load_file(out)
-    assert soup.keys() == expected.keys() and all(torch.equal(soup[key], expected[key]) for key in soup)
-    words = [DEMO, "model.name=helpers:noisy", f"data.root={digits}", "data.num_workers=0", "eval.crop_px=16"]
+    assert soup.keys() == expected.keys() and all(
+        torch.equal(soup[key], expected[key]) for key in soup
+    )
+    words = [
+        DEMO,
+        "model.name=helpers:noisy",
+        f"data.root={digits}",
+        "data.num_workers=0",
+        "eval.crop_px=16",
+    ]
     assert call(evaluate_command, *words, out)[0] == 0
     code, _, err = call(average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
     assert code == 2 and "--out average.safetensors" in err

@@ -47,10 +47,17 @@ def bad_image(data: Path) -> Path:
 
 def of_folder(data: Path, work_dir: Path, **changes: Any) -> list[str]:
     settings = {"data__name": "folder", "data__val": "val", "data__val_fraction": "null"}
-    return arguments(data, work_dir, **settings, **{"train__global_batch_size": 16, "train__max_steps": 6} | changes)
+    return arguments(
+        data,
+        work_dir,
+        **settings,
+        **{"train__global_batch_size": 16, "train__max_steps": 6} | changes,
+    )
 
 
-def test_excluded_image_gives_the_bits_of_a_run_without_the_file(folder: Path, tmp_path: Path, call: Call) -> None:
+def test_excluded_image_gives_the_bits_of_a_run_without_the_file(
+    folder: Path, tmp_path: Path, call: Call
+) -> None:
     bad = bad_image(folder)
     code, _, error = call(train_command, *of_folder(folder, tmp_path / "error"))
     assert code == 3 and f"{bad} (image 29)" in error and "data.exclude" in error
@@ -62,11 +69,15 @@ def test_excluded_image_gives_the_bits_of_a_run_without_the_file(folder: Path, t
     assert state_digest(tmp_path / "excluded") == state_digest(tmp_path / "deleted")
     # either run can be resumed from the other: the images have the same digest
     bad.write_bytes(content)
-    train_here([*of_folder(folder, tmp_path / "deleted", train__max_steps=8, **EXCLUDE), "--resume"])
+    train_here(
+        [*of_folder(folder, tmp_path / "deleted", train__max_steps=8, **EXCLUDE), "--resume"]
+    )
     assert len(losses(tmp_path / "deleted")) == 8
 
 
-def test_evaluations_say_how_many_images_are_left_out(folder: Path, tmp_path: Path, call: Call) -> None:
+def test_evaluations_say_how_many_images_are_left_out(
+    folder: Path, tmp_path: Path, call: Call
+) -> None:
     """One of 80 training images and one of 20 validation images."""
     bad = sorted((folder / "val" / "7").iterdir())[1]
     bad.unlink()
@@ -76,7 +87,9 @@ def test_evaluations_say_how_many_images_are_left_out(folder: Path, tmp_path: Pa
     assert call(verify_command, folder)[0] == 3
     code, out, error = call(train_command, *of_folder(folder, tmp_path / "run", **EXCLUDE))
     assert code == 0 and "19 images (1 left out)" in out + error
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     evaluations = [record for record in records if record["kind"] == "eval"]
     assert evaluations and all((e["images"], e["left_out"]) == (19, 1) for e in evaluations)
     code, out, _ = call(evaluate_command, tmp_path / "run" / "config.yaml", tmp_path / "run")
@@ -86,8 +99,12 @@ def test_evaluations_say_how_many_images_are_left_out(folder: Path, tmp_path: Pa
 # ------------------------------------------------------------------------------------------------ data workers
 
 
-@pytest.mark.parametrize("where", ["training", pytest.param("evaluation", marks=pytest.mark.nightly)])
-def test_hung_worker_exits_with_5_and_leaves_no_process(folder: Path, tmp_path: Path, call: Call, where: str) -> None:
+@pytest.mark.parametrize(
+    "where", ["training", pytest.param("evaluation", marks=pytest.mark.nightly)]
+)
+def test_hung_worker_exits_with_5_and_leaves_no_process(
+    folder: Path, tmp_path: Path, call: Call, where: str
+) -> None:
     """Reading a pipe without a writer never ends, as on a network disk that is gone."""
     pipe = bad_image(folder) if where == "training" else sorted((folder / "val" / "0").iterdir())[0]
     if where == "evaluation":
@@ -96,7 +113,12 @@ def test_hung_worker_exits_with_5_and_leaves_no_process(folder: Path, tmp_path: 
     os.mkfifo(pipe)
     options = {"data__num_workers": 2, "data__timeout_sec": 1.5}
     code, _, error = call(train_command, *of_folder(folder, tmp_path / "run", **options))
-    assert code == 5 and error.startswith("data worker ") and "(process " in error and "data.timeout_sec" in error
+    assert (
+        code == 5
+        and error.startswith("data worker ")
+        and "(process " in error
+        and "data.timeout_sec" in error
+    )
     assert not multiprocessing.active_children()
 
 
@@ -134,12 +156,18 @@ def faulty(root: str, part: str, error: str) -> Faulty:
 
 
 def of_faulty(tmp_path: Path, error: str, **changes: Any) -> list[str]:
-    settings = {"data__name": "test_bad_images:faulty", "data__kwargs": f"{{error: {error}}}", "data__num_workers": 1}
+    settings = {
+        "data__name": "test_bad_images:faulty",
+        "data__kwargs": f"{{error: {error}}}",
+        "data__num_workers": 1,
+    }
     settings |= {"data__val": "val", "data__val_fraction": "null", "train__global_batch_size": 16}
     return arguments(tmp_path, tmp_path / "run", **(settings | changes))
 
 
-@pytest.mark.parametrize(("error", "expected"), [("key", "no such record"), ("memory", "data.num_workers")])
+@pytest.mark.parametrize(
+    ("error", "expected"), [("key", "no such record"), ("memory", "data.num_workers")]
+)
 def test_raising_worker_exits_with_5_and_logs_its_traceback(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, error: str, expected: str
 ) -> None:
@@ -155,10 +183,16 @@ def test_killed_worker_ends_the_program_with_5(tmp_path: Path) -> None:
     argv = of_faulty(tmp_path, "killed", data__num_workers=2, data__timeout_sec=20)
     ended = run([sys.executable, TRAIN, *argv], timeout_sec=120, PYTHONPATH=path)
     assert ended.returncode == 5, ended.stderr
-    assert len(ended.stderr.splitlines()) == 2 and "was killed" in ended.stderr and "data.num_workers" in ended.stderr
+    assert (
+        len(ended.stderr.splitlines()) == 2
+        and "was killed" in ended.stderr
+        and "data.num_workers" in ended.stderr
+    )
 
 
-def test_too_little_shared_memory_exits_with_5_before_the_first_step(folder: Path, tmp_path: Path, call: Call) -> None:
+def test_too_little_shared_memory_exits_with_5_before_the_first_step(
+    folder: Path, tmp_path: Path, call: Call
+) -> None:
     bad_image(folder).unlink()
     # the eight batches of two epochs, 16 images of 65,536 px
     sizes = {"augment__size_px": 65_536, "data__num_workers": 2, "data__prefetch_batches": 50}
@@ -167,7 +201,9 @@ def test_too_little_shared_memory_exits_with_5_before_the_first_step(folder: Pat
     assert not list((tmp_path / "run").rglob("metrics.jsonl"))
 
 
-def test_check_shared_memory_adds_loaders_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_shared_memory_adds_loaders_and_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loader, "SHARED_MEMORY", tmp_path)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     images = free // (3 * 1000 * 1000) // 4

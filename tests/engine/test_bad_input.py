@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEMO, EVENTS, REPOSITORY, TRAIN, arguments, evaluations, losses, newest, run, train_here
+from helpers import (
+    DEMO,
+    EVENTS,
+    REPOSITORY,
+    TRAIN,
+    arguments,
+    evaluations,
+    losses,
+    newest,
+    run,
+    train_here,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -45,7 +56,13 @@ WITHOUT_TORCH = (
 
 
 def test_all_bad_overrides_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
-    words = ["configs/demo.yaml", "optimzer.lr=1", "train.epochs=many", "--work-dir", str(tmp_path / "run")]
+    words = [
+        "configs/demo.yaml",
+        "optimzer.lr=1",
+        "train.epochs=many",
+        "--work-dir",
+        str(tmp_path / "run"),
+    ]
     done = run([sys.executable, "-c", WITHOUT_TORCH, *words])
     assert (done.returncode, done.stdout) == (2, "[]\n")
     first, second = done.stderr.splitlines()
@@ -81,7 +98,12 @@ def test_classes_below_train_and_val_are_reported_before_torch_is_imported(tmp_p
     done = run([sys.executable, "-c", WITHOUT_TORCH, *words], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (3, "[]\n")
     overrides = [word for word in done.stderr.split() if re.match(r"data\.\w+=", word)]
-    assert set(overrides) == {"data.root=photos", "data.train=train", "data.val=val", "data.val_fraction=null"}
+    assert set(overrides) == {
+        "data.root=photos",
+        "data.train=train",
+        "data.val=val",
+        "data.val_fraction=null",
+    }
     data = load_config(words[0], overrides).config.data
     check_paths(replace(data, root=str(tmp_path / "photos")))
 
@@ -104,7 +126,12 @@ def test_classes_below_train_and_val_are_reported_before_torch_is_imported(tmp_p
             [],
             "augment.progressive.sizes_px",
         ),
-        (2, {"train.global_batch_size": 1, "device": "cpu"}, ["--gpus", "2"], "train.global_batch_size"),
+        (
+            2,
+            {"train.global_batch_size": 1, "device": "cpu"},
+            ["--gpus", "2"],
+            "train.global_batch_size",
+        ),
         (2, {}, ["--epocs=3"], "--epocs=3"),
         (2, {}, ["--gpus", "0"], "--gpus"),
         (2, {}, ["another.yaml"], "another.yaml"),
@@ -116,7 +143,13 @@ def test_classes_below_train_and_val_are_reported_before_torch_is_imported(tmp_p
     ],
 )
 def test_run_that_cannot_begin_writes_nothing(
-    call: Callable, digits: Path, tmp_path: Path, code: int, changes: dict[str, Any], options: list[str], named: str
+    call: Callable,
+    digits: Path,
+    tmp_path: Path,
+    code: int,
+    changes: dict[str, Any],
+    options: list[str],
+    named: str,
 ) -> None:
     found, _, err = call(train_command, *arguments(digits, tmp_path / "run", **changes), *options)
     assert found == code and named in err, err
@@ -134,7 +167,12 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("code", "changes", "options", "named"),
     [
         (2, {}, [], "step 22"),
-        (2, {}, ["--resume", "--allow-change", "optimzer.lr"], "--allow-change: no key 'optimzer.lr'"),
+        (
+            2,
+            {},
+            ["--resume", "--allow-change", "optimzer.lr"],
+            "--allow-change: no key 'optimzer.lr'",
+        ),
         (4, {"optimizer.lr": 0.5}, ["--resume"], "optimizer.lr: 0.03 -> 0.5"),
         (3, {"data.name": "folder", "data.root": "nowhere"}, ["--overwrite"], "nowhere"),
         (3, {"train.global_batch_size": 5000}, ["--overwrite"], "1438"),
@@ -144,7 +182,13 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_run_that_cannot_begin_leaves_its_folder_unchanged(
-    call: Callable, digits: Path, finished: Path, code: int, changes: dict[str, Any], options: list[str], named: str
+    call: Callable,
+    digits: Path,
+    finished: Path,
+    code: int,
+    changes: dict[str, Any],
+    options: list[str],
+    named: str,
 ) -> None:
     before = contents(finished)
     found, _, err = call(train_command, *arguments(digits, finished, **changes), *options)
@@ -164,18 +208,29 @@ def test_run_that_cannot_begin_leaves_its_folder_unchanged(
     ],
 )
 def test_dry_run_ends_as_the_run_would(
-    call: Callable, digits: Path, finished: Path, tmp_path: Path, code: int, place: str, options: list[str]
+    call: Callable,
+    digits: Path,
+    finished: Path,
+    tmp_path: Path,
+    code: int,
+    place: str,
+    options: list[str],
 ) -> None:
     shutil.copytree(finished, tmp_path / "finished")
     shutil.copytree(finished, tmp_path / "damaged")
     for state in (tmp_path / "damaged" / "checkpoints").glob("step-*/state.json"):
         state.write_text("")
     before = contents(tmp_path)
-    words = [*arguments(digits, tmp_path / place), *(option.format(digits=digits) for option in options)]
+    words = [
+        *arguments(digits, tmp_path / place),
+        *(option.format(digits=digits) for option in options),
+    ]
     found, out, err = call(train_command, *words, "--dry-run")
     assert found == code, err
     assert contents(tmp_path) == before and not (tmp_path / "new").exists()
-    assert code or ("step 22" in out and "1438 images in 10 classes, from " in out and "359 images" in out)
+    assert code or (
+        "step 22" in out and "1438 images in 10 classes, from " in out and "359 images" in out
+    )
 
 
 # --------------------------------------------------------------------------------------- NaN and out of memory
@@ -213,10 +268,16 @@ def test_loss_that_turns_nan_exits_with_6_and_keeps_the_last_checkpoint(
     sampler = EpochSampler(88, 8, rank=0, world_size=1, seed=0)
     sampler.set_epoch(1, start_step=5)  # the 17th step of all, counted from 1
     samples = [f"synthetic/train[{index}]" for _, index, _ in islice(sampler, 8)]
-    assert code == 6 and all(text in err for text in ("step 17", "rank 0", ", ".join(samples[:3]), "optimizer.lr"))
+    assert code == 6 and all(
+        text in err for text in ("step 17", "rank 0", ", ".join(samples[:3]), "optimizer.lr")
+    )
     assert ", ".join(samples) in (tmp_path / "run" / "logs" / "rank0.log").read_text()
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-0000011"]
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [
+        "step-0000011"
+    ]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records if record.get("skipped")] == [14, 15, 16, 17]
     # With the loss corrected, it resumes and ends as the undisturbed run.
     corrected = arguments(digits, tmp_path / "run", **with_nan_after(1000))
@@ -225,7 +286,9 @@ def test_loss_that_turns_nan_exits_with_6_and_keeps_the_last_checkpoint(
     assert evaluations(tmp_path / "run")[-1]["loss"] == evaluations(tmp_path / "good")[-1]["loss"]
 
 
-def test_few_nan_steps_are_skipped_and_reported(call: Callable, digits: Path, tmp_path: Path) -> None:
+def test_few_nan_steps_are_skipped_and_reported(
+    call: Callable, digits: Path, tmp_path: Path
+) -> None:
     changes = with_nan_after(18, train__max_nonfinite_steps=10, log__every_steps=3)
     code, out, _ = call(train_command, *arguments(digits, tmp_path / "run", **changes))
     out = " ".join(out.split())
@@ -252,11 +315,15 @@ def test_prediction_that_is_nan_exits_with_4(
     save_file({**weights, "5.bias": weights["5.bias"] * math.nan}, checkpoint / "model.safetensors")
     write_manifest(checkpoint)
     image = next((digits / "train" / "7").glob("*.jpg"))
-    code, out, err = call(predict_command, checkpoint, image, "--allow-import", "helpers:plain", *options)
+    code, out, err = call(
+        predict_command, checkpoint, image, "--allow-import", "helpers:plain", *options
+    )
     assert code == 4 and str(image) in err and "nan" not in out.lower()
 
 
-def test_infinite_logit_is_null_in_json(call: Callable, digits: Path, finished: Path, tmp_path: Path) -> None:
+def test_infinite_logit_is_null_in_json(
+    call: Callable, digits: Path, finished: Path, tmp_path: Path
+) -> None:
     """Of a class that the model excludes."""
     checkpoint = Path(shutil.copytree(newest(finished), tmp_path / "masked"))
     weights = load_file(checkpoint / "model.safetensors")
@@ -294,5 +361,7 @@ def huge(num_classes: int) -> torch.nn.Module:
 
 
 def test_out_of_memory_exits_with_5(call: Callable, digits: Path, tmp_path: Path) -> None:
-    code, _, err = call(train_command, *arguments(digits, tmp_path / "run", model__name=f"{__name__}:huge"))
+    code, _, err = call(
+        train_command, *arguments(digits, tmp_path / "run", model__name=f"{__name__}:huge")
+    )
     assert code == 5 and "train.micro_batch_size" in err

@@ -15,7 +15,9 @@ from imagenet_cls.commands.cli import main
 from imagenet_cls.commands.train import train_command
 
 QUICK = REPOSITORY / "configs" / "quick"
-SMALL_RESNET = "model.name=resnet18 model.kwargs.layers=[1,1,1,1] model.kwargs.channels=[8,16,32,64]"
+SMALL_RESNET = (
+    "model.name=resnet18 model.kwargs.layers=[1,1,1,1] model.kwargs.channels=[8,16,32,64]"
+)
 
 
 def returns_a_tuple(num_classes: int) -> nn.Module:
@@ -52,17 +54,26 @@ FACTORY_KEYS = {
 # Changes to a valid recipe, and the key of the error.
 BAD = [
     ("augment.policy=randaugment-m9", "augment.policy"),
-    ("augment.policy=torchvision:rand_augment augment.policy_kwargs.magnitud=3", "augment.policy_kwargs.magnitud"),
+    (
+        "augment.policy=torchvision:rand_augment augment.policy_kwargs.magnitud=3",
+        "augment.policy_kwargs.magnitud",
+    ),
     ("loss.name=jsd", "loss.name"),
     ("loss.name=cross_entropie", "loss.name"),
     ("loss.class_weights=[1,2,3]", "loss.class_weights"),
-    ("distill.kind=soft distill.teacher.name=resnet81 distill.teacher.pretrained=true", "distill.teacher.name"),
+    (
+        "distill.kind=soft distill.teacher.name=resnet81 distill.teacher.pretrained=true",
+        "distill.teacher.name",
+    ),
     ("data.repeats=4 train.global_batch_size=2", "data.repeats"),
     ("mix.cutmix_minmax=[0.3,0.31]", "mix.cutmix_minmax"),
     ("schedule.warmup_epochs=5", "schedule.warmup_epochs"),
     ("schedule.name=cosin", "schedule.name"),
     ("schedule.name=cosine schedule.kwargs.min_lr=1", "schedule.kwargs.min_lr"),
-    ("schedule.name=multistep schedule.kwargs.milestones_epochs=[0,30]", "schedule.kwargs.milestones_epochs"),
+    (
+        "schedule.name=multistep schedule.kwargs.milestones_epochs=[0,30]",
+        "schedule.kwargs.milestones_epochs",
+    ),
     # A momentum that the optimizer does not have.
     (
         "schedule.name=one_cycle schedule.warmup_epochs=0 schedule.kwargs.min_momentum=0.8 "
@@ -109,7 +120,9 @@ def problems_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[st
 def written(folder: Path) -> list[Path]:
     """Files except the lock and the log of a run that got as far as its folder."""
     return [
-        path for path in folder.rglob("*") if path.is_file() and path.name != ".lock" and path.parent.name != "logs"
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock" and path.parent.name != "logs"
     ]
 
 
@@ -126,7 +139,10 @@ def test_bad_recipe_is_an_error_before_anything_is_written(
     ("changes", "key"),
     [
         ("parallel.uneven=error train.global_batch_size=127", "train.global_batch_size"),
-        ("train.micro_batch_size=1 train.global_batch_size=127", "train.global_batch_size"),  # one would be empty
+        (
+            "train.micro_batch_size=1 train.global_batch_size=127",
+            "train.global_batch_size",
+        ),  # one would be empty
     ],
 )
 def test_batch_that_does_not_fit_the_ranks_is_an_error_before_they_start(
@@ -166,7 +182,14 @@ def test_problems_of_stage_2_are_reported_at_once(tmp_path: Path) -> None:
         "schedule: {name: cosine, kwargs: {min_rl: 0}}\n"
     )
     done = run(
-        [sys.executable, TRAIN, str(recipe), f"data.root={tmp_path / 'data'}", "--work-dir", str(tmp_path / "run")]
+        [
+            sys.executable,
+            TRAIN,
+            str(recipe),
+            f"data.root={tmp_path / 'data'}",
+            "--work-dir",
+            str(tmp_path / "run"),
+        ]
     )
     assert done.returncode == 2
     lines = done.stderr.splitlines()

@@ -32,7 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def benchmark(tool: ModuleType, folder: Path, command: str, *words: str) -> tuple[int, dict]:
     """Exit code and result with eight images."""
     sizes = ["--images", "8", "--batch-size", "4", "--workers", "1", "--tiny"]
-    code = tool.main([command, *sizes, "--folder", str(folder / "images"), "--out", str(folder), *words])
+    code = tool.main(
+        [command, *sizes, "--folder", str(folder / "images"), "--out", str(folder), *words]
+    )
     result = json.loads((folder / f"{command}.json").read_text())
     assert result.keys() >= KEYS and len(result["machine"]["gpus"]) == torch.cuda.device_count()
     return code, result
@@ -45,10 +47,19 @@ def checks(result: dict) -> dict[str, bool]:
 @pytest.mark.nightly
 def test_decode_compares_decoders(tool, folder):
     code, result = benchmark(
-        tool, folder, "decode", "--only", "*, whole", "ours, *", "--peer", f"nvimgcodec={sys.executable}"
+        tool,
+        folder,
+        "decode",
+        "--only",
+        "*, whole",
+        "ours, *",
+        "--peer",
+        f"nvimgcodec={sys.executable}",
     )
     rates = {row["row"]: row["value"] for row in result["tables"]["Each implementation"]}
-    assert rates["ours, whole"] > 0 and rates["torchvision, whole"] > 0 and rates["Pillow, whole"] > 0
+    assert (
+        rates["ours, whole"] > 0 and rates["torchvision, whole"] > 0 and rates["Pillow, whole"] > 0
+    )
     assert (rates["ours, crop"] is None) == (find_turbojpeg() is None)
     ratio = result["tables"]["Ratios, one thread"][0]
     assert ratio["row"] == "ours, whole / torchvision, whole" and ratio["value"] > 0
@@ -58,25 +69,33 @@ def test_decode_compares_decoders(tool, folder):
 
 @pytest.mark.nightly
 def test_loader_compares_with_decoding_only(tool, folder):
-    code, result = benchmark(tool, folder, "loader", "--only", "ours", "decode only", "--baseline", str(ROOT))
+    code, result = benchmark(
+        tool, folder, "loader", "--only", "ours", "decode only", "--baseline", str(ROOT)
+    )
     rows = {row["row"]: row for rows in result["tables"].values() for row in rows}
     assert rows["ours / decode only"]["value"] > 0
     assert rows["ours / decode only"]["goal"] == ">= 1.1"
     assert rows["ours / FFCV"]["value"] is None
-    assert "8 of 8 images" in str(result["tables"]["Equality"]) and "crops of" in str(checks(result))
+    assert "8 of 8 images" in str(result["tables"]["Equality"]) and "crops of" in str(
+        checks(result)
+    )
     assert code == 0 and all(checks(result).values())
 
 
 def test_other_pixels_fail(tool, folder, monkeypatch):
     from benchmarks import equality
 
-    monkeypatch.setattr(equality, "decode_rgb", lambda data: torch.zeros(3, 1, 1, dtype=torch.uint8))
+    monkeypatch.setattr(
+        equality, "decode_rgb", lambda data: torch.zeros(3, 1, 1, dtype=torch.uint8)
+    )
     code, result = benchmark(tool, folder, "decode", "--only", "none")
     assert code == 1 and not checks(result)["pixels of torchvision's decoder"]
 
 
 def test_implementation_that_fails_is_not_measured(tool, folder):
-    code, result = benchmark(tool, folder, "decode", "--only", "nvImageCodec, crop", "--peer", "all=false")
+    code, result = benchmark(
+        tool, folder, "decode", "--only", "nvImageCodec, crop", "--peer", "all=false"
+    )
     (row,) = result["tables"]["Each implementation"]
     assert code == 0 and row["value"] is None and row["note"]
     assert result["tables"]["Ratios, one thread"][0]["value"] is None
@@ -97,9 +116,17 @@ def test_ratios_are_paired_by_round():
     fast, slow = Implementation("fast", {}), Implementation("slow", {})
     for factor in (1, 4, 2):  # the machine slows down: ratios of 2, 3 and 2.5
         slow.passes.append({"images": 10, "seconds": float(factor), "cpu_seconds": 1.0})
-    fast.passes = [{"images": 10, "seconds": seconds, "cpu_seconds": 0.5} for seconds in (0.5, 4 / 3, 0.8)]
+    fast.passes = [
+        {"images": 10, "seconds": seconds, "cpu_seconds": 0.5} for seconds in (0.5, 4 / 3, 0.8)
+    ]
     row = paired("fast / slow", fast, slow, ">= 2.6")
-    assert (row["value"], row["low"], row["high"], row["cpu_ratio"], row["met"]) == (2.5, 2.0, 3.0, 2.0, False)
+    assert (row["value"], row["low"], row["high"], row["cpu_ratio"], row["met"]) == (
+        2.5,
+        2.0,
+        3.0,
+        2.0,
+        False,
+    )
     assert "| fast / slow | 2.5 x | 2 to 3 | 2 | >= 2.6 | **no** |" in table([row])
 
 
@@ -107,7 +134,9 @@ def test_docs_have_the_results():
     from benchmarks.compare import DOCS, RESULTS, page_with_results, read_results
 
     page = DOCS.read_text()
-    assert page == page_with_results(page, read_results(RESULTS)), "run python tools/benchmark.py docs"
+    assert page == page_with_results(page, read_results(RESULTS)), (
+        "run python tools/benchmark.py docs"
+    )
 
 
 @pytest.mark.nightly

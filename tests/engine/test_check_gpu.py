@@ -51,21 +51,38 @@ def python(code: str) -> list[str]:
 
 
 def test_precisions_on_a_cpu(tmp_path: Path) -> None:
-    words = ["--only", "precision-fp32", "precision-bf16", "sanitizer", "--skip", "precision-fp32", "--out", "out"]
+    words = [
+        "--only",
+        "precision-fp32",
+        "precision-bf16",
+        "sanitizer",
+        "--skip",
+        "precision-fp32",
+        "--out",
+        "out",
+    ]
     done = run([*TOOL, *words], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     content = written(tmp_path / "out")
-    assert results(tmp_path / "out") == {"machine": "pass", "sanitizer": "skipped", "precision-bf16": "pass"}
+    assert results(tmp_path / "out") == {
+        "machine": "pass",
+        "sanitizer": "skipped",
+        "precision-bf16": "pass",
+    }
     assert content["finished"] and content["machine"]["torch"] and content["machine"]["gpus"] == []
     assert all(row["line"] and row["seconds"] >= 0 for row in content["checks"])
     table = (tmp_path / "out" / "check_gpu.md").read_text()
-    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 1 + len(content["checks"])
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 1 + len(
+        content["checks"]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_unknown_check_exits_with_2(call, tmp_path: Path) -> None:
     for option in ("--only", "--skip"):
-        code, _, error = call(check_gpu_command, option, "resume", "determinstic", "--out", tmp_path / "out")
+        code, _, error = call(
+            check_gpu_command, option, "resume", "determinstic", "--out", tmp_path / "out"
+        )
         assert code == 2 and "deterministic" in error
     assert not (tmp_path / "out").exists()
 
@@ -98,9 +115,17 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(tmp_path: Path, capsy
     outcomes = {name: result.result for name, result in found.items()}
     assert outcomes == results(tmp_path / "out")
     failing = ("fails", "exits", "hangs", "has a bug")
-    expected = {"machine": "pass", **dict.fromkeys(failing, "fail"), "skips": "skipped", "needs two": "skipped"}
+    expected = {
+        "machine": "pass",
+        **dict.fromkeys(failing, "fail"),
+        "skips": "skipped",
+        "needs two": "skipped",
+    }
     assert outcomes == {**expected, "passes": "pass"} and list(outcomes) == ["machine", *checks]
-    assert found["fails"].line == "ValueError: no such | kernel" and "Traceback" in found["fails"].output
+    assert (
+        found["fails"].line == "ValueError: no such | kernel"
+        and "Traceback" in found["fails"].output
+    )
     assert "7" in found["exits"].line and "time limit" in found["hangs"].line
     assert running_with(marker) == []
     assert len(capsys.readouterr().out.splitlines()) == len(found) + 1
@@ -115,16 +140,22 @@ def test_failed_check_exits_with_5(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
+    "number",
+    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)],
 )
 def test_killed_run_keeps_its_table(tmp_path: Path, number: signal.Signals) -> None:
     words = [*TOOL, "--only", "sanitizer", "deterministic", "--out", str(tmp_path / "out")]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = environment(TMPDIR=str(temporary))
-    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True) as process:
+    with subprocess.Popen(
+        words, env=env, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True
+    ) as process:
         log = tmp_path / "out" / "check_gpu_logs" / "deterministic.txt"
-        wait_for(lambda: log.exists() and log.stat().st_size > 0 and len(results(tmp_path / "out")) == 2, "a check")
+        wait_for(
+            lambda: log.exists() and log.stat().st_size > 0 and len(results(tmp_path / "out")) == 2,
+            "a check",
+        )
         process.send_signal(number)
         code = process.wait(60)
     assert code == -number if number == signal.SIGKILL else code == 128 + number
@@ -150,7 +181,10 @@ def test_steps_that_differ_fail() -> None:
 def test_error_line_is_the_error_and_not_advice_after_it() -> None:
     output = "Traceback (most recent call last):\n  File\ntorch.BackendCompilerFailed: x\nRuntimeError: bad\n\nSet X"
     assert error_line(output) == "RuntimeError: bad"
-    assert error_line("plan\ndevice=cuda, but torch sees no GPU.\n") == "device=cuda, but torch sees no GPU."
+    assert (
+        error_line("plan\ndevice=cuda, but torch sees no GPU.\n")
+        == "device=cuda, but torch sees no GPU."
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +195,9 @@ def test_error_line_is_the_error_and_not_advice_after_it() -> None:
         ("train.py", ("matplotlib",), 2),
     ],
 )
-def test_libraries_of_reports_may_be_missing(program: str, missing: tuple[str, ...], expected: int) -> None:
+def test_libraries_of_reports_may_be_missing(
+    program: str, missing: tuple[str, ...], expected: int
+) -> None:
     code = (
         "import importlib.util, sys\nfind = importlib.util.find_spec\n"
         f"importlib.util.find_spec = lambda name: None if name in {missing} else find(name)\n"

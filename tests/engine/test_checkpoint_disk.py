@@ -27,7 +27,9 @@ def no_events() -> Iterator[None]:
 
 
 def arguments_for(digits: Path, folder: Path, **changes: Any) -> list[str]:
-    return arguments(digits, folder, "eventful", **({"train__epochs": 1, "checkpoint__every_steps": 2} | changes))
+    return arguments(
+        digits, folder, "eventful", **({"train__epochs": 1, "checkpoint__every_steps": 2} | changes)
+    )
 
 
 def after_last_save(event: Callable[[], object]) -> Callable[[Any], None]:
@@ -61,7 +63,11 @@ def faults(disk: Path) -> dict[str, tuple[Callable[[], object], Callable[[], obj
 
     return {
         "full": (lambda: fill(disk, 20_000), (disk / "filler").unlink, "No space left on device"),
-        "read-only": (make_read_only, lambda: subprocess.run(["umount", disk], check=True), "Read-only file system"),
+        "read-only": (
+            make_read_only,
+            lambda: subprocess.run(["umount", disk], check=True),
+            "Read-only file system",
+        ),
         "gone": (lambda: run.rename(away), lambda: away.rename(run), "the run folder is gone"),
     }
 
@@ -71,7 +77,9 @@ def assert_complete(folder: Path, *steps: int) -> None:
     checkpoints = list_checkpoints(folder / "checkpoints")
     assert sorted(map(step_of, checkpoints)) == list(steps)
     assert all(read_checkpoint(path) for path in checkpoints)
-    assert len({path.name for path in (folder / "checkpoints").iterdir()} - {"best", "last"}) == len(steps)
+    assert len(
+        {path.name for path in (folder / "checkpoints").iterdir()} - {"best", "last"}
+    ) == len(steps)
 
 
 @pytest.fixture(scope="module")
@@ -112,31 +120,47 @@ def test_failing_disk_on_error_continue_trains_on_and_saves_later(
     break_disk, repair_disk, reason = faults(disk)[fault]
     folder = disk / "run"
     EVENTS[5] = after_last_save(break_disk)
-    EVENTS[7] = after_last_save(lambda: assert_complete(disk / "away" if fault == "gone" else folder, 2, 4))
+    EVENTS[7] = after_last_save(
+        lambda: assert_complete(disk / "away" if fault == "gone" else folder, 2, 4)
+    )
     EVENTS[9] = after_last_save(repair_disk)
-    words = arguments_for(digits, folder, checkpoint__on_error="continue", log__tensorboard=fault == "full")
+    words = arguments_for(
+        digits, folder, checkpoint__on_error="continue", log__tensorboard=fault == "full"
+    )
     code, out, err = call(train_command, *words)
     reports = [line for line in out.splitlines() if "(checkpoint.on_error)" in line]
-    assert (code, err) == (0, "") and len(reports) == 2 and all(reason in line for line in reports), out
+    assert (
+        (code, err) == (0, "") and len(reports) == 2 and all(reason in line for line in reports)
+    ), out
     assert_complete(folder, 10, 11)
     assert len(losses(folder)) == STEPS  # also of the steps between the faults
     assert state_digest(folder) == undisturbed
 
 
-def test_failed_last_save_on_error_continue_exits_with_5(digits: Path, disk: Path, call: Callable) -> None:
+def test_failed_last_save_on_error_continue_exits_with_5(
+    digits: Path, disk: Path, call: Callable
+) -> None:
     EVENTS[9] = after_last_save(lambda: fill(disk))
-    words = arguments_for(digits, disk / "run", checkpoint__on_error="continue", log__tensorboard="true")
+    words = arguments_for(
+        digits, disk / "run", checkpoint__on_error="continue", log__tensorboard="true"
+    )
     code, out, err = call(train_command, *words)
     assert code == 5 and "step-0000011: No space left on device" in err and "done" not in out
     assert_complete(disk / "run", 6, 8)
 
 
-def test_too_little_disk_space_is_reported_at_the_start(digits: Path, disk: Path, call: Callable) -> None:
+def test_too_little_disk_space_is_reported_at_the_start(
+    digits: Path, disk: Path, call: Callable
+) -> None:
     """Checkpoints that are there already count as space: they are removed for new ones."""
-    needed = 3 * 2 * sum(parameter.nbytes for parameter in noisy(10).parameters())  # weights and momentum
+    needed = (
+        3 * 2 * sum(parameter.nbytes for parameter in noisy(10).parameters())
+    )  # weights and momentum
 
     def has_warning(max_steps: int, option: str = "--resume") -> bool:
-        words = arguments_for(digits, disk / "run", train__max_steps=max_steps, checkpoint__keep_last=3)
+        words = arguments_for(
+            digits, disk / "run", train__max_steps=max_steps, checkpoint__keep_last=3
+        )
         code, out, _ = call(train_command, *words, option)
         assert code == 0
         return "three checkpoints" in out

@@ -43,7 +43,9 @@ def build(num_classes, **kwargs):
 
 
 @pytest.fixture(autouse=True)
-def attacker_in_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def attacker_in_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """As if the attacker's module was unpacked with the checkpoint."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -72,7 +74,12 @@ def commands(digits: Path, tmp_path: Path) -> Callable[[Path], dict[str, list[An
             "test": [evaluate_command, *words[:-2], weights],
             "predict": [predict_command, weights, image, "--allow-import", "helpers:plain"],
             "average": [average_command, weights, weights, "--out", tmp_path / average],
-            "model.checkpoint": [train_command, *words, "--overwrite", f"model.checkpoint={weights}"],
+            "model.checkpoint": [
+                train_command,
+                *words,
+                "--overwrite",
+                f"model.checkpoint={weights}",
+            ],
             "--resume-from": [train_command, *words, "--overwrite", "--resume-from", weights],
         }
 
@@ -106,7 +113,10 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "os:system": {"name": "os:system", "kwargs": {"command": f"touch {CANARY}"}},
     "attacker:build": {"name": "attacker:build"},
     "attacker": {"imports": ["attacker"]},
-    "helpers:subprocess.run": {"name": "helpers:subprocess.run", "kwargs": {"args": ["touch", CANARY]}},
+    "helpers:subprocess.run": {
+        "name": "helpers:subprocess.run",
+        "kwargs": {"args": ["touch", CANARY]},
+    },
     "hf-hub:someone/model": {"name": "hf-hub:someone/model"},
     "local-dir:.": {"name": "local-dir:."},
 }
@@ -129,7 +139,11 @@ def test_commands_that_only_read_weights_run_no_code(
     """Averaging, initial weights, a teacher and --resume-from: the model is that of the user's config."""
     checkpoint = changed(trained, tmp_path / "changed", ["attacker"], name="attacker:build")
     command = commands(checkpoint)
-    teacher = ["distill.kind=soft", "distill.teacher.name=helpers:plain", f"distill.teacher.checkpoint={checkpoint}"]
+    teacher = [
+        "distill.kind=soft",
+        "distill.teacher.name=helpers:plain",
+        f"distill.teacher.checkpoint={checkpoint}",
+    ]
     assert call(*command["average"])[0] == 0
     assert call(*command["model.checkpoint"], *teacher)[0] == 0
     assert call(*command["--resume-from"])[0] == 4  # another model.name
@@ -167,10 +181,26 @@ ODD_VALUES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "no mean": ("preprocessing", {"mean": []}, ("test", "predict", "model.checkpoint")),
     "std of zero": ("preprocessing", {"std": [0, 0, 0]}, ("test", "predict", "model.checkpoint")),
     "step as text": ("progress", {"step": "x"}, ALL_COMMANDS),
-    "metrics as text": ("progress", {"latest": {"raw": {"top1_pct": "x", "loss": 1.0}}}, ALL_COMMANDS),
-    "pool": ("config", {"model": {"name": "test_resnet", "kwargs": {"global_pool": "evil"}}}, ("test", "predict")),
-    "width": ("config", {"model": {"name": "helpers:plain", "kwargs": {"width": -1}}}, ("test", "predict")),
-    "nesting": ("config", {"data": {"kwargs": {"x": json.loads("[" * 300 + "]" * 300)}}}, ("test", "predict")),
+    "metrics as text": (
+        "progress",
+        {"latest": {"raw": {"top1_pct": "x", "loss": 1.0}}},
+        ALL_COMMANDS,
+    ),
+    "pool": (
+        "config",
+        {"model": {"name": "test_resnet", "kwargs": {"global_pool": "evil"}}},
+        ("test", "predict"),
+    ),
+    "width": (
+        "config",
+        {"model": {"name": "helpers:plain", "kwargs": {"width": -1}}},
+        ("test", "predict"),
+    ),
+    "nesting": (
+        "config",
+        {"data": {"kwargs": {"x": json.loads("[" * 300 + "]" * 300)}}},
+        ("test", "predict"),
+    ),
     "names of classes": ("", {"classes": 10}, ("test", "predict", "model.checkpoint")),
     "size of images": ("config", {"eval": {"crop_px": 20}}, ("predict",)),
 }
@@ -181,7 +211,9 @@ def test_odd_values_with_matching_digests_exit_with_4(
     name: str, trained: Path, tmp_path: Path, call: Callable, commands: Callable
 ) -> None:
     section, values, users = ODD_VALUES[name]
-    folder = changed(trained, tmp_path / "odd", section=section, values=values, name="helpers:plain")
+    folder = changed(
+        trained, tmp_path / "odd", section=section, values=values, name="helpers:plain"
+    )
     for user in users:
         code, _, err = call(*commands(folder)[user])
         assert code == 4 and "odd" in err, (user, err)
@@ -196,14 +228,20 @@ def test_class_names_that_are_numbers_are_compared_as_text(
 
 
 def test_no_model_of_a_checkpoint_is_downloaded(
-    trained: Path, tmp_path: Path, call: Callable, commands: Callable, monkeypatch: pytest.MonkeyPatch
+    trained: Path,
+    tmp_path: Path,
+    call: Callable,
+    commands: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
     monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: asked.append(address) or [])
     kwargs = {"weights_backbone": "DEFAULT"}
     for number, model in enumerate(("deeplabv3_resnet50", "quantized_resnet18", "resnet18")):
         weights = {"weights": "DEFAULT", "pretrained_backbone": True} if number else kwargs
-        folder = changed(trained, tmp_path / str(number), name=f"torchvision:{model}", kwargs=weights)
+        folder = changed(
+            trained, tmp_path / str(number), name=f"torchvision:{model}", kwargs=weights
+        )
         assert call(*commands(folder)["predict"])[0] == 4
     assert asked == []
 
@@ -231,7 +269,9 @@ def save_tar(content: Any, path: Path) -> None:
 # By file name: a function that writes it.
 PICKLES: dict[str, Callable[[Any, Path], Any]] = {
     "zip.pt": torch.save,
-    "legacy.pth": lambda content, path: torch.save(content, path, _use_new_zipfile_serialization=False),
+    "legacy.pth": lambda content, path: torch.save(
+        content, path, _use_new_zipfile_serialization=False
+    ),
     "tar.pth.tar": save_tar,
     "plain.pkl": lambda content, path: path.write_bytes(pickle.dumps(content, protocol=2)),
     "zip.safetensors": torch.save,
@@ -280,9 +320,13 @@ def safetensors_header(**tensor: Any) -> bytes:
 TIB = 2**40
 FALSE_SIZES = {
     "header beyond the end": struct.pack("<Q", 1 << 60) + b"{}",
-    "tensor beyond the end": safetensors_header(dtype="F32", shape=[TIB // 4], data_offsets=[0, TIB]),
-    "shape larger than the data": safetensors_header(dtype="F32", shape=[TIB], data_offsets=[0, 4]) + bytes(4),
-    "shape that overflows": safetensors_header(dtype="F32", shape=[TIB] * 9, data_offsets=[0, 4]) + bytes(4),
+    "tensor beyond the end": safetensors_header(
+        dtype="F32", shape=[TIB // 4], data_offsets=[0, TIB]
+    ),
+    "shape larger than the data": safetensors_header(dtype="F32", shape=[TIB], data_offsets=[0, 4])
+    + bytes(4),
+    "shape that overflows": safetensors_header(dtype="F32", shape=[TIB] * 9, data_offsets=[0, 4])
+    + bytes(4),
     "deep nesting": struct.pack("<Q", 200_000) + b'{"a":' + b"[" * 199_995,
 }
 
@@ -325,9 +369,16 @@ def test_safetensors_header_with_wrong_sizes_is_an_error_and_costs_no_memory(
     ids=str,
 )
 def test_sizes_of_images_that_cost_gigabytes_exit_with_4(
-    values: dict[str, Any], trained: Path, tmp_path: Path, call: Callable, commands: Callable, little_memory: None
+    values: dict[str, Any],
+    trained: Path,
+    tmp_path: Path,
+    call: Callable,
+    commands: Callable,
+    little_memory: None,
 ) -> None:
-    folder = changed(trained, tmp_path / "odd", section="config", values={"eval": values}, name="helpers:plain")
+    folder = changed(
+        trained, tmp_path / "odd", section="config", values={"eval": values}, name="helpers:plain"
+    )
     code, _, err = call(*commands(folder)["predict"])
     assert code == 4 and "odd" in err
 
@@ -336,7 +387,10 @@ def test_compressed_file_is_an_error(tmp_path: Path) -> None:
     """torch reads compressed files, but writes none."""
     stored, compressed = tmp_path / "stored.pth", tmp_path / "compressed.pth"
     torch.save({"weight": torch.zeros(10_000_000, dtype=torch.uint8)}, stored)
-    with zipfile.ZipFile(stored) as source, zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(stored) as source,
+        zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry))
     assert read_weights(stored)[0]["weight"].shape == (10_000_000,)
@@ -349,13 +403,25 @@ def test_weights_of_another_model_through_every_command_exit_with_4(
 ) -> None:
     """The counts of renamed weights, and of weights with another shape."""
     state = load_file(trained / "model.safetensors")
-    renamed, other_kwargs = tmp_path / "renamed", changed(trained, tmp_path / "kwargs", kwargs={"width": 8})
+    renamed, other_kwargs = (
+        tmp_path / "renamed",
+        changed(trained, tmp_path / "kwargs", kwargs={"width": 8}),
+    )
     shutil.copytree(trained, renamed)
-    save_file({name.replace("0.", "first."): value for name, value in state.items()}, renamed / "model.safetensors")
+    save_file(
+        {name.replace("0.", "first."): value for name, value in state.items()},
+        renamed / "model.safetensors",
+    )
     write_manifest(renamed)
     for name in ("test", "predict", "model.checkpoint", "--resume-from"):
         code, _, err = call(*commands(renamed)[name])
-        assert code == 4 and "2 missing (0.weight, 0.bias); 2 unexpected (first.bias, first.weight)" in err, (name, err)
+        assert (
+            code == 4
+            and "2 missing (0.weight, 0.bias); 2 unexpected (first.bias, first.weight)" in err
+        ), (name, err)
     for name in ("test", "predict"):
         code, _, err = call(*commands(other_kwargs)[name])
-        assert code == 4 and "5 of another shape (0.weight (16, 3, 3, 3) for (8, 3, 3, 3)" in err, (name, err)
+        assert code == 4 and "5 of another shape (0.weight (16, 3, 3, 3) for (8, 3, 3, 3)" in err, (
+            name,
+            err,
+        )

@@ -74,7 +74,10 @@ def test_slow_write_delays_no_step_and_holds_the_state_of_its_step(
     assert in_time == [True] * 3
     assert saved(tmp_path / "late") == saved(tmp_path / "plain") == [4, 8, STEPS]
     for late in (tmp_path / "late" / "checkpoints").glob("*/*.safetensors"):
-        assert late.read_bytes() == (tmp_path / "plain" / late.relative_to(tmp_path / "late")).read_bytes()
+        assert (
+            late.read_bytes()
+            == (tmp_path / "plain" / late.relative_to(tmp_path / "late")).read_bytes()
+        )
     assert losses(tmp_path / "late") == losses(tmp_path / "plain")
 
 
@@ -88,7 +91,9 @@ def test_failed_save_ends_the_run_at_the_next_step(
     assert reached == [] and saved(tmp_path) == []
 
 
-def test_nan_weights_are_not_saved_and_the_run_resumes_from_before(digits: Path, tmp_path: Path) -> None:
+def test_nan_weights_are_not_saved_and_the_run_resumes_from_before(
+    digits: Path, tmp_path: Path
+) -> None:
     changes = {"train__epochs": 2, "train__max_nonfinite_steps": 99}
     words = arguments_for(digits, tmp_path / "run", **changes)
     EVENTS[10] = lambda network: nn.init.constant_(next(network.parameters()), torch.nan)
@@ -118,7 +123,11 @@ def test_newest_and_best_checkpoints_of_both_kinds_of_weights_stay(
             weight.copy_(negated[0])
 
     EVENTS.update(dict.fromkeys(range(2 * STEPS, 3 * STEPS + 1), negate))
-    train_here(arguments_for(digits, tmp_path, train__epochs=3, checkpoint__keep_last=keep_last, optimizer__lr=0.1))
+    train_here(
+        arguments_for(
+            digits, tmp_path, train__epochs=3, checkpoint__keep_last=keep_last, optimizer__lr=0.1
+        )
+    )
     best = {}
     for kind in ("raw", "ema"):
         results = [record for record in evaluations(tmp_path) if record["weights"] == kind]
@@ -142,7 +151,12 @@ def test_best_checkpoint_not_saved_keeps_the_best_before_it(
             nn.init.zeros_(parameter)
 
     EVENTS.update(dict.fromkeys(range(25, 29), set_to_zero) | {21: limit_file_size, 23: end_limit})
-    changes = {"train__epochs": 3, "checkpoint__keep_last": 1, "checkpoint__on_error": "continue", "ema__decay": "null"}
+    changes = {
+        "train__epochs": 3,
+        "checkpoint__keep_last": 1,
+        "checkpoint__on_error": "continue",
+        "ema__decay": "null",
+    }
     train_here(arguments_for(digits, tmp_path, train__max_steps=28, **changes))
     assert saved(tmp_path) == [11, 28]
     EVENTS.update(dict.fromkeys(range(6), set_to_zero))
@@ -170,8 +184,12 @@ def test_lost_rank_in_the_broadcast_and_a_missing_optimizer_state_are_told_apart
         train_here([*words, "--resume"])
 
 
-@pytest.mark.parametrize(("options", "advice"), [([], r"--resume\."), (["--overwrite"], "--resume in place of --over")])
-def test_stopped_run_says_how_to_resume(digits: Path, tmp_path: Path, options: list[str], advice: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "advice"), [([], r"--resume\."), (["--overwrite"], "--resume in place of --over")]
+)
+def test_stopped_run_says_how_to_resume(
+    digits: Path, tmp_path: Path, options: list[str], advice: str
+) -> None:
     EVENTS[2] = lambda _: os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Stopped, match=advice):
         train_here([*arguments_for(digits, tmp_path), *options])

@@ -34,11 +34,15 @@ def run_folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("trained", "average"), [("state_dict", "state_dict_ema"), ("model", "model_ema")])
+@pytest.mark.parametrize(
+    ("trained", "average"), [("state_dict", "state_dict_ema"), ("model", "model_ema")]
+)
 def test_both_kinds_of_weights_in_a_file_can_be_evaluated(
     run_folder: Path, tmp_path: Path, call: Callable, trained: str, average: str
 ) -> None:
-    top1 = {record["weights"]: f"top-1 {record['top1_pct']:.3f} %" for record in evaluations(run_folder)}
+    top1 = {
+        record["weights"]: f"top-1 {record['top1_pct']:.3f} %" for record in evaluations(run_folder)
+    }
     assert top1["raw"] != top1["ema"]
     states = [load_file(newest(run_folder) / f"{name}.safetensors") for name in ("model", "ema")]
     torch.save(dict(zip((trained, average), states, strict=True)), tmp_path / "both.pth")
@@ -55,7 +59,9 @@ def test_both_kinds_of_weights_in_a_file_can_be_evaluated(
     assert result("raw.pth", "--weights", "ema") == result("ema.pth", "--weights", "raw") == (4, "")
 
 
-def test_both_kinds_of_weights_in_model_checkpoint_can_be_evaluated(run_folder: Path, call: Callable) -> None:
+def test_both_kinds_of_weights_in_model_checkpoint_can_be_evaluated(
+    run_folder: Path, call: Callable
+) -> None:
     words = [run_folder / "config.yaml", f"model.checkpoint={newest(run_folder)}"]
     outs = {kind: call(evaluate_command, *words, "--weights", kind)[1] for kind in ("raw", "ema")}
     for record in evaluations(run_folder):
@@ -103,7 +109,12 @@ def classify_by_hand(folder: Path, outputs: dict[str, int]) -> tuple[torch.Tenso
     network = plain(1000)
     network.load_state_dict(torch.load(folder.parent / "model.pth", weights_only=True))
     files = sorted(folder.rglob("*.png"))
-    pixels = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]) / 255
+    pixels = (
+        torch.stack(
+            [torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]
+        )
+        / 255
+    )
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     with torch.no_grad():
         logits = network((pixels - mean) / std)
@@ -140,7 +151,9 @@ def evaluation_of(imagenet: Path, kind: str, *more: str) -> list[str]:
         "data__val": ".",
         "data__val_fraction": "null",
     }
-    config, *words = arguments(imagenet / kind, imagenet / "run", **settings, eval__resize_px=16)[:-2]
+    config, *words = arguments(imagenet / kind, imagenet / "run", **settings, eval__resize_px=16)[
+        :-2
+    ]
     return [config, str(imagenet / "model.pth"), *words, "data.mean=null", "data.std=null", *more]
 
 
@@ -149,7 +162,9 @@ def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     imagenet: Path, tmp_path: Path, call: Callable, kind: str
 ) -> None:
     names = {"ids": IDS, "categories": CATEGORIES}[kind]
-    logits, targets = classify_by_hand(imagenet / kind, {names[output]: output for output in PRESENT})
+    logits, targets = classify_by_hand(
+        imagenet / kind, {names[output]: output for output in PRESENT}
+    )
     top1 = 100 * (logits.argmax(1) == targets).float().mean()
     loss = torch.nn.functional.cross_entropy(logits, targets)
     assert 0 < top1 < 100
@@ -160,7 +175,9 @@ def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     code, out, _ = call(evaluate_command, *words, "--out", tmp_path / "rows.jsonl")
     assert code == 0 and f"top-1 {top1:.3f} %" in out and f"loss {loss:.4f}" in out
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["top"][0][0] for row in rows] == [names[output] for output in logits.argmax(1).tolist()]
+    assert [row["top"][0][0] for row in rows] == [
+        names[output] for output in logits.argmax(1).tolist()
+    ]
     # The outputs of other classes are left out.
     present = torch.full_like(logits, -torch.inf)
     present[:, PRESENT] = logits[:, PRESENT]
@@ -169,7 +186,9 @@ def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     assert code == 0 and f"top-1 {top1:.3f} %" in out and "5 of 1000" in out
 
 
-def test_outputs_for_imagenet_of_other_folders_are_an_error(imagenet: Path, tmp_path: Path, call: Callable) -> None:
+def test_outputs_for_imagenet_of_other_folders_are_an_error(
+    imagenet: Path, tmp_path: Path, call: Callable
+) -> None:
     for more in ([], ["eval.classes=present"]):
         assert call(evaluate_command, *evaluation_of(imagenet, "others", *more))[0] == 4
         words = evaluation_of(imagenet, "others", "model.num_classes=1000", *more)
@@ -177,8 +196,12 @@ def test_outputs_for_imagenet_of_other_folders_are_an_error(imagenet: Path, tmp_
         assert (code, out) == (3, "") and "data.classes" in err
     # As the error says: the first five outputs are these classes.
     (tmp_path / "classes.txt").write_text("k4\nk3\nk2\nk1\nk0\n")
-    words = evaluation_of(imagenet, "others", "model.num_classes=1000", f"data.classes={tmp_path}/classes.txt")
-    logits, targets = classify_by_hand(imagenet / "others", {f"k{4 - output}": output for output in range(5)})
+    words = evaluation_of(
+        imagenet, "others", "model.num_classes=1000", f"data.classes={tmp_path}/classes.txt"
+    )
+    logits, targets = classify_by_hand(
+        imagenet / "others", {f"k{4 - output}": output for output in range(5)}
+    )
     code, out, _ = call(evaluate_command, *words)
     assert code == 0 and f"loss {torch.nn.functional.cross_entropy(logits, targets):.4f}" in out
 
@@ -192,13 +215,19 @@ def test_outputs_of_all_classes_are_in_the_order_of_the_ids_or_of_data_classes()
     listed = load_config(DEMO, [f"data.classes={json.dumps(by_name)}"]).config
     assert classes_of_outputs(listed, tuple(by_name), has_training=False) == tuple(by_name)
     plain_config = load_config(DEMO).config
-    assert classes_of_outputs(plain_config, tuple(by_name), has_training=True)[:2] == tuple(CATEGORIES[:2])
+    assert classes_of_outputs(plain_config, tuple(by_name), has_training=True)[:2] == tuple(
+        CATEGORIES[:2]
+    )
 
 
-def test_weights_of_a_run_keep_their_classes(run_folder: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_weights_of_a_run_keep_their_classes(
+    run_folder: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     """In `model.checkpoint`, too: other folders, of the same number, would give the accuracy of other classes."""
     for number, folder in enumerate(sorted((digits / "train").iterdir())):
         shutil.copytree(folder, tmp_path / "train" / f"class {number}")
     words = [run_folder / "config.yaml", f"model.checkpoint={run_folder}", "data.name=folder"]
-    code, out, _ = call(evaluate_command, *words, f"data.root={tmp_path}", "data.val=train", "data.num_workers=0")
+    code, out, _ = call(
+        evaluate_command, *words, f"data.root={tmp_path}", "data.val=train", "data.num_workers=0"
+    )
     assert (code, out) == (3, "")

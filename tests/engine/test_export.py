@@ -35,7 +35,9 @@ def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work_dir
 
 
-def held_out(call: Callable, digits: Path, run: Path, *options: str) -> tuple[list[Path], list[str]]:
+def held_out(
+    call: Callable, digits: Path, run: Path, *options: str
+) -> tuple[list[Path], list[str]]:
     """The held-out images, and their top-1 classes of tools/test.py."""
     out = run.parent / f"{run.name}.jsonl"
     out.unlink(missing_ok=True)
@@ -44,7 +46,9 @@ def held_out(call: Callable, digits: Path, run: Path, *options: str) -> tuple[li
     return [digits / "train" / row["image"] for row in rows], [row["top"][0][0] for row in rows]
 
 
-def check_same_top1(call: Callable, digits: Path, run: Path, modes: Sequence[str], *trust: str) -> None:
+def check_same_top1(
+    call: Callable, digits: Path, run: Path, modes: Sequence[str], *trust: str
+) -> None:
     """For both formats. modes: values of --preprocess."""
     files, expected = held_out(call, digits, run, *trust)
     assert len(files) == 359 and len(set(expected)) > 5
@@ -55,7 +59,11 @@ def check_same_top1(call: Callable, digits: Path, run: Path, modes: Sequence[str
         file = run.parent / f"{run.name}_{preprocess}.onnx"
         options = ("--preprocess", preprocess, *trust)
         code, out, err = call(export_command, run, "--format", "onnx", "--out", file, *options)
-        assert code == 0 and "logits differ by up to" in out and "7 held-out images, in batches of 1 and 7" in out, err
+        assert (
+            code == 0
+            and "logits differ by up to" in out
+            and "7 held-out images, in batches of 1 and 7" in out
+        ), err
         onnx = OnnxPredictor(file)
         assert onnx.weights == predictor.weights
         rows = list(onnx.predict(files))
@@ -100,7 +108,12 @@ def test_example_of_the_page(
     monkeypatch.chdir(tmp_path)
     options = ("--preprocess", "normalize", *TRUST)
     assert call(export_command, run, "--format", "onnx", "--out", "digits.onnx", *options)[0] == 0
-    example = (REPOSITORY / "docs" / "export.md").read_text().partition("```python\n")[2].partition("```")[0]
+    example = (
+        (REPOSITORY / "docs" / "export.md")
+        .read_text()
+        .partition("```python\n")[2]
+        .partition("```")[0]
+    )
     predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
     for number, size in (("3", (32, 32)), ("5", (80, 50)), ("8", (24, 61))):
         Image.open(sorted((digits / "train" / number).iterdir())[0]).resize(size).save("digit.jpg")
@@ -110,13 +123,20 @@ def test_example_of_the_page(
         assert capsys.readouterr().out == f"{row['top'][0][0]}\n"
 
 
-def test_predict_prints_the_same_for_an_onnx_file(call: Callable, digits: Path, run: Path, tmp_path: Path) -> None:
+def test_predict_prints_the_same_for_an_onnx_file(
+    call: Callable, digits: Path, run: Path, tmp_path: Path
+) -> None:
     images = sorted((digits / "train/3").iterdir())[:40]  # two batches
     file = tmp_path / "model.onnx"
     for options in ((), ("--preprocess", "--opset", 18)):
         file.unlink(missing_ok=True)
-        assert call(export_command, run, "--format", "onnx", "--out", file, *options, *TRUST)[0] == 0
-        assert call(predict_command, file, *images)[:2] == call(predict_command, run, *images, *TRUST)[:2]
+        assert (
+            call(export_command, run, "--format", "onnx", "--out", file, *options, *TRUST)[0] == 0
+        )
+        assert (
+            call(predict_command, file, *images)[:2]
+            == call(predict_command, run, *images, *TRUST)[:2]
+        )
     import onnx
 
     model = onnx.load(file)
@@ -127,19 +147,26 @@ def test_predict_prints_the_same_for_an_onnx_file(call: Callable, digits: Path, 
         "mode": "crop", "crop_px": 16, "crop_pct": 1.0, "resize_px": 20, "interpolation": "bilinear",
         "flip_tta": False,
     }  # fmt: skip
-    assert stored["classes"] == [str(digit) for digit in range(10)] and stored["preprocess"] == "normalize"
+    assert (
+        stored["classes"] == [str(digit) for digit in range(10)]
+        and stored["preprocess"] == "normalize"
+    )
     assert "set of weights" in call(predict_command, file, images[0], "--weights", "ema")[2]
     file.write_bytes(b"no model")
     code, _, err = call(predict_command, file, images[0])
     assert code == 4 and "export.py" in err
 
 
-def test_file_with_a_resize_in_the_graph_is_an_error(call: Callable, digits: Path, run: Path, tmp_path: Path) -> None:
+def test_file_with_a_resize_in_the_graph_is_an_error(
+    call: Callable, digits: Path, run: Path, tmp_path: Path
+) -> None:
     """Earlier versions wrote such files."""
     import onnx
 
     file = tmp_path / "model.onnx"
-    assert call(export_command, run, "--format", "onnx", "--out", file, "--preprocess", *TRUST)[0] == 0
+    assert (
+        call(export_command, run, "--format", "onnx", "--out", file, "--preprocess", *TRUST)[0] == 0
+    )
     model = onnx.load(file)
     for entry in model.metadata_props:
         if entry.key == "preprocess":
@@ -153,16 +180,35 @@ def test_predict_prepares_gray_images_and_mirror_images_for_the_graph(
     call: Callable, digits: Path, tmp_path: Path
 ) -> None:
     """Of an odd width: the mirror image is that of the crop."""
-    changes = {"data__channels": 1, "eval__flip_tta": True, "eval__mode": "pad", "eval__interpolation": "bicubic"}
-    train_here(arguments(digits, tmp_path / "run", **changes, model__name=f"{__name__}:gray", train__max_steps=2))
+    changes = {
+        "data__channels": 1,
+        "eval__flip_tta": True,
+        "eval__mode": "pad",
+        "eval__interpolation": "bicubic",
+    }
+    train_here(
+        arguments(
+            digits, tmp_path / "run", **changes, model__name=f"{__name__}:gray", train__max_steps=2
+        )
+    )
     trust = ("--allow-import", f"{__name__}:gray")
-    for number, (pixels, size) in enumerate(product(load_sample_images().images, ((640, 427), (91, 333)))):
+    for number, (pixels, size) in enumerate(
+        product(load_sample_images().images, ((640, 427), (91, 333)))
+    ):
         Image.fromarray(pixels).resize(size).save(tmp_path / f"{number}.png")
     file = tmp_path / "model.onnx"
     options = ("--preprocess", "normalize", "--opset", 18)
-    assert call(export_command, tmp_path / "run", "--format", "onnx", "--out", file, *options, *trust)[0] == 0
+    assert (
+        call(export_command, tmp_path / "run", "--format", "onnx", "--out", file, *options, *trust)[
+            0
+        ]
+        == 0
+    )
     rows = [
-        [json.loads(line)["logits"] for line in call(predict_command, *given, "--json", "--logits")[1].splitlines()]
+        [
+            json.loads(line)["logits"]
+            for line in call(predict_command, *given, "--json", "--logits")[1].splitlines()
+        ]
         for given in ((file, tmp_path / "*.png"), (tmp_path / "run", tmp_path / "*.png", *trust))
     ]
     assert len(rows[0]) == 4
@@ -176,7 +222,11 @@ def gray(num_classes: int) -> nn.Module:
 def values_decide(num_classes: int) -> nn.Module:
     class Model(nn.Flatten):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return super().forward(images)[:, :10] if images.sum() > 1e9 else images.mean((2, 3)).repeat(1, 4)[:, :10]
+            return (
+                super().forward(images)[:, :10]
+                if images.sum() > 1e9
+                else images.mean((2, 3)).repeat(1, 4)[:, :10]
+            )
 
     return nn.Sequential(Model(), nn.Linear(10, num_classes))
 
@@ -208,7 +258,11 @@ def own_operator(num_classes: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "form", "reasons"),
     [
-        ("values_decide", "torch", ["data-dependent", "test_export.py, line", "if images.sum() > 1e9"]),
+        (
+            "values_decide",
+            "torch",
+            ["data-dependent", "test_export.py, line", "if images.sum() > 1e9"],
+        ),
         ("eigenvalues", "onnx", ["aten.linalg_eig", "--format torch"]),
         ("own_operator", "onnx", ["imagenet_cls_tests.double", "--format torch"]),
     ],
@@ -219,7 +273,9 @@ def test_model_that_can_not_be_exported_is_explained(
     name = f"{__name__}:{model}"
     train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=name))
     file = tmp_path / ("model.onnx" if form == "onnx" else "model.pt2")
-    code, _, err = call(export_command, tmp_path / "run", "--format", form, "--out", file, "--allow-import", name)
+    code, _, err = call(
+        export_command, tmp_path / "run", "--format", form, "--out", file, "--allow-import", name
+    )
     assert code == 4 and all(reason in err for reason in reasons) and not file.exists(), err
 
 
@@ -241,23 +297,43 @@ def test_opset_that_is_not_exported_is_an_error(call: Callable, run: Path, tmp_p
         ("torch", 18, "--format onnx"),
     ):
         out = tmp_path / ("model.onnx" if form == "onnx" else "model.pt2")
-        code, _, err = call(export_command, run, "--format", form, "--opset", opset, "--out", out, *TRUST)
+        code, _, err = call(
+            export_command, run, "--format", form, "--opset", opset, "--out", out, *TRUST
+        )
         assert code == 2 and f"--opset {opset}" in err and expected in err and not out.exists()
 
 
-def test_number_of_held_out_images_is_that_of_a_small_part(run: Path, digits: Path, tmp_path: Path) -> None:
+def test_number_of_held_out_images_is_that_of_a_small_part(
+    run: Path, digits: Path, tmp_path: Path
+) -> None:
     for digit in "0123":
         (tmp_path / "val" / digit).mkdir(parents=True)
         shutil.copy(min((digits / "train" / digit).iterdir()), tmp_path / "val" / digit)
     predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
-    data = replace(predictor.config.data, name="folder", root=str(tmp_path), train="val", val="val", val_fraction=None)
+    data = replace(
+        predictor.config.data,
+        name="folder",
+        root=str(tmp_path),
+        train="val",
+        val="val",
+        val_fraction=None,
+    )
     predictor.config = replace(predictor.config, data=data)
     images, described = export.comparison_images(predictor, TRUST[1:])
     assert described == "4 held-out images" and len(images) == 4
-    assert len(export.compare(predictor, export.export_model(predictor, "torch", "normalize", None), images)) == 1
+    assert (
+        len(
+            export.compare(
+                predictor, export.export_model(predictor, "torch", "normalize", None), images
+            )
+        )
+        == 1
+    )
 
 
-def test_random_images_replace_missing_data(call: Callable, run: Path, digits: Path, tmp_path: Path) -> None:
+def test_random_images_replace_missing_data(
+    call: Callable, run: Path, digits: Path, tmp_path: Path
+) -> None:
     away = digits.rename(digits.with_name("away"))
     try:
         options = ("--format", "torch", "--out", tmp_path / "model.pt2", "--preprocess")
@@ -267,9 +343,15 @@ def test_random_images_replace_missing_data(call: Callable, run: Path, digits: P
     assert code == 0 and "7 random images (no " in out
 
 
-def test_missing_package_is_named(call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictors, "find_spec", lambda name: None if name == "onnxscript" else name)
-    code, _, err = call(export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST)
+def test_missing_package_is_named(
+    call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        predictors, "find_spec", lambda name: None if name == "onnxscript" else name
+    )
+    code, _, err = call(
+        export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST
+    )
     assert code == 2 and "pip install onnxscript" in err
 
 
@@ -284,7 +366,9 @@ def test_out_of_memory_is_no_checkpoint_error_and_the_log_level_is_restored(
     logging.disable(logging.INFO)
     try:
         with pytest.raises(error):
-            export.export_model(Predictor(run, "cpu", allow_import=TRUST[1:]), "torch", "none", None)
+            export.export_model(
+                Predictor(run, "cpu", allow_import=TRUST[1:]), "torch", "none", None
+            )
         assert logging.root.manager.disable == logging.INFO
     finally:
         logging.disable(logging.NOTSET)

@@ -23,14 +23,18 @@ FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", PAGE, re.DO
 
 
 @pytest.fixture
-def beside_the_page(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def beside_the_page(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """The working directory of a reader: the page's files and the digits."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "digits").symlink_to(digits)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # own modules are found from the working directory
+    monkeypatch.setattr(
+        sys, "path", list(sys.path)
+    )  # own modules are found from the working directory
     yield tmp_path
     for name in FILES:
         sys.modules.pop(Path(name).stem, None)
@@ -38,7 +42,9 @@ def beside_the_page(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatc
 
 def train(config: str, *words: str, steps: int = 3) -> Path:
     """A few steps with one of the page's configs; the run folder that train.py chooses itself."""
-    train_here([config, f"train.max_steps={steps}", "data.num_workers=0", "log.tensorboard=false", *words])
+    train_here(
+        [config, f"train.max_steps={steps}", "data.num_workers=0", "log.tensorboard=false", *words]
+    )
     return Path("work_dirs") / Path(config).stem
 
 
@@ -48,19 +54,31 @@ def state(run: Path) -> dict:
 
 def small_model() -> list[str]:
     """The network of the tests' own: for the examples that are not about the model."""
-    return ["model.name=helpers:plain", "augment.size_px=16", "eval.crop_px=16", "optimizer.lr=0.03"]
+    return [
+        "model.name=helpers:plain",
+        "augment.size_px=16",
+        "eval.crop_px=16",
+        "optimizer.lr=0.03",
+    ]
 
 
 def test_every_block_of_the_page_is_a_file_that_a_test_runs() -> None:
     assert PAGE.count("```python\n") + PAGE.count("```yaml\n") == len(FILES)
     parts = ("model", "data", "policy", "optimizer", "loss", "schedule", "metric", "writer")
-    assert sorted(FILES) == sorted([*(f"my_{part}.{end}" for part in parts for end in ("py", "yaml")), "my_loop.py"])
+    assert sorted(FILES) == sorted(
+        [*(f"my_{part}.{end}" for part in parts for end in ("py", "yaml")), "my_loop.py"]
+    )
 
 
 def test_own_model(beside_the_page: Path, call: Callable) -> None:
     run = train("my_model.yaml")
     weights = load_file(newest(run) / "model.safetensors")
-    assert weights["patches.weight"].shape == (48, 3, 4, 4)  # the width of my_model.yaml, the patch of the signature
+    assert weights["patches.weight"].shape == (
+        48,
+        3,
+        4,
+        4,
+    )  # the width of my_model.yaml, the patch of the signature
     assert weights["head.weight"].shape == (10, 48)
     code, out, _ = call(evaluate_command, "my_model.yaml", run)
     assert code == 0 and "over 359 images" in out
@@ -82,7 +100,9 @@ def test_own_data(beside_the_page: Path) -> None:
 def test_own_augmentation(beside_the_page: Path) -> None:
     plain = losses(train("configs/demo.yaml", *small_model()))
     striped = losses(train("my_policy.yaml", *small_model()))
-    never = losses(train("my_policy.yaml", *small_model(), "augment.policy_kwargs.prob=0", "--overwrite"))
+    never = losses(
+        train("my_policy.yaml", *small_model(), "augment.policy_kwargs.prob=0", "--overwrite")
+    )
     assert plain == never and plain != striped
 
 
@@ -109,7 +129,9 @@ def test_own_loss(beside_the_page: Path) -> None:
     focal = losses(train("my_loss.yaml", *small_model()))
     # At the start every class has about a tenth of the probability, so the factor is about 0.9 ** 1.5.
     assert focal[0] == pytest.approx(0.9**1.5 * plain[0], rel=0.03)
-    assert losses(train("my_loss.yaml", *small_model(), "loss.kwargs.gamma=0", "--overwrite")) == pytest.approx(plain)
+    assert losses(
+        train("my_loss.yaml", *small_model(), "loss.kwargs.gamma=0", "--overwrite")
+    ) == pytest.approx(plain)
 
 
 def test_own_schedule(beside_the_page: Path) -> None:
@@ -122,7 +144,15 @@ def test_own_schedule(beside_the_page: Path) -> None:
 def test_own_metrics(beside_the_page: Path, call: Callable) -> None:
     """In the records, in TensorBoard and in the line of test.py; as scikit-learn counts them."""
     rows = beside_the_page / "rows.csv"
-    train_here(["my_metric.yaml", *small_model(), "ema.decay=0.5", "train.max_steps=12", "data.num_workers=0"])
+    train_here(
+        [
+            "my_metric.yaml",
+            *small_model(),
+            "ema.decay=0.5",
+            "train.max_steps=12",
+            "data.num_workers=0",
+        ]
+    )
     run = Path("work_dirs") / "my_metric"
     words = ["--out", rows, "--weights", "ema"]
     code, out, err = call(evaluate_command, "my_metric.yaml", run, *words, *small_model())
@@ -136,7 +166,10 @@ def test_own_metrics(beside_the_page: Path, call: Callable) -> None:
     raw, ema = evaluations(run)[-2:]
     assert {field: ema[field] for field in expected} == pytest.approx(expected, abs=1e-6)
     assert raw["macro_f1"] != ema["macro_f1"] and 0.5 < ema["AUROC"] < 1
-    assert f"macro_f1 {ema['macro_f1']:.5f}  worst_class {ema['worst_class']:.5f}" in out.splitlines()[-2]
+    assert (
+        f"macro_f1 {ema['macro_f1']:.5f}  worst_class {ema['worst_class']:.5f}"
+        in out.splitlines()[-2]
+    )
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert events.Scalars("val_ema/worst_recall")[-1].value == pytest.approx(ema["worst_recall"])
@@ -146,7 +179,10 @@ def test_own_writer(beside_the_page: Path) -> None:
     run = train("my_writer.yaml", *small_model(), "checkpoint.every_steps=2")
     train("my_writer.yaml", *small_model(), "checkpoint.every_steps=2", "--resume", steps=5)
     lines = (run / "writers" / "my_writer:LossFile" / "loss.txt").read_text().splitlines()
-    assert lines == [f"{step} {loss}" for step, loss in enumerate(losses(run), start=1)] and len(lines) == 5
+    assert (
+        lines == [f"{step} {loss}" for step, loss in enumerate(losses(run), start=1)]
+        and len(lines) == 5
+    )
 
 
 def test_own_loop_has_the_losses_of_the_loop(

@@ -56,7 +56,9 @@ def test_features_are_those_of_timm(name: str) -> None:
     features = FeatureModel(model, 7)
     for _ in range(2):  # the input of one pass is not that of another
         assert torch.allclose(features(images), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(features(images[:1]), features(images[:1])) and len(features(images[:1])) == 1
+    assert (
+        torch.equal(features(images[:1]), features(images[:1])) and len(features(images[:1])) == 1
+    )
 
 
 class Scaled(nn.Module):
@@ -72,7 +74,9 @@ class Scaled(nn.Module):
 
 @torch.no_grad()
 def test_classifier_is_found_beside_a_layer_whose_name_begins_like_its_own() -> None:
-    model = nn.Sequential(OrderedDict(fc=nn.Linear(12, 7), act=nn.ReLU(), fc2=nn.Linear(7, 7))).eval()
+    model = nn.Sequential(
+        OrderedDict(fc=nn.Linear(12, 7), act=nn.ReLU(), fc2=nn.Linear(7, 7))
+    ).eval()
     x = torch.randn(2, 12)
     assert torch.equal(FeatureModel(model, 7)(x), model[:2](x))
 
@@ -84,8 +88,12 @@ def test_features_of_other_models() -> None:
     got = FeatureModel(resnet, 7)(images)
     resnet.fc = nn.Identity()
     assert torch.equal(got, resnet(images))
-    squeezenet = torchvision.models.squeezenet1_1(num_classes=7).eval()  # a convolution at each position
-    assert torch.allclose(FeatureModel(squeezenet, 7)(images), squeezenet.features(images).mean((2, 3)))
+    squeezenet = torchvision.models.squeezenet1_1(
+        num_classes=7
+    ).eval()  # a convolution at each position
+    assert torch.allclose(
+        FeatureModel(squeezenet, 7)(images), squeezenet.features(images).mean((2, 3))
+    )
     scaled = Scaled().eval()
     features = FeatureModel(scaled, 7)
     assert torch.equal(features(images[..., :16, :16]), scaled.body(images[..., :16, :16]))
@@ -101,19 +109,27 @@ def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of a small network of timm, with EMA."""
     folder = tmp_path_factory.mktemp("features") / "run"
     changes = {"model__name": "test_resnet", "ema__decay": 0.5, "eval__flip_tta": "true"}
-    words = arguments(digits, folder, **changes, train__max_steps=3, augment__size_px=32, eval__crop_px=32)
+    words = arguments(
+        digits, folder, **changes, train__max_steps=3, augment__size_px=32, eval__crop_px=32
+    )
     train_here(words)
     return folder
 
 
-def test_predict_writes_features_of_the_good_images(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_predict_writes_features_of_the_good_images(
+    run: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     images = tmp_path / "images"
     images.mkdir()
     for number, file in enumerate(sorted((digits / "train/3").iterdir())[:40]):
         shutil.copy(file, images / f"{number:02}.jpg")
     (images / "05.jpg").write_bytes(b"no image")
     code, out, err = call(predict_command, run, images, "--features", tmp_path / "out.npy")
-    assert code == 3 and "05.jpg" in err and out == f"wrote 96 features of 39 images to {tmp_path / 'out.npy'}\n"
+    assert (
+        code == 3
+        and "05.jpg" in err
+        and out == f"wrote 96 features of 39 images to {tmp_path / 'out.npy'}\n"
+    )
     with np.load(tmp_path / "out.npy", allow_pickle=False) as written:
         names, features = written["images"], written["features"]
     assert names.tolist() == [str(images / f"{n:02}.jpg") for n in range(40) if n != 5]
@@ -121,28 +137,42 @@ def test_predict_writes_features_of_the_good_images(run: Path, digits: Path, tmp
     predictor = imagenet_cls.Predictor(run)
     pixels = predictor.prepare(names.tolist())
     with torch.no_grad():
-        expected = [predictor.model.forward_features(x).mean((2, 3)) for x in (pixels, pixels.flip(3))]
+        expected = [
+            predictor.model.forward_features(x).mean((2, 3)) for x in (pixels, pixels.flip(3))
+        ]
     assert np.allclose(features, sum(expected) / 2, rtol=1e-4, atol=1e-5)
     assert np.allclose(features[:3], predictor.features(names[:3].tolist()), rtol=1e-4, atol=1e-5)
 
 
-def test_predict_keeps_existing_files(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_predict_keeps_existing_files(
+    run: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     image = next((digits / "train/3").iterdir())
     (tmp_path / "out.npz").write_text("mine")
     code, _, err = call(predict_command, run, image, "--features", tmp_path / "out.npz")
     assert (
-        code == 2 and "already exists" in err and "--features" in err and (tmp_path / "out.npz").read_text() == "mine"
+        code == 2
+        and "already exists" in err
+        and "--features" in err
+        and (tmp_path / "out.npz").read_text() == "mine"
     )
     code, _, err = call(predict_command, run, image, "--features", tmp_path / "none/out.npz")
     assert code == 2 and "can't write" in err and "--features" in err
     (tmp_path / "model.onnx").write_text("")
-    code, _, err = call(predict_command, tmp_path / "model.onnx", image, "--features", tmp_path / "new.npz")
+    code, _, err = call(
+        predict_command, tmp_path / "model.onnx", image, "--features", tmp_path / "new.npz"
+    )
     assert code == 2 and "no features" in err and not (tmp_path / "new.npz").exists()
 
 
 @pytest.mark.parametrize("command", ["predict", "test"])
 def test_full_disk_leaves_no_output(
-    command: str, run: Path, digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    run: Path,
+    digits: Path,
+    tmp_path: Path,
+    call: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -156,14 +186,25 @@ def test_full_disk_leaves_no_output(
     assert code == 5 and "No space" in err and not list(tmp_path.iterdir())
 
 
-def test_output_that_is_a_dangling_link_is_kept(run: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_output_that_is_a_dangling_link_is_kept(
+    run: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     (tmp_path / "out.npz").symlink_to(tmp_path / "missing")
-    code, _, _ = call(predict_command, run, next((digits / "train/3").iterdir()), "--features", tmp_path / "out.npz")
+    code, _, _ = call(
+        predict_command,
+        run,
+        next((digits / "train/3").iterdir()),
+        "--features",
+        tmp_path / "out.npz",
+    )
     assert code == 2 and (tmp_path / "out.npz").is_symlink() and not (tmp_path / "missing").exists()
 
 
 def test_rows_can_be_written_to_a_device(run: Path, call: Callable) -> None:
-    assert call(evaluate_command, run, "--out", "/dev/null")[0] == 0 and not Path("/dev/null").is_file()
+    assert (
+        call(evaluate_command, run, "--out", "/dev/null")[0] == 0
+        and not Path("/dev/null").is_file()
+    )
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor]:
@@ -177,7 +218,10 @@ def test_knn_is_that_of_scikit_learn(neighbors: int) -> None:
     train, targets, val = split_digits()
     got = knn_classes(train, targets, val, neighbors, torch.device("cpu"))
     reference = KNeighborsClassifier(
-        neighbors, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
+        neighbors,
+        metric="cosine",
+        algorithm="brute",
+        weights=lambda distance: np.exp((1 - distance) / 0.07),
     )
     expected = reference.fit(train.double(), targets).predict(val.double())
     assert np.array_equal(got, expected)
@@ -189,7 +233,9 @@ def test_knn_is_that_of_scikit_learn(neighbors: int) -> None:
 def test_linear_probe_is_that_of_scikit_learn(c: float) -> None:
     train, targets, val = split_digits()
     got, note = linear_probe(train, targets, val, c)
-    reference = LogisticRegression(C=c, max_iter=1000, solver="lbfgs").fit(train.numpy(), targets.numpy())
+    reference = LogisticRegression(C=c, max_iter=1000, solver="lbfgs").fit(
+        train.numpy(), targets.numpy()
+    )
     assert np.array_equal(got, reference.predict(val.numpy()))
     assert note == f"{reference.n_iter_[0]} iterations"
 
@@ -204,7 +250,9 @@ def test_linear_probe_errors() -> None:
 def lines_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     group = join_group(rank, ranks, folder / f"store{ranks}")
     file, *overrides = arguments(folder / "digits", folder, data__fraction=0.2)[:-2]
-    config = load_config(file, [*overrides, f"model.checkpoint={folder}/weights.safetensors"]).config
+    config = load_config(
+        file, [*overrides, f"model.checkpoint={folder}/weights.safetensors"]
+    ).config
     lines = evaluate_features(config, None, group, neighbors=20, probe_c=0.1)
     if rank == 0:
         (folder / f"lines{ranks}").write_text("\n".join(lines))
@@ -213,13 +261,17 @@ def lines_on_ranks(rank: int, ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.nightly)])
-def test_result_does_not_depend_on_the_ranks(ranks: int, digits: Path, tmp_path: Path, rank_server: RankServer) -> None:
+def test_result_does_not_depend_on_the_ranks(
+    ranks: int, digits: Path, tmp_path: Path, rank_server: RankServer
+) -> None:
     (tmp_path / "digits").symlink_to(digits)
     torch.manual_seed(0)
     save_file(plain(7).state_dict(), tmp_path / "weights.safetensors")  # a head for other classes
     lines_on_ranks(0, 1, tmp_path)
     rank_server.call(lines_on_ranks, ranks, tmp_path)
-    expected, lines = ((tmp_path / f"lines{number}").read_text().splitlines() for number in (1, ranks))
+    expected, lines = (
+        (tmp_path / f"lines{number}").read_text().splitlines() for number in (1, ranks)
+    )
     assert lines == expected and len(lines) == 4 and "newly initialized" in lines[1]
     assert lines[0].startswith("359 images of 10 classes")
     assert all("over 359 images" in line for line in lines[2:])
@@ -245,12 +297,16 @@ def test_command_evaluates_raw_and_ema_weights(run: Path, call: Callable, tmp_pa
 def test_command_needs_training_images(digits: Path, call: Callable, tmp_path: Path) -> None:
     (tmp_path / "val").symlink_to(digits / "train")
     save_file(plain(10).state_dict(), tmp_path / "weights.safetensors")
-    words = arguments(tmp_path, tmp_path, data__name="folder", data__val="val", data__val_fraction="null")[:-2]
+    words = arguments(
+        tmp_path, tmp_path, data__name="folder", data__val="val", data__val_fraction="null"
+    )[:-2]
     code, _, err = call(evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
     assert code == 3 and "need training images" in err and str(tmp_path / "train") in err
 
 
-def test_features_that_are_not_finite_are_an_error(digits: Path, call: Callable, tmp_path: Path) -> None:
+def test_features_that_are_not_finite_are_an_error(
+    digits: Path, call: Callable, tmp_path: Path
+) -> None:
     weights = plain(10).state_dict()
     weights["0.weight"][:] = torch.nan
     save_file(weights, tmp_path / "weights.safetensors")

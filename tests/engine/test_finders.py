@@ -76,7 +76,9 @@ def test_search_continues_below_a_size_that_is_out_of_memory(
 
 def test_whole_share_fits_and_needs_no_limit(digits: Path, call: Callable) -> None:
     SEEN.clear()
-    code, out, _ = call(find_batch_command, *limited_words(digits, train__global_batch_size=8), "--max", 16)
+    code, out, _ = call(
+        find_batch_command, *limited_words(digits, train__global_batch_size=8), "--max", 16
+    )
     assert code == 0 and sizes(out) == dict.fromkeys((2, 4, 8, 16), True)
     # One warm-up step and two others, with accumulation below the share of 8 images.
     assert [size for size in SEEN if size > 1] == [2] * 6 + [4] * 6 + [8] * 3 + [16] * 3
@@ -84,7 +86,9 @@ def test_whole_share_fits_and_needs_no_limit(digits: Path, call: Callable) -> No
 
 
 def test_nothing_fits_exits_5(digits: Path, call: Callable) -> None:
-    code, out, err = call(find_batch_command, *limited_words(digits, **{"model.kwargs": "{most: 0}"}))
+    code, out, err = call(
+        find_batch_command, *limited_words(digits, **{"model.kwargs": "{most: 0}"})
+    )
     assert code == 5 and "not even one image" in err and sizes(out) == {2: False, 1: False}
 
 
@@ -94,7 +98,9 @@ def test_on_a_cpu_a_size_that_would_exceed_the_memory_is_not_tried(
     line = [*limited_words(digits, **{"model.kwargs": "{mib: 2}"}), "--max"]
     call(find_batch_command, *line, 2)  # imports
     resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024
-    monkeypatch.setattr(finders, "memory_limit_bytes", lambda: (resident + (200 << 20)) / 0.9)  # about 100 images
+    monkeypatch.setattr(
+        finders, "memory_limit_bytes", lambda: (resident + (200 << 20)) / 0.9
+    )  # about 100 images
     SEEN.clear()
     code, out, _ = call(find_batch_command, *line, 10**6)
     assert code == 0 and sizes(out)[128] is False and "128          -" in out and "not tried" in out
@@ -104,12 +110,26 @@ def test_on_a_cpu_a_size_that_would_exceed_the_memory_is_not_tried(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mix__mixup_alpha": 0.8, "mix__mode": "pair", "augment__erasing__prob": 1.0, "ema__decay": 0.9},
-        {"train__sam_rho": 0.1, "train__sam_every_steps": 3, "loss__class_weights": "balanced", "data__balance": 1},
+        {
+            "mix__mixup_alpha": 0.8,
+            "mix__mode": "pair",
+            "augment__erasing__prob": 1.0,
+            "ema__decay": 0.9,
+        },
+        {
+            "train__sam_rho": 0.1,
+            "train__sam_every_steps": 3,
+            "loss__class_weights": "balanced",
+            "data__balance": 1,
+        },
         {"ema__decay": 0.9, "ema__every_steps": 20, "augment__splits": 2, "loss__name": "jsd"},
         {"augment__progressive__epochs": "[0, 1]", "augment__progressive__sizes_px": "[8, 16]"}
         | {"augment__progressive__multiple_px": 8},
-        {"distill__kind": "soft", "distill__teacher__name": "helpers:plain", "optimizer__lr_base_batch": 256},
+        {
+            "distill__kind": "soft",
+            "distill__teacher__name": "helpers:plain",
+            "optimizer__lr_base_batch": 256,
+        },
     ],
 )
 def test_batches_of_other_recipes(digits: Path, call: Callable, changes: dict[str, object]) -> None:
@@ -119,14 +139,19 @@ def test_batches_of_other_recipes(digits: Path, call: Callable, changes: dict[st
 
 def test_data_is_needed_for_the_number_of_classes_only(tmp_path: Path, call: Callable) -> None:
     line = [*words(tmp_path / "none", data__name="folder"), "--max", 2]
-    for command, more in ((find_batch_command, []), (find_lr_command, ["--out", tmp_path / "lr.png"])):
+    for command, more in (
+        (find_batch_command, []),
+        (find_lr_command, ["--out", tmp_path / "lr.png"]),
+    ):
         code, _, err = call(command, *line[:-2], *more)
         assert code == 3 and "none" in err
     code, out, _ = call(find_batch_command, *line, "model.num_classes=3")
     assert code == 0 and sizes(out) == {2: True}
 
 
-def geometric(base_lr: float, total_steps: int, steps_per_epoch: int, last: float = 1.0) -> Callable[[int], float]:
+def geometric(
+    base_lr: float, total_steps: int, steps_per_epoch: int, last: float = 1.0
+) -> Callable[[int], float]:
     return lambda step: base_lr * (last / base_lr) ** (step / (total_steps - 1))
 
 
@@ -136,12 +161,26 @@ def test_range_test_is_a_training_with_that_schedule(
     """The default epochs of 11 steps; the batch is accumulated; the layers have their own factors."""
     found: list[LrRange] = []
     original = finders.lr_range
-    monkeypatch.setattr(finders, "lr_range", lambda *given: found.append(original(*given)) or found[-1])
-    changes = {"train__micro_batch_size": 64, "optimizer__lr_scales": "{'0.*': 0.5}", "mix__mixup_alpha": 0.2}
-    line = [*words(digits, **changes, schedule__warmup_epochs=1, train__epochs=1), "--from", 1e-3, "--to", 0.5]
+    monkeypatch.setattr(
+        finders, "lr_range", lambda *given: found.append(original(*given)) or found[-1]
+    )
+    changes = {
+        "train__micro_batch_size": 64,
+        "optimizer__lr_scales": "{'0.*': 0.5}",
+        "mix__mixup_alpha": 0.2,
+    }
+    line = [
+        *words(digits, **changes, schedule__warmup_epochs=1, train__epochs=1),
+        "--from",
+        1e-3,
+        "--to",
+        0.5,
+    ]
     line += ["--steps", 22]
     code, out, err = call(find_lr_command, *line, "--out", tmp_path / "lr.png")
-    assert (code, err) == (0, "") and "suggestion: optimizer.lr=" in out and len(found[0].losses) == 22
+    assert (
+        (code, err) == (0, "") and "suggestion: optimizer.lr=" in out and len(found[0].losses) == 22
+    )
     assert np.asarray(Image.open(tmp_path / "lr.png")).std() > 10
     schedule = {"schedule__name": f"{__name__}:geometric", "schedule__kwargs": "{last: 0.5}"}
     more = {"optimizer__lr": 1e-3, "train__epochs": 2, "schedule__warmup_epochs": 0}
@@ -150,17 +189,35 @@ def test_range_test_is_a_training_with_that_schedule(
     assert found[0].lrs[0] == 1e-3 and found[0].lrs[-1] == pytest.approx(0.5)
 
 
-def test_suggestion_is_divided_by_the_factor_of_lr_base_batch(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_suggestion_is_divided_by_the_factor_of_lr_base_batch(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
     def suggested(*more: str) -> float:
         path = tmp_path / f"{len(more)}.png"
         line = [*words(digits), *more, "--from", 1e-3, "--to", 0.5, "--steps", 20, "--out", path]
-        return float(re.findall(r"suggestion: optimizer\.lr=([\d.e-]+)", call(find_lr_command, *line)[1])[0])
+        return float(
+            re.findall(r"suggestion: optimizer\.lr=([\d.e-]+)", call(find_lr_command, *line)[1])[0]
+        )
 
-    assert suggested("optimizer.lr_base_batch=32") == pytest.approx(suggested() / 4, rel=0.05)  # two digits
+    assert suggested("optimizer.lr_base_batch=32") == pytest.approx(
+        suggested() / 4, rel=0.05
+    )  # two digits
 
 
-def test_range_test_ends_once_the_loss_diverges(digits: Path, tmp_path: Path, call: Callable) -> None:
-    line = [*words(digits), "--from", 1e-3, "--to", 1e9, "--steps", 60, "--out", tmp_path / "lr.png"]
+def test_range_test_ends_once_the_loss_diverges(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    line = [
+        *words(digits),
+        "--from",
+        1e-3,
+        "--to",
+        1e9,
+        "--steps",
+        60,
+        "--out",
+        tmp_path / "lr.png",
+    ]
     code, out, _ = call(find_lr_command, *line)
     assert code == 0 and re.search("ended at lr .* where the (smoothed )?loss is", out)
     line = [*words(digits), "--from", 1e8, "--to", 1e9, "--out", tmp_path / "none.png"]
@@ -170,14 +227,23 @@ def test_range_test_ends_once_the_loss_diverges(digits: Path, tmp_path: Path, ca
 
 @pytest.mark.parametrize(("lowest", "is_printed"), [(3e-3, True), (10.0, False)])
 def test_more_careful_rate_is_below_the_suggestion(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, lowest: float, is_printed: bool
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable,
+    lowest: float,
+    is_printed: bool,
 ) -> None:
     lrs = np.geomspace(1e-6, 1e2, 81)
     curve = 2 - np.tanh(2 * np.log10(lrs / 1e-3)) + np.abs(np.log10(lrs / lowest))
     found = LrRange(lrs.tolist(), curve.tolist(), curve.tolist())
     monkeypatch.setattr(finders, "lr_range", lambda *given: found)
     code, out, _ = call(find_lr_command, *words(digits), "--out", tmp_path / "lr.png")
-    assert code == 0 and "suggestion: optimizer.lr=0.001:" in out and ("more careful" in out) == is_printed
+    assert (
+        code == 0
+        and "suggestion: optimizer.lr=0.001:" in out
+        and ("more careful" in out) == is_printed
+    )
 
 
 def test_steepest_descent_of_a_known_curve() -> None:
@@ -218,7 +284,12 @@ def test_one_of_several_ranks_exits_2(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, command: Callable
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     code, _, err = call(command, *words(digits))
     assert code == 2 and "WORLD_SIZE" in err
@@ -234,7 +305,11 @@ def test_ctrl_c_ends_a_search_with_130(digits: Path, tmp_path: Path, tool: str) 
         f"runpy.run_path({str(REPOSITORY / 'tools' / tool)!r} + '.py', run_name='__main__')"
     )
     command = [sys.executable, "-c", program, *words(digits, data__num_workers=1)]
-    env = environment() | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    env = environment() | {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    }
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+    )
     assert (done.returncode, done.stderr) == (130, "")
     assert list(tmp_path.iterdir()) == []

@@ -58,7 +58,11 @@ def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
     if tool in ("predict", "average_checkpoints"):
         return words
     small = [re.sub("|".join(SMALL), lambda match: SMALL[match[0]], word) for word in words]
-    sizes = [f"{key}=32" for key in ("augment.size_px", "eval.crop_px") if not any(key in word for word in words)]
+    sizes = [
+        f"{key}=32"
+        for key in ("augment.size_px", "eval.crop_px")
+        if not any(key in word for word in words)
+    ]
     added = [*sizes, "data.num_workers=0", "eval.crop_pct=1.0"]
     family = "vit" if any("vit" in word for word in words) else "resnet"
     overlay = f"model.kwargs.pretrained_cfg_overlay.file={weights / family}.safetensors"
@@ -89,12 +93,21 @@ def test_every_command_of_finetuning_md_runs(
         (tmp_path / name).write_text(text.replace("torchvision:resnet50", "torchvision:resnet18"))
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
-    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
+    torch.save(
+        torchvision.models.resnet18().state_dict(),
+        tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth",
+    )
     for kind in ("resnet", "vit"):
         torch.manual_seed(0)
-        save_file(timm.create_model(f"test_{kind}", num_classes=1000).state_dict(), tmp_path / f"{kind}.safetensors")
+        save_file(
+            timm.create_model(f"test_{kind}", num_classes=1000).state_dict(),
+            tmp_path / f"{kind}.safetensors",
+        )
     (tmp_path / "start.safetensors").symlink_to("resnet.safetensors")
-    torch.save({"model": timm.create_model("test_vit", num_classes=0).state_dict()}, "mae_pretrain_vit_base.pth")
+    torch.save(
+        {"model": timm.create_model("test_vit", num_classes=0).state_dict()},
+        "mae_pretrain_vit_base.pth",
+    )
 
     said = {}
     for tool, line in COMMANDS:
@@ -114,40 +127,81 @@ def test_every_command_of_finetuning_md_runs(
             match = re.search(r"model.checkpoint=(\S+)", line)
             source = f"the weights of {match[1]}" if match else "published weights ("
             assert start.startswith(f"starts from {source}"), (line, start)
-            assert ("newly initialized" in start) == ("model.checkpoint=work_dirs/" not in line), (line, start)
+            assert ("newly initialized" in start) == ("model.checkpoint=work_dirs/" not in line), (
+                line,
+                start,
+            )
     frozen = load_file(newest(Path("work_dirs/head")) / "model.safetensors")
     published = load_file("resnet.safetensors")
-    assert all(torch.equal(frozen[name], published[name]) for name in published if not name.startswith("fc."))
+    assert all(
+        torch.equal(frozen[name], published[name])
+        for name in published
+        if not name.startswith("fc.")
+    )
     assert "BatchNorm layers keep their running statistics" in output_of("model.freeze=")
     assert "BatchNorm layers keep their running statistics" in output_of("model.freeze_bn")
-    assert "Resized position embedding: (10, 10) to (3, 3)" in Path("work_dirs/vit_48/logs/rank0.log").read_text()
+    assert (
+        "Resized position embedding: (10, 10) to (3, 3)"
+        in Path("work_dirs/vit_48/logs/rank0.log").read_text()
+    )
     assert "new_photos/a.jpg: " in output_of("predict")
     assert "an average of 2 checkpoints" in output_of("work_dirs/kept_average data.root")
 
 
-def test_another_model_name_alone_starts_from_scratch(digits: Path, tmp_path: Path, call: Callable) -> None:
-    words = [REPOSITORY / CONFIG, f"data.root={digits / 'train'}", "data.num_workers=0", "train.global_batch_size=8"]
-    words += ["augment.size_px=32", "eval.crop_px=32", "model.name=test_resnet", "--work-dir", tmp_path / "run"]
+def test_another_model_name_alone_starts_from_scratch(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    words = [
+        REPOSITORY / CONFIG,
+        f"data.root={digits / 'train'}",
+        "data.num_workers=0",
+        "train.global_batch_size=8",
+    ]
+    words += [
+        "augment.size_px=32",
+        "eval.crop_px=32",
+        "model.name=test_resnet",
+        "--work-dir",
+        tmp_path / "run",
+    ]
     code, out, err = call(train_command, *words, "--dry-run")
-    assert (code, err) == (0, "") and "starts from scratch" in out.splitlines() and "published" not in out
+    assert (
+        (code, err) == (0, "")
+        and "starts from scratch" in out.splitlines()
+        and "published" not in out
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- keys of the runs
 
 
 def test_resume_of_a_frozen_run_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
-    words = {"model.name": "test_resnet", "model.freeze": "[conv1.*,bn1.*,layer1.*]", "ema.decay": 0.9}
+    words = {
+        "model.name": "test_resnet",
+        "model.freeze": "[conv1.*,bn1.*,layer1.*]",
+        "ema.decay": 0.9,
+    }
     train_here(arguments(digits, tmp_path / "whole", **words, train__max_steps=4))
     train_here(arguments(digits, tmp_path / "parts", **words, train__max_steps=2))
     train_here([*arguments(digits, tmp_path / "parts", **words, train__max_steps=4), "--resume"])
     assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "parts")
-    assert not any(key.startswith("layer1.") for key in load_file(newest(tmp_path / "whole") / "optimizer.safetensors"))
+    assert not any(
+        key.startswith("layer1.")
+        for key in load_file(newest(tmp_path / "whole") / "optimizer.safetensors")
+    )
 
 
-def test_split_batch_norm_run_starts_a_plain_model(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_split_batch_norm_run_starts_a_plain_model(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
     """A BatchNorm for each view of AugMix; a plain model takes the weights; test.py repeats the run's figures."""
     run = tmp_path / "run"
-    words = {"model.name": "test_resnet", "loss.name": "jsd", "augment.splits": 3, "model.split_bn": "true"}
+    words = {
+        "model.name": "test_resnet",
+        "loss.name": "jsd",
+        "augment.splits": 3,
+        "model.split_bn": "true",
+    }
     train_here(arguments(digits, run, **words, augment__policy="augmix-m3-w3", train__max_steps=2))
     weights = load_file(newest(run) / "model.safetensors")
     views = [weights[f"bn1.{part}running_mean"] for part in ("", "aux_bn.0.", "aux_bn.1.")]
@@ -158,18 +212,31 @@ def test_split_batch_norm_run_starts_a_plain_model(digits: Path, tmp_path: Path,
     train_here(arguments(digits, tmp_path / "plain", **start))
 
 
-def test_checkpoint_at_another_size_is_resized_or_an_error(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_checkpoint_at_another_size_is_resized_or_an_error(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
     """A fixed-size ViT is resized, reported; one that can't be is an error that names the key."""
-    tiny = {"model.kwargs.depth": 1, "model.kwargs.img_size": 32, "augment.size_px": 32, "train.max_steps": 1}
+    tiny = {
+        "model.kwargs.depth": 1,
+        "model.kwargs.img_size": 32,
+        "augment.size_px": 32,
+        "train.max_steps": 1,
+    }
     vit = {"model.name": "vit_tiny_patch16_224", **tiny, "eval.crop_px": 32}
     train_here(arguments(digits, tmp_path / "vit", **vit, ema__decay=0.5))
     words = arguments(digits, tmp_path / "vit", **{"eval.crop_px": 64})[:-2]
     code, out, err = call(evaluate_command, *words, tmp_path / "vit")
-    assert (code, err) == (0, "") and "resized for 64 px" in out and out.count("over 359 images") == 2
+    assert (
+        (code, err) == (0, "") and "resized for 64 px" in out and out.count("over 359 images") == 2
+    )
     train_here(arguments(digits, tmp_path / "plain", train__max_steps=1))
-    code, _, err = call(evaluate_command, *words, tmp_path / "plain", "--allow-import", "helpers:plain")
+    code, _, err = call(
+        evaluate_command, *words, tmp_path / "plain", "--allow-import", "helpers:plain"
+    )
     assert code == 2 and err.startswith("eval.crop_px: ") and len(err.splitlines()) == 1
-    code, _, err = call(train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64}))
+    code, _, err = call(
+        train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64})
+    )
     assert code == 2 and "eval.crop_px" in err and "model.kwargs.dynamic_img_size to true" in err
 
 
@@ -180,13 +247,20 @@ def test_start_from_a_run_uses_its_best_weights(digits: Path, tmp_path: Path) ->
     kind = max(best, key=lambda name: best[name]["top1_pct"])
     files = {"raw": "model.safetensors", "ema": "ema.safetensors"}
     stored = {name: load_file(newest(run) / file) for name, file in files.items()}
-    assert all(torch.equal(weight, stored[kind][name]) for name, weight in read_stored_weights(run).tensors.items())
+    assert all(
+        torch.equal(weight, stored[kind][name])
+        for name, weight in read_stored_weights(run).tensors.items()
+    )
     of_checkpoint = read_stored_weights(newest(run)).tensors
     assert all(torch.equal(weight, stored["ema"][name]) for name, weight in of_checkpoint.items())
-    assert not all(torch.equal(weight, stored["raw"][name]) for name, weight in stored["ema"].items())
+    assert not all(
+        torch.equal(weight, stored["raw"][name]) for name, weight in stored["ema"].items()
+    )
 
 
-def test_start_from_a_damaged_run_falls_back_or_is_an_error(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_start_from_a_damaged_run_falls_back_or_is_an_error(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
     run = tmp_path / "run"
     code, _, err = call(train_command, *arguments(digits, tmp_path / "next", model__checkpoint=run))
     assert code == 4 and str(run) in err
@@ -195,4 +269,8 @@ def test_start_from_a_damaged_run_falls_back_or_is_an_error(digits: Path, tmp_pa
     (damaged / "model.safetensors").write_bytes(b"")
     words = arguments(digits, tmp_path / "next", model__checkpoint=run, train__max_steps=1)
     code, out, err = call(train_command, *words)
-    assert (code, err) == (0, "") and damaged.name in out and f"starts from the weights of {run} (step 11, raw" in out
+    assert (
+        (code, err) == (0, "")
+        and damaged.name in out
+        and f"starts from the weights of {run} (step 11, raw" in out
+    )

@@ -33,7 +33,9 @@ class CountReads(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **kwargs or {})
 
@@ -47,7 +49,9 @@ class Steps:
         self.reads, self.checks = CountReads(), ExitStack()
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        return prefetch_to_device(self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device)
+        return prefetch_to_device(
+            self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device
+        )
 
     def after_step(self, epoch: int, lr: float, *results: Any) -> None:
         self.meter.add(self.progress.step, epoch, lr, *results)
@@ -82,11 +86,18 @@ def reads_after_first_step(device: torch.device, *words: str) -> int:
 def test_steps_on_a_cpu_read_nothing_but_the_flag_for_optimizers_that_are_not_fused(
     words: list[str], reads: int
 ) -> None:
-    assert reads_after_first_step(torch.device("cpu"), "device=cpu", "model.name=helpers:plain", *words) == reads
+    assert (
+        reads_after_first_step(
+            torch.device("cpu"), "device=cpu", "model.name=helpers:plain", *words
+        )
+        == reads
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("words", [[], ["train.clip_norm=1.0"], ["log.grad_norm=report", "mix.mixup_alpha=0.2"]])
+@pytest.mark.parametrize(
+    "words", [[], ["train.clip_norm=1.0"], ["log.grad_norm=report", "mix.mixup_alpha=0.2"]]
+)
 def test_steps_on_a_gpu_do_not_synchronize(words: list[str]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     reads_after_first_step(device, "model.name=helpers:noisy", *words)

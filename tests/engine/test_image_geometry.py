@@ -46,20 +46,33 @@ def gray_plain(num_classes: int) -> nn.Module:
     return network
 
 
-DATA = {"data.name": "folder", "data.train": "train", "data.val": "val", "data.val_fraction": "null"}
+DATA = {
+    "data.name": "folder",
+    "data.train": "train",
+    "data.val": "val",
+    "data.val_fraction": "null",
+}
 
 
 def train_on(folder: Path, run: Path, resume: bool = False, **changes: Any) -> float:
     """Train for two steps. Returns the loss of the evaluation."""
     steps = {"train.epochs": 1, "train.global_batch_size": 8}
-    train_here([*arguments(folder, run, **(DATA | steps | changes)), *(["--resume"] if resume else [])])
+    train_here(
+        [*arguments(folder, run, **(DATA | steps | changes)), *(["--resume"] if resume else [])]
+    )
     return evaluations(run)[-1]["loss"]
 
 
 @pytest.mark.parametrize("mode", ["squash", "pad"])
-def test_evaluation_and_prediction_prepare_images_as_eval_mode_says(tmp_path: Path, mode: str) -> None:
+def test_evaluation_and_prediction_prepare_images_as_eval_mode_says(
+    tmp_path: Path, mode: str
+) -> None:
     folder, run, mean = write_folder(tmp_path / "photos"), tmp_path / "run", [0.2, 0.5, 0.8]
-    loss = train_on(folder, run, **{"eval.mode": mode, "data.mean": mean, "data.std": [1, 1, 1], "eval.crop_pct": 1})
+    loss = train_on(
+        folder,
+        run,
+        **{"eval.mode": mode, "data.mean": mean, "data.std": [1, 1, 1], "eval.crop_pct": 1},
+    )
     predictor, files = (
         imagenet_cls.Predictor(run, allow_import=["helpers:plain"]),
         sorted((folder / "val").glob("*/*.png")),
@@ -77,26 +90,41 @@ GRAY = {"data.channels": 1, "data.mean": "null", "data.std": "null"}
 
 
 @pytest.mark.parametrize(
-    ("name", "mean_std"), [(f"{__name__}:gray_plain", [[0.449], [0.226]]), ("test_resnet", [[0.5], [0.5]])]
+    ("name", "mean_std"),
+    [(f"{__name__}:gray_plain", [[0.449], [0.226]]), ("test_resnet", [[0.5], [0.5]])],
 )
 def test_gray_images_train_resume_evaluate_and_predict_alike(
     tmp_path: Path, call: Callable, name: str, mean_std: list[list[float]]
 ) -> None:
     folder, runs = write_folder(tmp_path / "photos"), [tmp_path / "whole", tmp_path / "stopped"]
-    settings = GRAY | {"model.name": name, "augment.erasing.prob": 0.5, "mix.mixup_alpha": 0.2, "eval.flip_tta": "true"}
+    settings = GRAY | {
+        "model.name": name,
+        "augment.erasing.prob": 0.5,
+        "mix.mixup_alpha": 0.2,
+        "eval.flip_tta": "true",
+    }
     loss = train_on(folder, runs[0], **settings)
     train_on(folder, runs[1], **settings, **{"train.max_steps": 1, "data.num_workers": 1})
     train_on(folder, runs[1], resume=True, **settings)
     assert losses(runs[0]) == losses(runs[1]) and saved_bytes(runs[0]) == saved_bytes(runs[1])
     stored = json.loads((newest(runs[0]) / "state.json").read_text())["preprocessing"]
     assert [stored["mean"], stored["std"]] == [pytest.approx(numbers) for numbers in mean_std]
-    predictor, files = imagenet_cls.Predictor(runs[0], allow_import=[name]), sorted((folder / "val").glob("*/*.png"))
+    predictor, files = (
+        imagenet_cls.Predictor(runs[0], allow_import=[name]),
+        sorted((folder / "val").glob("*/*.png")),
+    )
     gray = [F.pil_to_tensor(Image.open(file).convert("L")) for file in files]
     expected = torch.stack(
-        [EvalTransform(EvalConfig(crop_px=16, crop_pct=1.0))(image.expand(3, -1, -1)) for image in gray]
+        [
+            EvalTransform(EvalConfig(crop_px=16, crop_pct=1.0))(image.expand(3, -1, -1))
+            for image in gray
+        ]
     )
     torch.testing.assert_close(
-        predictor.prepare(files), (expected[:, :1] / 255 - stored["mean"][0]) / stored["std"][0], rtol=0, atol=1e-5
+        predictor.prepare(files),
+        (expected[:, :1] / 255 - stored["mean"][0]) / stored["std"][0],
+        rtol=0,
+        atol=1e-5,
     )
     targets = torch.tensor([int(file.parent.name == "b") for file in files])
     assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
@@ -110,20 +138,29 @@ def test_synthetic_gray_images(tmp_path: Path) -> None:
         "data.kwargs": "{train_images: 64, val_images: 20, num_classes: 4}",
         "data.val_fraction": "null",
     }
-    settings = GRAY | {"model.name": "test_resnet", "train.epochs": 1, "train.global_batch_size": 32}
+    settings = GRAY | {
+        "model.name": "test_resnet",
+        "train.epochs": 1,
+        "train.global_batch_size": 32,
+    }
     train_here(arguments(tmp_path, tmp_path / "run", **(data | settings)))
     assert len(losses(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"model.name": f"{__name__}:gray_plain"}, "augment.size_px: "), (GRAY, "images of 1 channel and 16 px")],
+    [
+        ({"model.name": f"{__name__}:gray_plain"}, "augment.size_px: "),
+        (GRAY, "images of 1 channel and 16 px"),
+    ],
 )
 def test_model_for_another_number_of_channels_is_a_config_error(
     tmp_path: Path, call: Callable, changes: dict[str, Any], named: str
 ) -> None:
     settings = DATA | {"train.global_batch_size": 8} | changes
-    code, _, err = call(train_command, *arguments(write_folder(tmp_path / "photos"), tmp_path / "run", **settings))
+    code, _, err = call(
+        train_command, *arguments(write_folder(tmp_path / "photos"), tmp_path / "run", **settings)
+    )
     assert code == 2 and named in err
 
 
@@ -133,22 +170,37 @@ def save_on_its_side(image: Image.Image, path: Path) -> None:
     image.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
 
 
-def test_rotated_files_with_exif_apply_equal_upright_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    upright, rotated = write_folder(tmp_path / "upright"), write_folder(tmp_path / "rotated", save_on_its_side)
+def test_rotated_files_with_exif_apply_equal_upright_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upright, rotated = (
+        write_folder(tmp_path / "upright"),
+        write_folder(tmp_path / "rotated", save_on_its_side),
+    )
     expected = train_on(upright, tmp_path / "run")
     assert "EXIF" not in capsys.readouterr().out
     assert train_on(rotated, tmp_path / "ignored") != expected
-    assert "16 of 16 training images that were examined have an EXIF orientation" in capsys.readouterr().out
+    assert (
+        "16 of 16 training images that were examined have an EXIF orientation"
+        in capsys.readouterr().out
+    )
     run = tmp_path / "applied"
     assert train_on(rotated, run, **{"data.exif": "apply", "data.num_workers": 2}) == expected
-    assert "EXIF" not in capsys.readouterr().out and saved_bytes(run) == saved_bytes(tmp_path / "run")
+    assert "EXIF" not in capsys.readouterr().out and saved_bytes(run) == saved_bytes(
+        tmp_path / "run"
+    )
     predictor = imagenet_cls.Predictor(run, allow_import=["helpers:plain"])
     files = [folder / "val" / "b" / "1.png" for folder in (rotated, upright)]
     assert torch.equal(*(predictor.logits([file]) for file in files))
     assert torch.equal(predictor.logits([Image.open(files[0])]), predictor.logits([files[1]]))
 
 
-WIDE = {"augment.size_px": "[16, 24]", "eval.crop_px": "[16, 24]", "eval.crop_pct": 1, "model.name": "test_resnet"}
+WIDE = {
+    "augment.size_px": "[16, 24]",
+    "eval.crop_px": "[16, 24]",
+    "eval.crop_pct": 1,
+    "model.name": "test_resnet",
+}
 
 
 @pytest.mark.parametrize(
@@ -161,10 +213,15 @@ WIDE = {"augment.size_px": "[16, 24]", "eval.crop_px": "[16, 24]", "eval.crop_pc
             "mix.cutmix_alpha": 1,
         },
         {"augment.crop": "pad_crop", "data.num_workers": 1, "eval.mode": "squash"},
-        {"model.name": "vit_tiny_patch16_224", "model.kwargs": "{depth: 1, patch_size: 8, img_size: [16, 24]}"},
+        {
+            "model.name": "vit_tiny_patch16_224",
+            "model.kwargs": "{depth: 1, patch_size: 8, img_size: [16, 24]}",
+        },
     ],
 )
-def test_images_of_height_and_width_train_resume_and_predict(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_images_of_height_and_width_train_resume_and_predict(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     folder, runs = write_folder(tmp_path / "photos"), [tmp_path / "whole", tmp_path / "stopped"]
     settings = WIDE | changes
     loss = train_on(folder, runs[0], **settings)
@@ -178,15 +235,28 @@ def test_images_of_height_and_width_train_resume_and_predict(tmp_path: Path, cha
 
 
 def test_synthetic_images_of_height_and_width(tmp_path: Path) -> None:
-    data = {"data.name": "synthetic", "data.kwargs": "{train_images: 64, val_images: 20, num_classes: 4}"}
-    data |= {"data.val_fraction": "null", "augment.erasing.prob": 1, "train.epochs": 1, "train.global_batch_size": 32}
+    data = {
+        "data.name": "synthetic",
+        "data.kwargs": "{train_images: 64, val_images: 20, num_classes: 4}",
+    }
+    data |= {
+        "data.val_fraction": "null",
+        "augment.erasing.prob": 1,
+        "train.epochs": 1,
+        "train.global_batch_size": 32,
+    }
     train_here(arguments(tmp_path, tmp_path / "run", **(data | WIDE)))
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_evaluation_at_another_height_and_width_resizes_position_embeddings(tmp_path: Path, call: Callable) -> None:
+def test_evaluation_at_another_height_and_width_resizes_position_embeddings(
+    tmp_path: Path, call: Callable
+) -> None:
     folder, run = write_folder(tmp_path / "photos"), tmp_path / "run"
-    vit = {"model.name": "vit_tiny_patch16_224", "model.kwargs": "{depth: 1, patch_size: 8, img_size: 16}"}
+    vit = {
+        "model.name": "vit_tiny_patch16_224",
+        "model.kwargs": "{depth: 1, patch_size: 8, img_size: 16}",
+    }
     train_on(folder, run, **vit)
     code, out, _ = call(evaluate_command, run / "config.yaml", run, "eval.crop_px=[16, 24]")
     assert code == 0 and "position embeddings were resized for 16 x 24 px" in out

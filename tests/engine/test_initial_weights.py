@@ -26,7 +26,11 @@ DIGITS = [str(digit) for digit in range(10)]
 
 
 def files(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,13 @@ def test_resume_without_the_initial_weights_gives_the_same_bits(
 
     def words(folder: str, *more: str, steps: int = 8) -> list[str]:
         named = [key, str(start)] if key.startswith("--") else [f"{key}={start}"]
-        return [*arguments(digits, tmp_path / folder, checkpoint__every_steps=4, train__max_steps=steps), *named, *more]
+        return [
+            *arguments(
+                digits, tmp_path / folder, checkpoint__every_steps=4, train__max_steps=steps
+            ),
+            *named,
+            *more,
+        ]
 
     train_here(words("whole"))
     train_here(words("parts", steps=5))
@@ -61,17 +71,23 @@ def test_resume_without_the_initial_weights_gives_the_same_bits(
         ("--resume-from", "checkpoints/step-0000003/model.safetensors"),
     ],
 )
-def test_overwrite_of_the_initial_weights_is_an_error(first: Path, digits: Path, key: str, inside: str) -> None:
+def test_overwrite_of_the_initial_weights_is_an_error(
+    first: Path, digits: Path, key: str, inside: str
+) -> None:
     before = files(first)
     named = [key, str(first / inside)] if key.startswith("--") else [f"{key}={first / inside}"]
     if key.startswith("distill"):
         named += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
-    with pytest.raises(UsageError, match=rf"^{key}: .* is in .*--overwrite would remove\.\n.*--work-dir"):
+    with pytest.raises(
+        UsageError, match=rf"^{key}: .* is in .*--overwrite would remove\.\n.*--work-dir"
+    ):
         train_here([*arguments(digits, first), *named, "--overwrite"])
     assert files(first) == before
 
 
-def test_overwrite_keeps_other_files_of_the_run_folder(first: Path, digits: Path, tmp_path: Path) -> None:
+def test_overwrite_keeps_other_files_of_the_run_folder(
+    first: Path, digits: Path, tmp_path: Path
+) -> None:
     """A run removes only what runs write."""
     folder = Path(shutil.copytree(first, tmp_path / "run"))
     kept = folder / "mine.safetensors"
@@ -106,8 +122,12 @@ def test_mismatch_with_the_initial_weights_is_reported(
     first: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*words: str, root: Path = digits) -> list[str]:
-        train_command([*arguments(root, tmp_path / "run", **{"model.checkpoint": first}), *words, "--dry-run"])
-        return [line for line in capsys.readouterr().out.splitlines() if "the initial weights" in line]
+        train_command(
+            [*arguments(root, tmp_path / "run", **{"model.checkpoint": first}), *words, "--dry-run"]
+        )
+        return [
+            line for line in capsys.readouterr().out.splitlines() if "the initial weights" in line
+        ]
 
     assert said() == []
     assert said("data.mean=[0.5,0.5,0.5]") == [
@@ -128,8 +148,13 @@ def test_mismatch_with_published_weights_is_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine_model, "build_model", lambda *_: vit)
     model = ModelConfig(name="vit_tiny_patch16_224", pretrained=True)
     assert len(build_initial_model(Config(model=model), 10)[1]) == 1
-    _, message = build_initial_model(Config(model=model, data=DataConfig(mean=list(IMAGENET_DEFAULT_MEAN))), 10)[1]
-    assert "data.mean=[0.5, 0.5, 0.5] data.std=[0.5, 0.5, 0.5], and this run uses data.mean=[0.485" in message
+    _, message = build_initial_model(
+        Config(model=model, data=DataConfig(mean=list(IMAGENET_DEFAULT_MEAN))), 10
+    )[1]
+    assert (
+        "data.mean=[0.5, 0.5, 0.5] data.std=[0.5, 0.5, 0.5], and this run uses data.mean=[0.485"
+        in message
+    )
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -144,7 +169,9 @@ def server(tmp_path: Path) -> Iterator[str]:
     """The URL of the folder `served`."""
     (tmp_path / "served").mkdir()
     Handler.requested.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path / "served")) as running:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Handler, directory=tmp_path / "served")
+    ) as running:
         Thread(target=running.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
         running.shutdown()
@@ -152,7 +179,12 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("by_hash", [True, False])
 def test_initial_weights_of_a_url_are_downloaded_once(
-    server: str, by_hash: bool, digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+    server: str,
+    by_hash: bool,
+    digits: Path,
+    tmp_path: Path,
+    call: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
     state = timm.create_model("test_resnet", num_classes=10).state_dict()
@@ -160,18 +192,25 @@ def test_initial_weights_of_a_url_are_downloaded_once(
     digest = hashlib.sha256((tmp_path / "net.pth").read_bytes()).hexdigest()
     name = f"net-{digest[:8]}.pth" if by_hash else "checkpoint.pth"
     (tmp_path / "net.pth").rename(tmp_path / "served" / name)
-    config = Config(model=ModelConfig(name="test_resnet", num_classes=10, checkpoint=f"{server}/{name}"))
+    config = Config(
+        model=ModelConfig(name="test_resnet", num_classes=10, checkpoint=f"{server}/{name}")
+    )
     for _ in range(2):
         started, (message,) = build_initial_model(config, 10)
         assert f"loaded {len(state)} tensors" in message
         assert all(torch.equal(started.state_dict()[key], value) for key, value in state.items())
-    words = [*arguments(digits, tmp_path / "run", **{"model.name": "test_resnet"}), f"model.checkpoint={server}/{name}"]
+    words = [
+        *arguments(digits, tmp_path / "run", **{"model.name": "test_resnet"}),
+        f"model.checkpoint={server}/{name}",
+    ]
     assert call(train_command, *words, "--dry-run")[0] == 0
     assert Handler.requested == [f"/{name}"]
     other = "other-0123abcd.pth" if by_hash else "other/checkpoint.pth"
     (tmp_path / "served" / "other").mkdir()
     (tmp_path / "served" / other).write_bytes(b"no weights")
-    code, _, err = call(train_command, *words[:-1], f"model.checkpoint={server}/{other}", "--dry-run")
+    code, _, err = call(
+        train_command, *words[:-1], f"model.checkpoint={server}/{other}", "--dry-run"
+    )
     assert code == 4 and Path(other).name in err and ("invalid hash" in err) == by_hash
 
 
@@ -183,6 +222,8 @@ def test_initial_weights_of_a_url_without_network_are_a_resource_error(
         words = [f"{key}.checkpoint=http://127.0.0.1:9/net.pth"]  # nothing listens there
         if key != "model":
             words += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
-        code, _, err = call(train_command, *arguments(digits, tmp_path / "run"), *words, "--dry-run")
+        code, _, err = call(
+            train_command, *arguments(digits, tmp_path / "run"), *words, "--dry-run"
+        )
         assert code == 5 and "http://127.0.0.1:9/net.pth" in err and "copy the file" in err
     assert not [path for path in (tmp_path / "hub").rglob("*") if path.is_file()]

@@ -30,7 +30,13 @@ NAMES = list("abcdefghij")
 
 
 def in_parts(train: Any, val: Any = "val", **changes: Any) -> dict[str, Any]:
-    return {"data__name": "folder", "data__train": train, "data__val": val, "data__val_fraction": "null", **changes}
+    return {
+        "data__name": "folder",
+        "data__train": train,
+        "data__val": val,
+        "data__val_fraction": "null",
+        **changes,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +82,22 @@ def logits_by_hand(root: Path) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     model = plain(1000)
     model.load_state_dict(torch.load(root / "model.pth", weights_only=True))
     files = sorted((root / "val").rglob("*.png"))
-    images = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]) / 255
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+    images = (
+        torch.stack(
+            [torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]
+        )
+        / 255
+    )
+    mean, std = (
+        torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    )
     with torch.no_grad():
         logits = model((images - mean) / std)
-    return logits, torch.tensor([WNIDS.index(file.parent.name) for file in files]), [int(f.stem[-8:]) for f in files]
+    return (
+        logits,
+        torch.tensor([WNIDS.index(file.parent.name) for file in files]),
+        [int(f.stem[-8:]) for f in files],
+    )
 
 
 def test_words(imagenet: Path, *more: str) -> list[str]:
@@ -92,7 +109,9 @@ def test_words(imagenet: Path, *more: str) -> list[str]:
 test_words.__test__ = False  # type: ignore[attr-defined]
 
 
-def test_outputs_of_absent_classes_are_ignored_without_a_training_folder(imagenet: Path, call: Callable) -> None:
+def test_outputs_of_absent_classes_are_ignored_without_a_training_folder(
+    imagenet: Path, call: Callable
+) -> None:
     rows = imagenet / "rows.jsonl"
     rows.unlink(missing_ok=True)
     code, out, _ = call(evaluate_command, *test_words(imagenet, "--out", rows))
@@ -104,11 +123,18 @@ def test_outputs_of_absent_classes_are_ignored_without_a_training_folder(imagene
     assert code == 0 and "classes: 5 of 1000" in out and "over 40 images" in out
     assert f"top-1 {100 * hits.float().mean():.3f} %  top-5 100.000 %  loss {loss:.4f}" in out
     assert hits.sum() > (logits.argmax(1) == targets).sum()
-    names = {name for line in rows.read_text().splitlines() for name, share in json.loads(line)["top"] if share > 0}
+    names = {
+        name
+        for line in rows.read_text().splitlines()
+        for name, share in json.loads(line)["top"]
+        if share > 0
+    }
     assert names == {WNIDS[number] for number in PRESENT}
 
 
-def test_classes_of_outputs_are_imagenets_without_a_training_folder(imagenet: Path, letters: Path) -> None:
+def test_classes_of_outputs_are_imagenets_without_a_training_folder(
+    imagenet: Path, letters: Path
+) -> None:
     def classes(found: list[str], *changes: str, root: Path = imagenet) -> list[str]:
         words = [f"data.root={root}", "data.train=train", *changes]
         config = load_config("resnet50", words).config
@@ -117,31 +143,50 @@ def test_classes_of_outputs_are_imagenets_without_a_training_folder(imagenet: Pa
     numbers, five = sorted(map(str, range(1000))), [WNIDS[number] for number in PRESENT]
     assert classes(numbers) == classes(five, "eval.classes=present") == WNIDS
     assert classes(five) == five and classes(["cat"], "eval.classes=present") == ["cat"]
-    assert classes(five, "eval.classes=present", root=letters) == five  # the training folder names the classes
+    assert (
+        classes(five, "eval.classes=present", root=letters) == five
+    )  # the training folder names the classes
     of_22k = classes(five, "eval.classes=present", "model.num_classes=21841")
     assert of_22k == ImageNetInfo("imagenet-22k").label_names()
 
 
-def test_missing_classes_are_an_error_that_names_the_key(letters: Path, tmp_path: Path, call: Callable) -> None:
-    code, _, err = call(train_command, *arguments(letters, tmp_path / "run", **in_parts("train", "some")))
+def test_missing_classes_are_an_error_that_names_the_key(
+    letters: Path, tmp_path: Path, call: Callable
+) -> None:
+    code, _, err = call(
+        train_command, *arguments(letters, tmp_path / "run", **in_parts("train", "some"))
+    )
     assert code == 3 and "eval.classes=present" in err and "7 of 10" in err
 
 
-def test_run_records_the_classes_that_are_present(trained: Path, letters: Path, call: Callable) -> None:
+def test_run_records_the_classes_that_are_present(
+    trained: Path, letters: Path, call: Callable
+) -> None:
     records = evaluations(trained)
     assert {(record["classes"], record["images"]) for record in records} == {("3 of 10", 30)}
     code, out, _ = call(evaluate_command, trained, "--allow-import", "helpers:plain")
-    assert code == 0 and f"top-1 {records[-1]['top1_pct']:.3f} %" in out and "classes: 3 of 10" in out
+    assert (
+        code == 0 and f"top-1 {records[-1]['top1_pct']:.3f} %" in out and "classes: 3 of 10" in out
+    )
     # The checkpoint names its classes, so the training folder is not needed.
     words = ["data.train=absent", "--allow-import", "helpers:plain"]
     again = call(evaluate_command, trained, *words)[1]
-    assert again.splitlines()[-1].partition(" in ")[0] == out.splitlines()[-1].partition(" in ")[0]  # not the seconds
+    assert (
+        again.splitlines()[-1].partition(" in ")[0] == out.splitlines()[-1].partition(" in ")[0]
+    )  # not the seconds
     code, _, err = call(evaluate_command, trained, *words, "eval.classes=all")
     assert code == 3 and "eval.classes=present" in err
 
 
-def test_numbered_folders_are_the_classes_by_position(trained: Path, letters: Path, call: Callable) -> None:
-    assert match_classes(["0", "1", "10", *"23456789"], [*NAMES, "k"], "val") == [0, 1, 10, *range(2, 10)]
+def test_numbered_folders_are_the_classes_by_position(
+    trained: Path, letters: Path, call: Callable
+) -> None:
+    assert match_classes(["0", "1", "10", *"23456789"], [*NAMES, "k"], "val") == [
+        0,
+        1,
+        10,
+        *range(2, 10),
+    ]
     assert match_classes(["1", "0"], ["0", "1"], "val") == [1, 0]  # names, not numbers
     renamed = [f"data.val={letters}/renamed", "--allow-import", "helpers:plain", "eval.classes=all"]
     shutil.rmtree(letters / "renamed", ignore_errors=True)
@@ -150,7 +195,10 @@ def test_numbered_folders_are_the_classes_by_position(trained: Path, letters: Pa
         (letters / "renamed" / str(number)).rename(letters / "renamed" / name)
     numbered = [f"data.val={letters}/numbered", *renamed[1:]]
     for train in ("train", "absent"):
-        outs = [call(evaluate_command, trained, f"data.train={train}", *words) for words in (renamed, numbered)]
+        outs = [
+            call(evaluate_command, trained, f"data.train={train}", *words)
+            for words in (renamed, numbered)
+        ]
         top1 = [out.partition("top-1 ")[2].partition("  over")[0] for _, out, _ in outs]
         assert [code for code, *_ in outs] == [0, 0] and top1[0] == top1[1] and top1[0]
 
@@ -162,10 +210,14 @@ def names(source: ImageSource | None) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("kind", ["list", "file"])
 @pytest.mark.parametrize("val", ["numbered", "train", None])
-def test_data_classes_selects_and_orders(letters: Path, tmp_path: Path, kind: str, val: str | None) -> None:
+def test_data_classes_selects_and_orders(
+    letters: Path, tmp_path: Path, kind: str, val: str | None
+) -> None:
     (tmp_path / "classes.txt").write_text("h\nb\nd\n")
     chosen: Any = ["h", "b", "d"] if kind == "list" else str(tmp_path / "classes.txt")
-    data = DataConfig(root=str(letters), train="train", val=val, classes=chosen, val_fraction=None if val else 0.2)
+    data = DataConfig(
+        root=str(letters), train="train", val=val, classes=chosen, val_fraction=None if val else 0.2
+    )
     if val == "numbered":
         with pytest.raises(DataError, match=r"data\.classes"):
             open_datasets(data)
@@ -197,12 +249,26 @@ def test_data_classes_of_a_map_style_dataset_and_a_list(letters: Path, tmp_path:
     source = opened.train
     assert source is not None and opened.classes == ("z", "x")
     loaded = [source.load(i) for i in range(len(source))]
-    assert [(int(image[0, 0, 0]), target) for image, target in loaded] == [(0, 1), (2, 0), (3, 1), (5, 0), (6, 1)]
+    assert [(int(image[0, 0, 0]), target) for image, target in loaded] == [
+        (0, 1),
+        (2, 0),
+        (3, 1),
+        (5, 0),
+        (6, 1),
+    ]
     whole = open_datasets(DataConfig(name=f"{__name__}:Three")).train
     assert whole is not None and source.digest() != whole.digest()
-    lines = [f"train/{file.parent.name}/{file.name} {file.parent.name}" for file in (letters / "train").rglob("*.jpg")]
+    lines = [
+        f"train/{file.parent.name}/{file.name} {file.parent.name}"
+        for file in (letters / "train").rglob("*.jpg")
+    ]
     (tmp_path / "all.txt").write_text("\n".join(lines))
-    data = DataConfig(name="list", root=str(letters), train=str(tmp_path / "all.txt"), val=str(tmp_path / "all.txt"))
+    data = DataConfig(
+        name="list",
+        root=str(letters),
+        train=str(tmp_path / "all.txt"),
+        val=str(tmp_path / "all.txt"),
+    )
     opened = open_datasets(DataConfig(**vars(data) | {"classes": ["j", "a"]}))
     assert set(names(opened.train)) == set(names(opened.val)) == {("j", 0), ("a", 1)}
 
@@ -210,7 +276,9 @@ def test_data_classes_of_a_map_style_dataset_and_a_list(letters: Path, tmp_path:
 @pytest.mark.parametrize(
     ("text", "message"), [("a\nb\na\n", "more than once"), ("", "no class"), (None, "No such file")]
 )
-def test_bad_class_file_is_an_error(letters: Path, tmp_path: Path, text: str | None, message: str) -> None:
+def test_bad_class_file_is_an_error(
+    letters: Path, tmp_path: Path, text: str | None, message: str
+) -> None:
     if text is not None:
         (tmp_path / "classes.txt").write_text(text)
     with pytest.raises(DataError, match=message) as error:
@@ -219,7 +287,9 @@ def test_bad_class_file_is_an_error(letters: Path, tmp_path: Path, text: str | N
 
 
 def test_run_with_data_classes(letters: Path, tmp_path: Path, call: Callable) -> None:
-    changes = in_parts("train", "train", data__classes="[h,b,d]", train__epochs=1, train__global_batch_size=32)
+    changes = in_parts(
+        "train", "train", data__classes="[h,b,d]", train__epochs=1, train__global_batch_size=32
+    )
     train_here(arguments(letters, tmp_path / "run", **changes))
     state = json.loads(next((tmp_path / "run").glob("checkpoints/step-*/state.json")).read_text())
     assert (state["classes"], evaluations(tmp_path / "run")[0]["images"]) == (["h", "b", "d"], 120)
@@ -238,7 +308,13 @@ def real_labels(imagenet: Path) -> Path:
     lists: list[list[int]] = [[] for _ in range(50)]
     for row, number in enumerate(numbers):
         kind = number % 3
-        lists[number - 1] = [int(targets[row]), int(logits[row].argmax())] if kind == 0 else [0] if kind == 1 else []
+        lists[number - 1] = (
+            [int(targets[row]), int(logits[row].argmax())]
+            if kind == 0
+            else [0]
+            if kind == 1
+            else []
+        )
     file = imagenet / "real.json"
     file.write_text(json.dumps(lists))
     return file
@@ -247,7 +323,11 @@ def real_labels(imagenet: Path) -> Path:
 def expected_real(imagenet: Path, real_labels: Path) -> str:
     logits, _, numbers = logits_by_hand(imagenet)
     lists = json.loads(real_labels.read_text())
-    hits = [int(row.argmax()) in lists[n - 1] for row, n in zip(logits, numbers, strict=True) if lists[n - 1]]
+    hits = [
+        int(row.argmax()) in lists[n - 1]
+        for row, n in zip(logits, numbers, strict=True)
+        if lists[n - 1]
+    ]
     assert 0 < sum(hits) < len(hits) < 40
     return f"ReaL {100 * sum(hits) / len(hits):.3f} % of {len(hits)}"
 
@@ -259,7 +339,9 @@ def as_list(imagenet: Path, *more: str) -> list[str]:
     (imagenet / "images.txt").write_text("".join(rows))
     (imagenet / "classes.txt").write_text("\n".join(WNIDS))
     words = [
-        w for w in test_words(imagenet) if not w.startswith(("data.name", "data.train", "data.val=", "eval.classes"))
+        w
+        for w in test_words(imagenet)
+        if not w.startswith(("data.name", "data.train", "data.val=", "eval.classes"))
     ]
     return [*words, "data.name=list", "data.train=images.txt", "data.val=images.txt", *more]
 
@@ -271,25 +353,45 @@ def test_real_labels_count_any_of_them(imagenet: Path, real_labels: Path, call: 
 
 @pytest.mark.nightly
 def test_real_labels_and_present_classes_on_two_ranks(imagenet: Path, real_labels: Path) -> None:
-    words = [*test_words(imagenet), f"eval.real_labels={real_labels}", "--launcher", "spawn", "device=cpu"]
+    words = [
+        *test_words(imagenet),
+        f"eval.real_labels={real_labels}",
+        "--launcher",
+        "spawn",
+        "device=cpu",
+    ]
     tool = [sys.executable, str(REPOSITORY / "tools" / "test.py"), *words]
     results = [run([*tool, "--gpus", str(ranks)]) for ranks in (1, 2, 3)]
     lines = [result.stdout.splitlines()[-1].partition("  over")[0] for result in results]
-    assert lines[0] == lines[1] == lines[2] and "ReaL" in lines[0] and "5 of 1000" in lines[0], results
+    assert lines[0] == lines[1] == lines[2] and "ReaL" in lines[0] and "5 of 1000" in lines[0], (
+        results
+    )
 
 
 @pytest.mark.parametrize(
     "content",
-    [None, "{", "[[0]]", json.dumps([[]] * 50), *(json.dumps([x] + [[0]] * 49) for x in (1, [1000], [True], {}, ""))],
+    [
+        None,
+        "{",
+        "[[0]]",
+        json.dumps([[]] * 50),
+        *(json.dumps([x] + [[0]] * 49) for x in (1, [1000], [True], {}, "")),
+    ],
 )
-def test_bad_real_labels_are_an_error(imagenet: Path, tmp_path: Path, call: Callable, content: str | None) -> None:
+def test_bad_real_labels_are_an_error(
+    imagenet: Path, tmp_path: Path, call: Callable, content: str | None
+) -> None:
     if content is not None:
         (tmp_path / "real.json").write_text(content)
-    code, _, err = call(evaluate_command, *as_list(imagenet, f"eval.real_labels={tmp_path}/real.json"))
+    code, _, err = call(
+        evaluate_command, *as_list(imagenet, f"eval.real_labels={tmp_path}/real.json")
+    )
     assert code == 3 and "eval.real_labels" in err
 
 
-def test_real_labels_for_other_classes_are_an_error(trained: Path, real_labels: Path, call: Callable) -> None:
+def test_real_labels_for_other_classes_are_an_error(
+    trained: Path, real_labels: Path, call: Callable
+) -> None:
     words = ["--allow-import", "helpers:plain", f"eval.real_labels={real_labels}"]
     code, _, err = call(evaluate_command, trained, *words)
     assert code == 3 and "eval.real_labels" in err and "ImageNet-1k" in err

@@ -39,8 +39,16 @@ def greedy(num_classes: int) -> nn.Module:
 
 @pytest.mark.gpu
 def test_fp16_overflow_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    changes = TINY | {"train__precision": "fp16", "train__deterministic": "true", "optimizer__lr": 1e-5}
-    changes |= {"loss__name": f"{__name__}:steep", "train__max_nonfinite_steps": 1, "checkpoint__every_steps": 3}
+    changes = TINY | {
+        "train__precision": "fp16",
+        "train__deterministic": "true",
+        "optimizer__lr": 1e-5,
+    }
+    changes |= {
+        "loss__name": f"{__name__}:steep",
+        "train__max_nonfinite_steps": 1,
+        "checkpoint__every_steps": 3,
+    }
     train_here(arguments(tmp_path, tmp_path / "whole", "noisy", **changes))
     train_here(arguments(tmp_path, tmp_path / "parts", "noisy", **changes, train__max_steps=3))
     train_here([*arguments(tmp_path, tmp_path / "parts", "noisy", **changes), "--resume"])
@@ -55,7 +63,9 @@ def test_fp16_overflow_resumes_to_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_out_of_memory_error_states_batch_size_and_memory(tmp_path: Path) -> None:
     with pytest.raises(ResourceError) as error:
-        train_here(arguments(tmp_path, tmp_path / "run", **TINY, **{"model.name": f"{__name__}:greedy"}))
+        train_here(
+            arguments(tmp_path, tmp_path / "run", **TINY, **{"model.name": f"{__name__}:greedy"})
+        )
     first, second, third = str(error.value).splitlines()
     total = torch.cuda.get_device_properties(0).total_memory / 2**30
     sizes = r"8 images at once of 16 px \(\d+ of 16 px in evaluation\)"

@@ -38,7 +38,9 @@ def teacher(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_teacher_trains_the_distillation_token_only(digits: Path, tmp_path: Path, teacher: Path) -> None:
+def test_teacher_trains_the_distillation_token_only(
+    digits: Path, tmp_path: Path, teacher: Path
+) -> None:
     """Both heads' biases start at 0, and stay there without a loss."""
     for alpha in (0.0, 0.5, 1.0):
         changes = TOKEN_MODEL | distilled(teacher, "hard", distill__alpha=alpha, train__max_steps=3)
@@ -48,20 +50,33 @@ def test_teacher_trains_the_distillation_token_only(digits: Path, tmp_path: Path
         assert learnt == [alpha < 1, alpha > 0]
 
 
-def test_teacher_equal_to_the_student_gives_a_loss_of_zero(digits: Path, tmp_path: Path, teacher: Path) -> None:
+def test_teacher_equal_to_the_student_gives_a_loss_of_zero(
+    digits: Path, tmp_path: Path, teacher: Path
+) -> None:
     """Both see the same mixed images, in pixels of their own. Frozen BatchNorm and no dropout: outputs agree."""
-    same = distilled(teacher, "soft", distill__alpha=1.0, model__checkpoint=teacher, model__freeze_bn="true")
-    same |= {"model__kwargs": "{dropout: 0.0}", "data__std": "[0.3, 0.4, 0.5]", "train__max_steps": 2, **MIX}
+    same = distilled(
+        teacher, "soft", distill__alpha=1.0, model__checkpoint=teacher, model__freeze_bn="true"
+    )
+    same |= {
+        "model__kwargs": "{dropout: 0.0}",
+        "data__std": "[0.3, 0.4, 0.5]",
+        "train__max_steps": 2,
+        **MIX,
+    }
     train_here(arguments(digits, tmp_path / "same", "noisy", **same, data__mean="[0.2, 0.3, 0.4]"))
     assert losses(tmp_path / "same") == pytest.approx([0.0, 0.0], abs=1e-6)
     train_here(arguments(digits, tmp_path / "other", "noisy", **same, data__mean="[0.5, 0.5, 0.5]"))
-    assert losses(tmp_path / "other")[0] > 1e-3  # the teacher still sees its own pixels, the model others
+    assert (
+        losses(tmp_path / "other")[0] > 1e-3
+    )  # the teacher still sees its own pixels, the model others
 
 
 def test_first_loss_equals_the_formula(digits: Path, tmp_path: Path) -> None:
     """With equal outputs every class has the same probability, 0.1."""
     zero = {"model__name": f"{Path(__file__).stem}:zero_outputs", "train__max_steps": 1}
-    train_here(arguments(digits, tmp_path / "run", **zero, loss__name="focal", train__micro_batch_size=64))
+    train_here(
+        arguments(digits, tmp_path / "run", **zero, loss__name="focal", train__micro_batch_size=64)
+    )
     assert losses(tmp_path / "run") == pytest.approx([0.9**2 * 2.302585], rel=1e-5)
 
 
@@ -72,9 +87,16 @@ def zero_outputs(num_classes: int) -> torch.nn.Module:
     return model
 
 
-def test_resume_with_mixing_and_teacher_gives_the_same_bits(digits: Path, tmp_path: Path, teacher: Path) -> None:
+def test_resume_with_mixing_and_teacher_gives_the_same_bits(
+    digits: Path, tmp_path: Path, teacher: Path
+) -> None:
     """Stopped while mixing, which ends with the first epoch. With accumulation, smoothing and dropout."""
-    changes = {**MIX, "mix__off_epoch": 1, "loss__label_smoothing": 0.1, "train__micro_batch_size": 64}
+    changes = {
+        **MIX,
+        "mix__off_epoch": 1,
+        "loss__label_smoothing": 0.1,
+        "train__micro_batch_size": 64,
+    }
     changes |= distilled(teacher, "soft", distill__temperature=2.0)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_here(arguments(digits, whole, "noisy", **changes, train__max_steps=13))
@@ -89,7 +111,9 @@ def test_resume_with_a_changed_teacher_is_an_error(digits: Path, tmp_path: Path)
         torch.save(plain(10).state_dict(), tmp_path / f"{name}.pth")
 
     def words(teacher: str, steps: int) -> list[str]:
-        changes = distilled(tmp_path / f"{teacher}.pth", "soft", distill__teacher__name="helpers:plain")
+        changes = distilled(
+            tmp_path / f"{teacher}.pth", "soft", distill__teacher__name="helpers:plain"
+        )
         return arguments(digits, tmp_path / "run", train__max_steps=steps, **changes)
 
     train_here(words("teacher", 2))
@@ -102,7 +126,9 @@ def test_resume_with_a_changed_teacher_is_an_error(digits: Path, tmp_path: Path)
 def test_jsd_with_few_images_writes_tensorboard(digits: Path, tmp_path: Path) -> None:
     """Three views of 16 images, of which one for each label is shown."""
     few = {"train__global_batch_size": 16, "train__max_steps": 1, "log__tensorboard": "true"}
-    train_here(arguments(digits, tmp_path / "run", "noisy", loss__name="jsd", augment__splits=3, **few))
+    train_here(
+        arguments(digits, tmp_path / "run", "noisy", loss__name="jsd", augment__splits=3, **few)
+    )
 
 
 def test_mixing_off_from_the_start_equals_no_mixing(digits: Path, tmp_path: Path) -> None:

@@ -32,7 +32,12 @@ CASES: list[tuple[int, str, Callable, Sequence[str]]] = [
     (4, "run/checkpoints", train_command, ["--resume"]),
     (4, CHECKPOINT, train_command, ["--resume"]),
     (4, CHECKPOINT, train_command, ["--work-dir=other", f"--resume-from={CHECKPOINT}"]),
-    (4, CHECKPOINT, train_command, ["--work-dir=other", f"model.checkpoint={CHECKPOINT}/model.safetensors"]),
+    (
+        4,
+        CHECKPOINT,
+        train_command,
+        ["--work-dir=other", f"model.checkpoint={CHECKPOINT}/model.safetensors"],
+    ),
     (4, CHECKPOINT, average_command, [CHECKPOINT, "run", "--out=average"]),
     (4, f"{CHECKPOINT}/manifest.json", train_command, ["--resume"]),
     (3, "locked/list.txt", train_command, ["--overwrite", "data.exclude=locked/list.txt"]),
@@ -59,7 +64,12 @@ def drop_capabilities() -> None:
 def try_all(rank: int, ranks: int, folder: Path) -> None:
     os.chdir(folder)
     drop_capabilities()
-    changes = {"data__name": "folder", "data__val": "null", "data__val_fraction": 0.1, "train__global_batch_size": 16}
+    changes = {
+        "data__name": "folder",
+        "data__val": "null",
+        "data__val_fraction": 0.1,
+        "train__global_batch_size": 16,
+    }
     words = arguments(Path("images"), Path("run"), train__max_steps=1, **changes)
     assert main(train_command, words) == 0
     for code, path, command, more in CASES:

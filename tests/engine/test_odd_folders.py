@@ -49,7 +49,9 @@ def test_restart_in_a_folder_of_another_run_raises(
     """The first attempt was refused, or another job has the same process id, as in containers."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     if job is not None:
-        (part / ".job").write_text(f"ranks of process {os.getppid()} on {socket.gethostname()}, started at 7\n")
+        (part / ".job").write_text(
+            f"ranks of process {os.getppid()} on {socket.gethostname()}, started at 7\n"
+        )
     before = contents(part)
     with pytest.raises(UsageError, match="already holds a run"):
         train_here(argv(digits, part))
@@ -101,7 +103,9 @@ def test_new_folder_is_named_once_and_found_after_a_restart(
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
-def test_checkpoints_behind_a_dangling_link_raises(digits: Path, part: Path, tmp_path: Path, flag: str) -> None:
+def test_checkpoints_behind_a_dangling_link_raises(
+    digits: Path, part: Path, tmp_path: Path, flag: str
+) -> None:
     (part / "checkpoints").rename(tmp_path / "disk")
     (part / "checkpoints").symlink_to(tmp_path / "unmounted")
     before = contents(part)
@@ -125,10 +129,14 @@ def test_overwrite_and_resume_with_checkpoints_behind_a_link(
     assert names(tmp_path / "disk") == ["step-0000007", "step-0000005"]
     assert contents(tmp_path / "kept") == kept and kept
     train_here(argv(digits, part, "--resume"))
-    assert state_digest(part) == state_digest(runs / "whole") and (part / "checkpoints").is_symlink()
+    assert (
+        state_digest(part) == state_digest(runs / "whole") and (part / "checkpoints").is_symlink()
+    )
 
 
-def test_rotation_of_a_linked_checkpoint_removes_only_the_link(digits: Path, part: Path, tmp_path: Path) -> None:
+def test_rotation_of_a_linked_checkpoint_removes_only_the_link(
+    digits: Path, part: Path, tmp_path: Path
+) -> None:
     last = newest(part)
     shutil.move(last, tmp_path / last.name)
     last.symlink_to(tmp_path / last.name)
@@ -144,7 +152,9 @@ def test_resume_with_a_checkpoint_behind_a_dangling_link_falls_back(
     last.symlink_to(tmp_path / "unmounted")
     code, out, _ = call(train_command, *argv(digits, part, "--resume", "train.max_steps=17"))
     assert code == 0 and str(last) in out
-    assert not last.is_symlink() and state_digest(part) == state_digest(runs / "part")  # written again
+    assert not last.is_symlink() and state_digest(part) == state_digest(
+        runs / "part"
+    )  # written again
     for path in list_checkpoints(part / "checkpoints"):
         shutil.rmtree(path)
     last.symlink_to(tmp_path / "unmounted")
@@ -174,7 +184,11 @@ def test_all_checkpoints_damaged_exits_with_4_and_does_not_start_from_scratch(
     for checkpoint in (part / "checkpoints").glob("step-*"):
         (checkpoint / "state.json").write_bytes(b"")
     before = contents(part)
-    words = argv(digits, part, option) if option == "--resume" else argv(digits, tmp_path / "new", option, str(part))
+    words = (
+        argv(digits, part, option)
+        if option == "--resume"
+        else argv(digits, tmp_path / "new", option, str(part))
+    )
     code, _, err = call(train_command, *words)
     assert code == 4 and "step-0000017" in err
     assert contents(part) == before and not (tmp_path / "new" / "metrics.jsonl").exists()

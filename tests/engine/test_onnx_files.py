@@ -12,7 +12,13 @@ from imagenet_cls.commands.predict import predict_command
 
 # Means of each channel: three logits.
 MEANS = [helper.make_node("ReduceMean", ["images", "sides"], ["logits"], keepdims=0)]
-CONSTANTS = {"sides": [2, 3], "images_axis": [0], "classes_axis": [1], "all": [0, 1, 2, 3], "zero": [0]}
+CONSTANTS = {
+    "sides": [2, 3],
+    "images_axis": [0],
+    "classes_axis": [1],
+    "all": [0, 1, 2, 3],
+    "zero": [0],
+}
 
 
 def first(name: str) -> Any:
@@ -26,16 +32,27 @@ def last(operator: str, *inputs: str, **attributes: Any) -> Any:
 
 def write_onnx(file: Path, nodes: list[Any], eval_values: dict[str, Any], **changes: Any) -> None:
     """A file with the metadata of export.py, for images of 16 px. changes: of the metadata."""
-    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, "height", "width"])
+    images = helper.make_tensor_value_info(
+        "images", TensorProto.FLOAT, ["batch", 3, "height", "width"]
+    )
     logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, None)
-    constants = [helper.make_tensor(k, TensorProto.INT64, [len(v)], v) for k, v in CONSTANTS.items()]
+    constants = [
+        helper.make_tensor(k, TensorProto.INT64, [len(v)], v) for k, v in CONSTANTS.items()
+    ]
     constants += [helper.make_tensor("nan", TensorProto.FLOAT, [1], [float("nan")])]
     graph = helper.make_graph(nodes, "graph", [images], [logits], constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
     values: dict[str, Any] = {"weights": "raw", "classes": ["a", "b", "c"], "preprocess": "none"}
     values |= {"mean": [0.5] * 3, "std": [0.5] * 3, "exif": "ignore"}
-    values["eval"] = {"mode": "crop", "crop_px": 16, "resize_px": 16, "flip_tta": False} | eval_values
-    helper.set_model_props(model, {key: json.dumps(value) for key, value in (values | changes).items()})
+    values["eval"] = {
+        "mode": "crop",
+        "crop_px": 16,
+        "resize_px": 16,
+        "flip_tta": False,
+    } | eval_values
+    helper.set_model_props(
+        model, {key: json.dumps(value) for key, value in (values | changes).items()}
+    )
     file.write_bytes(model.SerializeToString())
 
 
@@ -61,7 +78,9 @@ def test_output_of_another_shape_exits_with_4(
 
 
 @pytest.mark.parametrize(
-    "values", [{"crop_px": 20_000}, {"crop_px": 1_000_000}, {"crop_px": [1, 2, 3]}, {"resize_px": 10**6}], ids=str
+    "values",
+    [{"crop_px": 20_000}, {"crop_px": 1_000_000}, {"crop_px": [1, 2, 3]}, {"resize_px": 10**6}],
+    ids=str,
 )
 @pytest.mark.parametrize("preprocess", ["none", "normalize"])
 def test_sizes_that_cost_gigabytes_exit_with_4(

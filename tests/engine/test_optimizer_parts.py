@@ -31,7 +31,9 @@ def test_weight_decays_and_lr_scales_reach_the_optimizer(digits: Path, tmp_path:
     )
     groups = json.loads((newest(folder) / "optimizer.json").read_text())["groups"]
     values = {tuple(group["members"]): group["values"] for group in groups}
-    assert {names: (group["weight_decay"], group["lr_scale"]) for names, group in values.items()} == {
+    assert {
+        names: (group["weight_decay"], group["lr_scale"]) for names, group in values.items()
+    } == {
         ("1.weight", "4.weight"): (0.1, 1.0),
         ("2.weight", "2.bias", "5.weight", "5.bias"): (0.2, 1.0),
         ("10.weight",): (0.1, 0.5),
@@ -41,13 +43,17 @@ def test_weight_decays_and_lr_scales_reach_the_optimizer(digits: Path, tmp_path:
     assert rates[0.5] == pytest.approx(rates[1.0] / 2)
 
 
-def test_sam_reports_the_loss_before_the_perturbation(digits: Path, tmp_path: Path, plain: Path) -> None:
+def test_sam_reports_the_loss_before_the_perturbation(
+    digits: Path, tmp_path: Path, plain: Path
+) -> None:
     sharp = losses(trained(digits, tmp_path / "sam", train__sam_rho=0.5))
     assert sharp[0] == losses(plain)[0]
     assert all(math.isfinite(loss) for loss in sharp)
     assert max(abs(a - b) for a, b in zip(sharp[1:], losses(plain)[1:], strict=True)) > 1e-3
     # Only in step 0, and step 0 alone: the second step is then that of a run with SAM, the third one differs.
-    seldom = losses(trained(digits, tmp_path / "seldom", train__sam_rho=0.5, train__sam_every_steps=100))
+    seldom = losses(
+        trained(digits, tmp_path / "seldom", train__sam_rho=0.5, train__sam_every_steps=100)
+    )
     assert seldom[:2] == sharp[:2] and seldom[2] != sharp[2]
 
 
@@ -59,7 +65,11 @@ def test_sam_with_micro_batches_equals_whole_batches(digits: Path, tmp_path: Pat
 
 def test_sam_with_tiny_rho_equals_training_without(digits: Path, tmp_path: Path) -> None:
     """With dropout, BatchNorm, mixing and erasing and a rho too small for float32, the second gradient is the first."""
-    random = {"mix__mixup_alpha": 0.8, "augment__erasing__prob": 0.5, "augment__erasing__mode": "pixel"}
+    random = {
+        "mix__mixup_alpha": 0.8,
+        "augment__erasing__prob": 0.5,
+        "augment__erasing__mode": "pixel",
+    }
     without = trained(digits, tmp_path / "without", model="noisy", **random)
     within = trained(digits, tmp_path / "within", model="noisy", train__sam_rho=1e-12, **random)
     assert state_digest(within) == state_digest(without)
@@ -76,7 +86,9 @@ def test_resume_between_sam_steps_gives_the_same_bits(digits: Path, tmp_path: Pa
 
 def test_resume_with_allowed_momentum_uses_it(digits: Path, tmp_path: Path, plain: Path) -> None:
     trained(digits, tmp_path / "run", train__max_steps=2)
-    changed = arguments(digits, tmp_path / "run", train__max_steps=3, optimizer__kwargs="{momentum: 0.5}")
+    changed = arguments(
+        digits, tmp_path / "run", train__max_steps=3, optimizer__kwargs="{momentum: 0.5}"
+    )
     train_here([*changed, "--resume", "--allow-change", "optimizer.kwargs"])
     assert losses(tmp_path / "run") == losses(plain)  # the third update is the first one with it
     assert state_digest(tmp_path / "run") != state_digest(plain)
@@ -91,7 +103,14 @@ def test_resume_with_grad_checkpointing_gives_the_same_bits(digits: Path, tmp_pa
     words |= {"train__sam_rho": 0.1, "mix__mixup_alpha": 0.8}
     whole = trained(digits, tmp_path / "whole", train__max_steps=2, **words)
     parts = trained(digits, tmp_path / "parts", train__max_steps=1, **words)
-    train_here([*arguments(digits, parts, train__max_steps=2, train__grad_checkpointing="true", **words), "--resume"])
+    train_here(
+        [
+            *arguments(
+                digits, parts, train__max_steps=2, train__grad_checkpointing="true", **words
+            ),
+            "--resume",
+        ]
+    )
     assert losses(parts) == losses(whole) and saved_bytes(parts) == saved_bytes(whole)
 
 

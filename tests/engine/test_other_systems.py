@@ -32,7 +32,9 @@ def run_on(system: str, words: list[str], folder: Path) -> subprocess.CompletedP
     (folder / "sitecustomize.py").write_text(system)
     path = f"{folder}:{environment()['PYTHONPATH']}"
     command = [sys.executable, *words]
-    return subprocess.run(command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=400
+    )
 
 
 @pytest.mark.nightly

@@ -59,27 +59,50 @@ def small(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words_of_evaluation(digits: Path, *more: str) -> list[str]:
     """Arguments of test.py for the tests' own network."""
     sizes = ["augment.size_px=16", "eval.crop_px=16"]
-    return [DEMO, "model.name=helpers:noisy", f"data.root={digits}", "data.num_workers=0", *sizes, *more]
+    return [
+        DEMO,
+        "model.name=helpers:noisy",
+        f"data.root={digits}",
+        "data.num_workers=0",
+        *sizes,
+        *more,
+    ]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 # ----------------------------------------------------------------------------------------------- the run folder
 
 
 def test_metrics_hold_each_step_once_and_each_evaluation(resnet: Path, small: Path) -> None:
-    assert len(losses(resnet)) == 2 and len(losses(small)) == 22  # asserts that each step is there once
+    assert (
+        len(losses(resnet)) == 2 and len(losses(small)) == 22
+    )  # asserts that each step is there once
     assert [(r["weights"], r["step"], r["epoch"], r["images"]) for r in evaluations(small)] == [
         ("raw", 11, 0, 359), ("ema", 11, 0, 359), ("raw", 22, 1, 359), ("ema", 22, 1, 359),
     ]  # fmt: skip
     last = json.loads((small / "metrics.jsonl").read_text().splitlines()[-3])
-    assert last.keys() >= {"loss", "top1_pct", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib"}
+    assert last.keys() >= {
+        "loss",
+        "top1_pct",
+        "lr",
+        "grad_norm",
+        "images_per_sec",
+        "data_wait_pct",
+        "memory_mib",
+    }
     assert not (small / "plots").exists()
 
 
-def test_run_folder_holds_config_environment_plots_and_no_secret(resnet: Path, resnet_argv: list[str]) -> None:
+def test_run_folder_holds_config_environment_plots_and_no_secret(
+    resnet: Path, resnet_argv: list[str]
+) -> None:
     assert {path.name for path in resnet.iterdir()} == {
         ".job", ".lock", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "checkpoints", "plots", "logs",
     }  # fmt: skip
@@ -87,7 +110,11 @@ def test_run_folder_holds_config_environment_plots_and_no_secret(resnet: Path, r
     plots = list((resnet / "plots").glob("*.png"))
     assert plots and all(Image.open(path).size[0] > 100 for path in plots)
     tags = EventAccumulator(str(resnet / "tensorboard")).Reload().Tags()
-    assert tags["images"] == ["train/first_batch"] and {"train/loss", "val/loss", "val_ema/loss"} <= {*tags["scalars"]}
+    assert tags["images"] == ["train/first_batch"] and {
+        "train/loss",
+        "val/loss",
+        "val_ema/loss",
+    } <= {*tags["scalars"]}
     assert "config/text_summary" in tags["tensors"]
     overrides = [word for word in resnet_argv[1:] if "=" in word]
     assert load_config(resnet / "config.yaml").config == load_config(DEMO, overrides).config
@@ -111,31 +138,52 @@ def test_predictions_equal_those_of_timm(resnet: Path, digits: Path, call: Calla
         model.load_state_dict(load_file(newest(resnet) / file), strict=True)
         with torch.no_grad():
             expected = model(pixels)
-        code, out, _ = call(predict_command, newest(resnet), *images, "--json", "--logits", "--weights", weights)
+        code, out, _ = call(
+            predict_command, newest(resnet), *images, "--json", "--logits", "--weights", weights
+        )
         rows = [json.loads(line) for line in out.splitlines()]
         assert code == 0 and [row["image"] for row in rows] == [str(path) for path in images]
-        torch.testing.assert_close(torch.tensor([row["logits"] for row in rows]), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor([row["logits"] for row in rows]), expected, rtol=0, atol=1e-6
+        )
         for row, logits in zip(rows, expected, strict=True):
             assert len(row["top"]) == 5
             assert row["top"][0][0] == str(int(logits.argmax()))
             assert row["top"][0][1] == pytest.approx(float(logits.softmax(0).max()), abs=1e-6)
 
 
-def test_predict_takes_files_folders_and_patterns(small: Path, digits: Path, call: Callable) -> None:
+def test_predict_takes_files_folders_and_patterns(
+    small: Path, digits: Path, call: Callable
+) -> None:
     folder = digits / "train" / "7"
     files = sorted(folder.glob("*.jpg"))
     code, out, err = call(predict_command, small, folder, "--top", "2", *ALLOW)
     assert (code, err) == (0, "")
     assert [line.partition(": ")[0] for line in out.splitlines()] == [str(path) for path in files]
     assert all(line.count(" %") == 2 for line in out.splitlines())
-    code, out, _ = call(predict_command, small, folder / "*0.jpg", files[1], "--csv", "--top", "3", *ALLOW)
+    code, out, _ = call(
+        predict_command, small, folder / "*0.jpg", files[1], "--csv", "--top", "3", *ALLOW
+    )
     rows = list(csv.reader(out.splitlines()))
-    assert rows[0] == ["image", "class_1", "probability_1", "class_2", "probability_2", "class_3", "probability_3"]
-    assert [row[0] for row in rows[1:]] == [*(str(path) for path in files if path.stem.endswith("0")), str(files[1])]
+    assert rows[0] == [
+        "image",
+        "class_1",
+        "probability_1",
+        "class_2",
+        "probability_2",
+        "class_3",
+        "probability_3",
+    ]
+    assert [row[0] for row in rows[1:]] == [
+        *(str(path) for path in files if path.stem.endswith("0")),
+        str(files[1]),
+    ]
     assert sum(row[1] == "7" for row in rows[1:]) > len(rows) / 2  # it has learned something
 
 
-def test_removed_key_of_a_checkpoint_is_a_warning(small: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_removed_key_of_a_checkpoint_is_a_warning(
+    small: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     checkpoint = tmp_path / newest(small).name
     shutil.copytree(newest(small), checkpoint)
     state = json.loads((checkpoint / "state.json").read_text())
@@ -146,7 +194,9 @@ def test_removed_key_of_a_checkpoint_is_a_warning(small: Path, digits: Path, tmp
     assert code == 0 and "data.manifest: was replaced by data.exclude" in err
 
 
-def test_predict_with_bad_arguments_is_an_error(small: Path, digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_predict_with_bad_arguments_is_an_error(
+    small: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
     good = next((digits / "train" / "7").glob("*.jpg"))
     (tmp_path / "broken.jpg").write_bytes(good.read_bytes()[:200])
     (tmp_path / "text.jpg").write_text("not an image")
@@ -168,8 +218,16 @@ def test_predict_with_bad_images_prints_the_good_ones(
     for path in bad:
         path.write_text("not an image")
     code, out, err = call(predict_command, small, *good[:1], *bad, *good[1:], *ALLOW)
-    assert code == 3 and [line.partition(": ")[0] for line in out.splitlines()] == list(map(str, good))
-    assert [str(path) in err for path in bad] == [True, True, False, False, False] and "5 of 45" in err
+    assert code == 3 and [line.partition(": ")[0] for line in out.splitlines()] == list(
+        map(str, good)
+    )
+    assert [str(path) in err for path in bad] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ] and "5 of 45" in err
     code, out, err = call(predict_command, small, bad[0], good[0], "--json", *ALLOW)
     assert code == 3 and json.loads(out)["image"] == str(good[0]) and str(bad[0]) in err
 
@@ -193,45 +251,67 @@ def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
     write_manifest(checkpoint)
     image = next((digits / "train" / "7").glob("*.jpg"))
     code, out, _ = call(predict_command, checkpoint, image, *ALLOW)
-    assert code == 0 and len(out.splitlines()) == 1 and "\\x1b[31m\\n7\\x9b" in out and "\x1b" not in out
+    assert (
+        code == 0
+        and len(out.splitlines()) == 1
+        and "\\x1b[31m\\n7\\x9b" in out
+        and "\x1b" not in out
+    )
     code, out, err = call(evaluate_command, *words_of_evaluation(digits), checkpoint)
     assert code == 3 and "\\x1b" in err and "\x1b" not in out + err
 
 
-def test_run_folder_is_evaluated_with_its_own_config(small: Path, tmp_path: Path, call: Callable) -> None:
+def test_run_folder_is_evaluated_with_its_own_config(
+    small: Path, tmp_path: Path, call: Callable
+) -> None:
     expected = call(evaluate_command, small / "config.yaml", small)
     found = call(evaluate_command, small, *ALLOW)
     assert [line.partition("  over ")[0] for line in found[1].splitlines()] == [
         line.partition("  over ")[0] for line in expected[1].splitlines()
     ]
-    assert call(evaluate_command, newest(small), "model.name=helpers:noisy")[0] == 0  # which allows it
+    assert (
+        call(evaluate_command, newest(small), "model.name=helpers:noisy")[0] == 0
+    )  # which allows it
     code, out, err = call(evaluate_command, small)
     assert (code, out) == (4, "") and "--allow-import helpers:noisy" in err
     assert call(evaluate_command, tmp_path)[0] == 2
 
 
-def test_evaluation_of_a_checkpoint_equals_that_of_the_run(small: Path, digits: Path, call: Callable) -> None:
+def test_evaluation_of_a_checkpoint_equals_that_of_the_run(
+    small: Path, digits: Path, call: Callable
+) -> None:
     at = {(r["step"], r["weights"]): r for r in evaluations(small)}
     best = max(at.values(), key=lambda record: record["top1_pct"])["step"]
     argv = words_of_evaluation(digits)
-    for checkpoint, step in ((small / "checkpoints" / "step-0000011", 11), (newest(small), 22), (small, best)):
+    for checkpoint, step in (
+        (small / "checkpoints" / "step-0000011", 11),
+        (newest(small), 22),
+        (small, best),
+    ):
         code, out, err = call(evaluate_command, *argv, checkpoint)
         assert (code, err) == (0, "")
         images, origin, *lines = out.splitlines()
         assert images.startswith("359 images of 10 classes, held out of ")
-        assert origin.endswith(f"step {step}") and [line.partition(":")[0] for line in lines] == ["raw", "ema"]
+        assert origin.endswith(f"step {step}") and [line.partition(":")[0] for line in lines] == [
+            "raw",
+            "ema",
+        ]
         for line in lines:
             record = at[step, line.partition(":")[0]]
             assert f"top-1 {record['top1_pct']:.3f} %  top-5 {record['top5_pct']:.3f} %" in line
             assert f"loss {record['loss']:.4f}  " in line and "over 359 images" in line
 
 
-def test_run_folder_in_place_of_a_config_is_answered_with_its_config(small: Path, call: Callable) -> None:
+def test_run_folder_in_place_of_a_config_is_answered_with_its_config(
+    small: Path, call: Callable
+) -> None:
     code, _, err = call(train_command, small)
     assert code == 2 and f"{small}/config.yaml" in err
 
 
-def test_weights_of_an_evaluation_its_rows_and_its_report(small: Path, tmp_path: Path, call: Callable) -> None:
+def test_weights_of_an_evaluation_its_rows_and_its_report(
+    small: Path, tmp_path: Path, call: Callable
+) -> None:
     """By default the rows and the report are of the weights that predict.py uses: those of the best result."""
     best = max(evaluations(small), key=lambda record: record["top1_pct"])["weights"]
     other = {"raw": "ema", "ema": "raw"}[best]
@@ -240,7 +320,9 @@ def test_weights_of_an_evaluation_its_rows_and_its_report(small: Path, tmp_path:
         out = tmp_path / str(weights)
         out.mkdir()
         words = [] if weights is None else ["--weights", weights]
-        code, printed, _ = call(evaluate_command, small, *ALLOW, "--out", out / "rows.csv", "--report", out, *words)
+        code, printed, _ = call(
+            evaluate_command, small, *ALLOW, "--out", out / "rows.csv", "--report", out, *words
+        )
         evaluated = [name for name in ("raw", "ema") if f"{name}: top-1" in printed]
         assert code == 0 and evaluated == ([weights] if weights else ["raw", "ema"])
         with (out / "rows.csv").open() as file:
@@ -250,15 +332,25 @@ def test_weights_of_an_evaluation_its_rows_and_its_report(small: Path, tmp_path:
     assert hits[None] == hits[best] > hits[other]
 
 
-def test_evaluation_that_differs_from_the_runs_is_reported(small: Path, digits: Path, call: Callable) -> None:
+def test_evaluation_that_differs_from_the_runs_is_reported(
+    small: Path, digits: Path, call: Callable
+) -> None:
     """The config's values are used, and each difference is named; there is none with the run's own config."""
 
     def notes(out: str) -> list[str]:
         return [line for line in out.splitlines()[2:] if not line.startswith(("raw: ", "ema: "))]
 
     bare = [DEMO, f"data.root={digits}", "data.num_workers=0", *ALLOW, small]
-    code, out, err = call(evaluate_command, *bare, "eval.interpolation=bicubic", "data.mean=[0.5,0.5,0.5]")
-    keys = ["eval.crop_px", "eval.interpolation", "model.name", "data.mean", str(small / "config.yaml")]
+    code, out, err = call(
+        evaluate_command, *bare, "eval.interpolation=bicubic", "data.mean=[0.5,0.5,0.5]"
+    )
+    keys = [
+        "eval.crop_px",
+        "eval.interpolation",
+        "model.name",
+        "data.mean",
+        str(small / "config.yaml"),
+    ]
     assert (code, err) == (0, "") and [re.split(r": | as ", line)[0] for line in notes(out)] == keys
     code, out, err = call(evaluate_command, small / "config.yaml", small, "eval.batch_size=100")
     best = max(record["top1_pct"] for record in evaluations(small))
@@ -298,7 +390,9 @@ def test_predictions_file_that_cannot_be_written_is_an_error_before_the_evaluati
     # Before the names of components are checked, and so before ranks start.
     for option in ("--out", "--report"):
         path = tmp_path / "old.csv"
-        code, _, err = call(evaluate_command, *argv, "loss.name=none", "--launcher", "spawn", option, path)
+        code, _, err = call(
+            evaluate_command, *argv, "loss.name=none", "--launcher", "spawn", option, path
+        )
         assert code == 2 and str(path) in err and option in err
     assert (tmp_path / "old.csv").read_text() == "old"
     # An evaluation that fails leaves no file.
@@ -328,8 +422,14 @@ def test_foreign_weights_are_evaluated_if_their_head_fits(
 
 
 @pytest.mark.parametrize("key", ["model.checkpoint", "distill.teacher.checkpoint"])
-def test_missing_weights_are_reported_with_their_key(digits: Path, tmp_path: Path, call: Callable, key: str) -> None:
-    teacher = {"distill.kind": "soft", "distill.teacher.name": "helpers:plain"} if key.startswith("distill") else {}
+def test_missing_weights_are_reported_with_their_key(
+    digits: Path, tmp_path: Path, call: Callable, key: str
+) -> None:
+    teacher = (
+        {"distill.kind": "soft", "distill.teacher.name": "helpers:plain"}
+        if key.startswith("distill")
+        else {}
+    )
     argv = arguments(digits, tmp_path / "run", **teacher, **{key: "nowhere.pth"})
     code, _, err = call(train_command, *argv)
     assert code == 4 and err.startswith(f"{key}: ") and "nowhere.pth" in err
@@ -346,7 +446,14 @@ def test_predict_imports_the_modules_that_the_checkpoint_names(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_names.py").write_text("")
     train_here(arguments(digits, tmp_path / "run", imports="[own_names]", train__max_steps=1))
-    argv = [tmp_path / "run", image, "--allow-import", "own_names", "--allow-import", "helpers:plain"]
+    argv = [
+        tmp_path / "run",
+        image,
+        "--allow-import",
+        "own_names",
+        "--allow-import",
+        "helpers:plain",
+    ]
     del sys.modules["own_names"]
     assert call(predict_command, *argv)[0] == 0
     assert sys.modules.pop("own_names").__file__ == str(tmp_path / "own_names.py")
@@ -370,7 +477,10 @@ def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path, call: Calla
     ("changes", "named"),
     [
         ({"train.global_batch_size": 1000}, "warning: each epoch leaves out 438 of 1438 images"),
-        ({"train.global_batch_size": 13, "train.micro_batch_size": 8}, "warning: a micro-batch has 1 image,"),
+        (
+            {"train.global_batch_size": 13, "train.micro_batch_size": 8},
+            "warning: a micro-batch has 1 image,",
+        ),
         ({"model.num_classes": 12}, "warning: the model has 12 outputs"),
         ({"model.head_only": True}, "warning: frozen parameters have random values"),
     ],
@@ -378,16 +488,22 @@ def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path, call: Calla
 def test_config_that_is_rarely_wanted_is_a_warning(
     digits: Path, tmp_path: Path, call: Callable, changes: dict, named: str
 ) -> None:
-    code, out, _ = call(train_command, *arguments(digits, tmp_path / "run", "noisy", **changes), "--dry-run")
+    code, out, _ = call(
+        train_command, *arguments(digits, tmp_path / "run", "noisy", **changes), "--dry-run"
+    )
     assert code == 0 and named in out and out.count("warning: ") == 1, out
 
 
-def test_resume_without_a_checkpoint_starts_from_scratch(digits: Path, small: Path, tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_from_scratch(
+    digits: Path, small: Path, tmp_path: Path
+) -> None:
     train_here([*arguments(digits, tmp_path / "run", "noisy", ema__decay=0.8), "--resume"])
     assert losses(tmp_path / "run") == losses(small)
 
 
-def test_resume_of_a_finished_run_changes_nothing(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_resume_of_a_finished_run_changes_nothing(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
     argv = arguments(digits, tmp_path / "run")
     train_here(argv)
     before = contents(tmp_path / "run" / "checkpoints")
@@ -408,10 +524,14 @@ def test_resume_from_another_run_ends_in_the_same_bits(
 ) -> None:
     before = contents(small)
     argv = arguments(digits, tmp_path / "run", "noisy", ema__decay=0.8)
-    code, out, _ = call(train_command, *argv, "--resume-from", small / "checkpoints" / "step-0000011")
+    code, out, _ = call(
+        train_command, *argv, "--resume-from", small / "checkpoints" / "step-0000011"
+    )
     assert code == 0 and "step-0000011 at step 11" in out
     for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
-        assert (newest(tmp_path / "run") / name).read_bytes() == (newest(small) / name).read_bytes(), name
+        assert (newest(tmp_path / "run") / name).read_bytes() == (
+            newest(small) / name
+        ).read_bytes(), name
     assert contents(small) == before
 
 
@@ -419,13 +539,31 @@ def test_mnist_config_trains_on_torchvision_files(tmp_path: Path) -> None:
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part, count in (("train", 40), ("t10k", 10)):
-        labels, images = bytes(i % 10 for i in range(count)), bytes(i % 256 for i in range(count * 28 * 28))
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + images)
+        labels, images = (
+            bytes(i % 10 for i in range(count)),
+            bytes(i % 256 for i in range(count * 28 * 28)),
+        )
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">4i", 2051, count, 28, 28) + images
+        )
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels)
-    small = ["train.global_batch_size=20", "train.epochs=1", "schedule.warmup_epochs=0", "data.num_workers=0"]
+    small = [
+        "train.global_batch_size=20",
+        "train.epochs=1",
+        "schedule.warmup_epochs=0",
+        "data.num_workers=0",
+    ]
     train_here(
-        [str(Path(DEMO).with_name("mnist.yaml")), f"data.root={tmp_path}", *small, "--work-dir", str(tmp_path / "run")]
+        [
+            str(Path(DEMO).with_name("mnist.yaml")),
+            f"data.root={tmp_path}",
+            *small,
+            "--work-dir",
+            str(tmp_path / "run"),
+        ]
     )
-    assert len(losses(tmp_path / "run")) == 2 and [r["images"] for r in evaluations(tmp_path / "run")] == [10]
+    assert len(losses(tmp_path / "run")) == 2 and [
+        r["images"] for r in evaluations(tmp_path / "run")
+    ] == [10]
     state = json.loads((newest(tmp_path / "run") / "state.json").read_text())
     assert state["classes"][0] == "0 - zero" and len(state["classes"]) == 10

@@ -41,13 +41,26 @@ def open_page(page: Path, folder: Path, scheme: str = "light", width: int = 1200
         "user-data-dir": folder / "profile",
         "window-size": f"{width},1500",
     }
-    flags = ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "disable-background-networking", "dump-dom")
-    command = [program, *(f"--{flag}" for flag in flags), *(f"--{name}={value}" for name, value in options.items())]
+    flags = (
+        "headless",
+        "no-sandbox",
+        "disable-gpu",
+        "hide-scrollbars",
+        "disable-background-networking",
+        "dump-dom",
+    )
+    command = [
+        program,
+        *(f"--{flag}" for flag in flags),
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
     done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     events = json.loads((folder / "net.json").read_text())["events"]
     requests = [event["params"] for event in events if "initiator" in event.get("params", {})]
-    urls = [request["url"] for request in requests if request["initiator"] != "not an origin"]  # that is Chromium
+    urls = [
+        request["url"] for request in requests if request["initiator"] != "not an origin"
+    ]  # that is Chromium
     return Opened(unescape(done.stdout), Image.open(folder / "screenshot.png").convert("RGB"), urls)
 
 
@@ -68,7 +81,9 @@ def check_page(page: Path, folder: Path, texts: list[str]) -> None:
             assert opened.screenshot.size == (width, 1500)
             assert opened.screenshot.getpixel((0, 0)) == background
             margin = opened.screenshot.crop((width - 8, 0, width, 1500))
-            assert margin.getcolors() == [(8 * 1500, background)]  # nothing is wider than the window
+            assert margin.getcolors() == [
+                (8 * 1500, background)
+            ]  # nothing is wider than the window
             drawn = opened.screenshot.getcolors(width * 1500)
             assert drawn is not None
             assert drawn != [(width * 1500, background)]
@@ -76,11 +91,15 @@ def check_page(page: Path, folder: Path, texts: list[str]) -> None:
 
 def test_report_of_an_evaluation_in_a_browser(run: Path, tmp_path: Path, call: Callable) -> None:
     folder = tmp_path / "report"
-    code, _, err = call(evaluate_command, run, "--report", folder, "--allow-import", "helpers:plain")
+    code, _, err = call(
+        evaluate_command, run, "--report", folder, "--allow-import", "helpers:plain"
+    )
     assert code == 0, err
     report = json.loads((folder / "report.json").read_text())
     texts = [f"{metrics['top1_pct']:.3f}" for metrics in report["metrics"].values()]
-    texts += [f"{row['f1_pct']:.2f}" for row in report["classes"]] + [row["image"] for row in report["mistakes"]]
+    texts += [f"{row['f1_pct']:.2f}" for row in report["classes"]] + [
+        row["image"] for row in report["mistakes"]
+    ]
     check_page(folder / "report.html", tmp_path, texts)
 
 
@@ -88,9 +107,13 @@ def test_page_of_a_run_in_a_browser(run: Path, tmp_path: Path, call: Callable) -
     code, _, err = call(report_command, run, "--out", tmp_path / "page.html")
     assert code == 0, err
     results = [record["top1_pct"] for record in read_metrics(run) if record["kind"] == "eval"]
-    check_page(tmp_path / "page.html", tmp_path, [f"{max(results):.2f}", "done, 22 steps", "step-0000022"])
+    check_page(
+        tmp_path / "page.html", tmp_path, [f"{max(results):.2f}", "done, 22 steps", "step-0000022"]
+    )
 
 
 def test_request_of_a_page_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text('<img src="https://example.org/image.png">')
-    assert open_page(tmp_path / "page.html", tmp_path / "opened").urls == ["https://example.org/image.png"]
+    assert open_page(tmp_path / "page.html", tmp_path / "opened").urls == [
+        "https://example.org/image.png"
+    ]

@@ -128,7 +128,8 @@ def test_output_to_a_fifo_is_written_and_the_fifo_stays(
 
 
 @pytest.mark.parametrize(
-    ("command", "words"), [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(TOO_LONG)]
+    ("command", "words"),
+    [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(TOO_LONG)],
 )
 def test_path_that_is_too_long_is_an_error_of_the_user(
     command: Callable,
@@ -164,7 +165,8 @@ EMPTY: list[tuple[Callable, list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("command", "words"), [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(EMPTY)]
+    ("command", "words"),
+    [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(EMPTY)],
 )
 def test_empty_path_is_a_usage_error_and_writes_nothing(
     command: Callable,
@@ -182,7 +184,10 @@ def test_empty_path_is_a_usage_error_and_writes_nothing(
 # Commands with a path that leads nowhere, or to another kind of file than they need.
 ODD: list[tuple[Callable, list[str]]] = [
     (train_command, ["CONFIG", "--work-dir", "LOOP"]),
-    (train_command, ["CONFIG", "--work-dir", "new", "--dry-run", "data.exclude=~nobody-here/list.txt"]),
+    (
+        train_command,
+        ["CONFIG", "--work-dir", "new", "--dry-run", "data.exclude=~nobody-here/list.txt"],
+    ),
     (compare_command, ["LOOP"]),
     (verify_command, ["~nobody-here/images"]),
     (verify_command, ["IMAGES", "--out", "FOLDER"]),
@@ -197,7 +202,8 @@ ODD: list[tuple[Callable, list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("command", "words"), [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(ODD)]
+    ("command", "words"),
+    [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(ODD)],
 )
 def test_loop_unknown_home_or_other_kind_of_file_is_an_error_of_the_user(
     command: Callable,
@@ -231,7 +237,9 @@ def test_loop_unknown_home_or_other_kind_of_file_is_an_error_of_the_user(
         (errno.ENOTCONN, 5),
     ],
 )
-def test_error_of_a_path_has_an_exit_code_and_names_the_path(number: int, code: int, call: Call) -> None:
+def test_error_of_a_path_has_an_exit_code_and_names_the_path(
+    number: int, code: int, call: Call
+) -> None:
     def command(argv: object) -> int:
         raise OSError(number, os.strerror(number), "share/images")
 

@@ -32,7 +32,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plot_and_summary(config: Path, call: Callable) -> None:
-    code, out, err = call(plot_schedule_command, config, "--images", 102_500, "--out", "deep/growing.png")
+    code, out, err = call(
+        plot_schedule_command, config, "--images", 102_500, "--out", "deep/growing.png"
+    )
     assert (code, err) == (0, "")
     pixels = np.asarray(Image.open("deep/growing.png").convert("RGB"))
     assert (pixels == (0x1F, 0x77, 0xB4)).all(axis=-1).sum() > 1000  # the first color of matplotlib
@@ -61,7 +63,11 @@ def test_curves_are_those_of_the_run(config: Path) -> None:
 
 
 def test_momentum_of_a_schedule(config: Path) -> None:
-    argv = ["schedule.name=one_cycle", "schedule.kwargs.min_momentum=0.8", "schedule.kwargs.max_momentum=0.95"]
+    argv = [
+        "schedule.name=one_cycle",
+        "schedule.kwargs.min_momentum=0.8",
+        "schedule.kwargs.max_momentum=0.95",
+    ]
     momentum = schedule_curves(load_config(config, argv).config, 102_500)[2]["momentum"]
     assert momentum[0] == momentum[-1] == pytest.approx(0.95)
     assert min(momentum) == pytest.approx(0.8)
@@ -69,9 +75,15 @@ def test_momentum_of_a_schedule(config: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "expected"),
-    [("adamw", {"betas": [0.85, 0.99]}, 0.85), ("rmsprop", {"momentum": 0.7}, 0.7), ("timm:adagrad", {}, None)],
+    [
+        ("adamw", {"betas": [0.85, 0.99]}, 0.85),
+        ("rmsprop", {"momentum": 0.7}, 0.7),
+        ("timm:adagrad", {}, None),
+    ],
 )
-def test_momentum_of_an_optimizer(config: Path, name: str, kwargs: dict, expected: float | None) -> None:
+def test_momentum_of_an_optimizer(
+    config: Path, name: str, kwargs: dict, expected: float | None
+) -> None:
     argv = [f"optimizer.name={name}", "optimizer.lr=0.1", "optimizer.lr_scales={'head.*': 10}"]
     argv += [f"optimizer.kwargs.{key}={value}" for key, value in kwargs.items()]
     loaded = load_config(config, argv).config
@@ -84,9 +96,15 @@ def test_momentum_of_an_optimizer(config: Path, name: str, kwargs: dict, expecte
     [
         (["data.root=DIGITS", *HELD_OUT], "1,438 training images: counted"),
         (["data.root=DIGITS", "--images", "1000"], "of 1,000 images"),
-        (["data.name=synthetic", "data.kwargs.train_images=4096"], "4,096 training images: counted"),
+        (
+            ["data.name=synthetic", "data.kwargs.train_images=4096"],
+            "4,096 training images: counted",
+        ),
         (["data.name=digits", "data.root=none", *HELD_OUT], "1,281,167 training images: assumed"),
-        (["data.name=torchvision:CIFAR10", "data.root=none", *HELD_OUT], "1,281,167 training images: assumed"),
+        (
+            ["data.name=torchvision:CIFAR10", "data.root=none", *HELD_OUT],
+            "1,281,167 training images: assumed",
+        ),
     ],
 )
 def test_training_images_are_counted_given_or_assumed(
@@ -110,7 +128,9 @@ def test_training_images_are_counted_given_or_assumed(
         (["optimizer.lr=1"], 2, "no config"),
     ],
 )
-def test_bad_command_line_is_reported(config: Path, argv: list[str], code: int, expected: str, call: Callable) -> None:
+def test_bad_command_line_is_reported(
+    config: Path, argv: list[str], code: int, expected: str, call: Callable
+) -> None:
     Path("folder.png").mkdir()
     got, _, err = call(plot_schedule_command, *argv)
     assert got == code and expected in err

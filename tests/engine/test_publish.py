@@ -26,11 +26,21 @@ SETTINGS = {"model__name": "vit_tiny_patch16_224.augreg_in21k", "eval__interpola
 
 def train_vit(digits: Path, work_dir: Path, **changes: object) -> Path:
     """A ViT that needs model.kwargs to be built, with its own mean and std."""
-    kwargs = {f"model__kwargs.{key}": value for key, value in {"img_size": 16, "patch_size": 4, "depth": 1}.items()}
+    kwargs = {
+        f"model__kwargs.{key}": value
+        for key, value in {"img_size": 16, "patch_size": 4, "depth": 1}.items()
+    }
     mean_std = {"data__mean": "[0.1, 0.2, 0.3]", "data__std": "[0.4, 0.5, 0.6]"}
-    settings = {"train__max_steps": 2, "eval__resize_px": 19, "eval__mode": "squash"} | SETTINGS | changes
+    settings = (
+        {"train__max_steps": 2, "eval__resize_px": 19, "eval__mode": "squash"} | SETTINGS | changes
+    )
     words = arguments(digits, work_dir, **settings)
-    train_here([*words, *(f"{key.replace('__', '.')}={value}" for key, value in (kwargs | mean_std).items())])
+    train_here(
+        [
+            *words,
+            *(f"{key.replace('__', '.')}={value}" for key, value in (kwargs | mean_std).items()),
+        ]
+    )
     return work_dir
 
 
@@ -46,24 +56,44 @@ def test_folder_loads_in_timm_with_equal_logits(
     folder = tmp_path / "new" / "vit-digits"
     code, _, err = call(publish_command, run, folder, "--license", "mit")
     assert code == 0, err
-    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "config.json", "README.md"}
+    assert {path.name for path in folder.iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "README.md",
+    }
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     predictor = Predictor(run, "cpu")
     images = predictor.prepare(sorted((digits / "train/5").iterdir())[:9])
     with torch.no_grad():
         assert torch.equal(model(images), predictor.model(images))
     data = timm.data.resolve_model_data_config(model)
-    assert [list(data[key]) for key in ("mean", "std", "input_size")] == [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [3, 16, 16]]
+    assert [list(data[key]) for key in ("mean", "std", "input_size")] == [
+        [0.1, 0.2, 0.3],
+        [0.4, 0.5, 0.6],
+        [3, 16, 16],
+    ]
     assert data["crop_mode"] == "squash" and data["interpolation"] == "bicubic"
     assert math.floor(16 / data["crop_pct"]) == 19
     config = json.loads((folder / "config.json").read_text())
     assert config["architecture"] == "vit_tiny_patch16_224" and config["num_classes"] == 10
-    assert config["label_names"] == [str(digit) for digit in range(10)] and config["model_args"]["depth"] == 1
+    assert (
+        config["label_names"] == [str(digit) for digit in range(10)]
+        and config["model_args"]["depth"] == 1
+    )
     pretrained = config["pretrained_cfg"]
-    assert pretrained["license"] == "mit" and pretrained["num_classes"] == 10 and pretrained["classifier"] == "head"
+    assert (
+        pretrained["license"] == "mit"
+        and pretrained["num_classes"] == 10
+        and pretrained["classifier"] == "head"
+    )
     assert "tag" not in pretrained and "origin_url" not in pretrained  # of the published weights
     card = (folder / "README.md").read_text()
-    assert "359 images" in card and "license: mit" in card and "# Model card for vit-digits" in card and "top-1" in card
+    assert (
+        "359 images" in card
+        and "license: mit" in card
+        and "# Model card for vit-digits" in card
+        and "top-1" in card
+    )
     assert f"torch: {torch.__version__}" in card
     assert str(digits) not in card and str(run) not in card
 
@@ -79,8 +109,12 @@ def test_folder_loads_in_transformers_with_equal_logits_and_pixels(
     assert model.config.id2label == {i: str(i) for i in range(10)}
     of_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(of_timm))
-    images = [Image.open(path).convert("RGB") for path in sorted((digits / "train/5").iterdir())[:9]]
-    pixels = transformers.AutoImageProcessor.from_pretrained(tmp_path)(images, return_tensors="pt")["pixel_values"]
+    images = [
+        Image.open(path).convert("RGB") for path in sorted((digits / "train/5").iterdir())[:9]
+    ]
+    pixels = transformers.AutoImageProcessor.from_pretrained(tmp_path)(images, return_tensors="pt")[
+        "pixel_values"
+    ]
     assert torch.equal(pixels, torch.stack([transform(image) for image in images]))
     with torch.no_grad():
         assert torch.equal(model(pixels).logits, of_timm(pixels))
@@ -89,14 +123,18 @@ def test_folder_loads_in_transformers_with_equal_logits_and_pixels(
 def test_card_names_initial_weights_and_what_timm_lacks(
     call: Callable, run: Path, digits: Path, tmp_path: Path
 ) -> None:
-    train_vit(digits, tmp_path / "tuned", model__checkpoint=run, eval__flip_tta="true", data__exif="apply")
+    train_vit(
+        digits, tmp_path / "tuned", model__checkpoint=run, eval__flip_tta="true", data__exif="apply"
+    )
     assert call(publish_command, tmp_path / "tuned", tmp_path / "out")[0] == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "**Initial weights:** run; see their license" in card and str(run) not in card
     assert "but in the result:** eval.flip_tta, data.exif" in card
 
 
-def test_folder_is_not_overwritten_without_the_option(call: Callable, run: Path, tmp_path: Path) -> None:
+def test_folder_is_not_overwritten_without_the_option(
+    call: Callable, run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "README.md").write_text("mine")
     code, _, err = call(publish_command, run, tmp_path)
     assert code == 2 and "--overwrite" in err and (tmp_path / "README.md").read_text() == "mine"
@@ -112,7 +150,9 @@ def test_interrupted_overwrite_leaves_no_card_of_another_model(
     assert len(modes) == 1
 
     def full(*_: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     monkeypatch.setattr(publish.timm.models, "save_for_hf", lambda *_, **__: full())
     code, _, err = call(publish_command, run, tmp_path, "--overwrite")
@@ -130,10 +170,19 @@ def test_push_without_network_is_exit_code_5(
 
 
 @pytest.mark.parametrize("model", ["helpers:noisy", "torchvision:squeezenet1_1", "resnet18_cifar"])
-def test_model_of_another_library_is_exit_code_2(model: str, call: Callable, digits: Path, tmp_path: Path) -> None:
-    sizes = {"augment__size_px": 32, "eval__crop_px": 32, "data__val_fraction": 0.01, "train__global_batch_size": 8}
+def test_model_of_another_library_is_exit_code_2(
+    model: str, call: Callable, digits: Path, tmp_path: Path
+) -> None:
+    sizes = {
+        "augment__size_px": 32,
+        "eval__crop_px": 32,
+        "data__val_fraction": 0.01,
+        "train__global_batch_size": 8,
+    }
     train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=model, **sizes))
-    code, _, err = call(publish_command, tmp_path / "run", tmp_path / "out", "--allow-import", model)
+    code, _, err = call(
+        publish_command, tmp_path / "run", tmp_path / "out", "--allow-import", model
+    )
     assert code == 2 and "not a model of timm" in err and not (tmp_path / "out").exists()
 
 
@@ -141,5 +190,7 @@ def test_crop_pct_gives_the_resized_size_of_the_run() -> None:
     for crop_px in range(160, 240):
         for resize_px in range(crop_px, 300):
             config = EvalConfig(crop_px=crop_px, resize_px=resize_px)
-            predictor = SimpleNamespace(transform=EvalTransform(config), config=SimpleNamespace(eval=config))
+            predictor = SimpleNamespace(
+                transform=EvalTransform(config), config=SimpleNamespace(eval=config)
+            )
             assert math.floor(crop_px / timm_crop_pct(predictor)) == resize_px  # type: ignore[arg-type]

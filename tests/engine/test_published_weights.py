@@ -58,31 +58,48 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_published_outputs_are_put_in_the_order_of_the_classes(name: str, source: nn.Module, kwargs: dict) -> None:
+def test_published_outputs_are_put_in_the_order_of_the_classes(
+    name: str, source: nn.Module, kwargs: dict
+) -> None:
     classes, order = ORDERS[name]
-    config = Config(model=ModelConfig("test_resnet", pretrained=True, num_classes=1000, kwargs=kwargs))
+    config = Config(
+        model=ModelConfig("test_resnet", pretrained=True, num_classes=1000, kwargs=kwargs)
+    )
     evaluated = load_foreign_weights(config, None, classes).models["raw"]
     started, (message,) = build_initial_model(config, 1000, classes)
     expected = logits(source)[order]
     torch.testing.assert_close(logits(evaluated)[: len(order)], expected)
     torch.testing.assert_close(logits(started)[: len(order)], expected)
     torch.testing.assert_close(logits(evaluated).sort().values, logits(source).sort().values)
-    assert ("in the order of" in message) == (name in ("numbers", "categories", "underscores", "some"))
+    assert ("in the order of" in message) == (
+        name in ("numbers", "categories", "underscores", "some")
+    )
     if name == "numbers":
         teacher = TeacherConfig("test_resnet", pretrained=True, kwargs=kwargs)
         config = Config(distill=DistillConfig("soft", teacher=teacher))
-        built = build_distillation_teacher(config, 1000, classes, Group(RankInfo(), torch.device("cpu")), MEAN_STD)
+        built = build_distillation_teacher(
+            config, 1000, classes, Group(RankInfo(), torch.device("cpu")), MEAN_STD
+        )
         assert built is not None
         torch.testing.assert_close(logits(built.network)[: len(order)], expected)
 
 
 @pytest.mark.parametrize(
-    "classes", [UNKNOWN, [*IDS[:-1], "n00000000"], NUMBERS[:999], [*IDS[:-1], IDS[0]], [*CATEGORIES[::-1][:10], "0"]]
+    "classes",
+    [
+        UNKNOWN,
+        [*IDS[:-1], "n00000000"],
+        NUMBERS[:999],
+        [*IDS[:-1], IDS[0]],
+        [*CATEGORIES[::-1][:10], "0"],
+    ],
 )
 def test_published_weights_with_unknown_classes_start_a_run_but_are_not_evaluated(
     classes: list[str], source: nn.Module, kwargs: dict
 ) -> None:
-    config = Config(model=ModelConfig("test_resnet", pretrained=True, num_classes=1000, kwargs=kwargs))
+    config = Config(
+        model=ModelConfig("test_resnet", pretrained=True, num_classes=1000, kwargs=kwargs)
+    )
     with pytest.raises(DataError):
         load_foreign_weights(config, None, classes)
     started, messages = build_initial_model(config, 1000, classes)
@@ -93,12 +110,18 @@ def test_published_weights_with_unknown_classes_start_a_run_but_are_not_evaluate
 def test_published_weights_are_not_evaluated_with_a_new_head(
     digits: Path, tmp_path: Path, kwargs: dict, call: Callable
 ) -> None:
-    words = arguments(digits, tmp_path, "x", model__pretrained="true", **{"model.name": "test_resnet"})[:-2]
-    words.append(f"model.kwargs.pretrained_cfg_overlay.file={kwargs['pretrained_cfg_overlay']['file']}")
+    words = arguments(
+        digits, tmp_path, "x", model__pretrained="true", **{"model.name": "test_resnet"}
+    )[:-2]
+    words.append(
+        f"model.kwargs.pretrained_cfg_overlay.file={kwargs['pretrained_cfg_overlay']['file']}"
+    )
     code, out, err = call(evaluate_command, *words)
     assert code == 4 and "top-1" not in out
     assert err.startswith("model.pretrained: ") and "model.num_classes=1000" in err
-    assert call(evaluate_command, *words, "model.num_classes=1000")[0] == 3  # ten digits are no classes of ImageNet
+    assert (
+        call(evaluate_command, *words, "model.num_classes=1000")[0] == 3
+    )  # ten digits are no classes of ImageNet
 
 
 def test_head_of_another_size_is_answered_by_num_classes(source: nn.Module, kwargs: dict) -> None:
@@ -107,6 +130,8 @@ def test_head_of_another_size_is_answered_by_num_classes(source: nn.Module, kwar
     with pytest.raises(CheckpointError, match=r"model\.num_classes=1000"):
         load_foreign_weights(Config(model=ModelConfig("test_resnet")), file, NUMBERS[:10])
     wide = Config(model=ModelConfig("test_resnet", num_classes=1000))
-    torch.testing.assert_close(logits(load_foreign_weights(wide, file, NUMBERS[:10]).models["raw"]), logits(source))
+    torch.testing.assert_close(
+        logits(load_foreign_weights(wide, file, NUMBERS[:10]).models["raw"]), logits(source)
+    )
     with pytest.raises(CheckpointError, match=r"model\.name"):
         load_foreign_weights(Config(model=ModelConfig("resnet18")), file, NUMBERS[:10])

@@ -29,7 +29,13 @@ from imagenet_cls.report.runs import read_run, run_statistics
 def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "a <b>first"
     train_here(
-        arguments(digits, folder, log__tensorboard="true", log__every_steps=5, eval__metrics="[helpers:mean_target]")
+        arguments(
+            digits,
+            folder,
+            log__tensorboard="true",
+            log__every_steps=5,
+            eval__metrics="[helpers:mean_target]",
+        )
     )
     return folder
 
@@ -38,7 +44,9 @@ def cells(page: str) -> list[str]:
     return re.findall(r"<td[^>]*>(.*?)</td>", page)
 
 
-def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, call: Callable) -> None:
+def test_page_of_a_finished_and_an_interrupted_run(
+    run: Path, tmp_path: Path, call: Callable
+) -> None:
     other = Path(shutil.copytree(run, tmp_path / os.fsdecode(b"other\xff")))
     config = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(config.replace("lr: 0.03", "lr: 0.07", 1))
@@ -63,7 +71,9 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, ca
     assert f"{max(record['top1_pct'] for record in evaluations):.2f}" in cells(page)
     for link in re.findall(r'href="([^"]+)"', page):
         if not link.startswith(("#", "data:")):
-            assert (tmp_path / "new" / os.fsdecode(unquote_to_bytes(link)) / "manifest.json").is_file()
+            assert (
+                tmp_path / "new" / os.fsdecode(unquote_to_bytes(link)) / "manifest.json"
+            ).is_file()
     best = max(evaluations, key=lambda record: record["top1_pct"])
     assert f">step-{best['step']:07d}</a>, best top-1" in page
 
@@ -71,7 +81,14 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path, ca
 def test_curves_show_where_a_run_was_resumed(digits: Path, tmp_path: Path, call: Callable) -> None:
     run = tmp_path / "run"
     for epochs, resumed in ((1, 0), (2, 5)):
-        train_here([*arguments(digits, run, train__epochs=epochs), "--resume", "--allow-change", "train.epochs"])
+        train_here(
+            [
+                *arguments(digits, run, train__epochs=epochs),
+                "--resume",
+                "--allow-change",
+                "train.epochs",
+            ]
+        )
         assert call(report_command, run, "--out", tmp_path / "page.html")[0] == 0
         assert (tmp_path / "page.html").read_text().count(", resumed</text>") == resumed
 
@@ -88,7 +105,9 @@ def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
         "lock = take_lock(pathlib.Path(sys.argv[1]), '')\nprint(flush=True)\nsys.stdin.read()"
     )
     command = [sys.executable, "-c", holder, str(run)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "\n"
         for _ in range(2):
@@ -107,11 +126,19 @@ def test_speed_without_waiting_time_is_an_error(tmp_path: Path) -> None:
         read_run(tmp_path, {})
 
 
-def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_path: Path, call: Callable) -> None:
+def test_every_figure_of_the_page_is_from_the_files_of_the_run(
+    run: Path, tmp_path: Path, call: Callable
+) -> None:
     figures = run_statistics(read_run(run, {}), 128)
     train = [record for record in read_metrics(run) if record["kind"] == "train"]
-    speeds = {record["step"]: record["images_per_sec"] for record in train if "images_per_sec" in record}
-    seconds = {record["step"]: record["seconds"] for record in read_metrics(run) if record["kind"] == "eval"}
+    speeds = {
+        record["step"]: record["images_per_sec"] for record in train if "images_per_sec" in record
+    }
+    seconds = {
+        record["step"]: record["seconds"]
+        for record in read_metrics(run)
+        if record["kind"] == "eval"
+    }
     assert list(speeds) == [5, 10, 11, 15, 20, 22] and len(seconds) == 2
     steps = zip([5, 5, 1, 4, 5, 2], speeds.values(), strict=True)
     expected = sum(count * 128 / speed for count, speed in steps) + sum(seconds.values())
@@ -128,19 +155,32 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_pa
         f"{train[-1]['loss']:.4f}", f"{expected / 3600:.3g}", f"{median(speeds.values()):,.0f}",
         f"{fmean(waits):.1f}", "1", f"{results[-1]['mean_target']:.4f}",
     ]  # fmt: skip
-    versions = [text for row in json.loads((run / "env.json").read_text())["versions"].items() for text in row]
+    versions = [
+        text
+        for row in json.loads((run / "env.json").read_text())["versions"].items()
+        for text in row
+    ]
     assert found[found.index("imagenet_cls") :][: len(versions)] == versions
 
 
-def test_run_that_continues_another_and_has_a_metric_named_like_a_column(tmp_path: Path, call: Callable) -> None:
+def test_run_that_continues_another_and_has_a_metric_named_like_a_column(
+    tmp_path: Path, call: Callable
+) -> None:
     shared = {"epoch": 9, "loss": 1.0, "top1_pct": 50.0}
     train = {"kind": "train", "lr": 0.1, "data_wait_pct": 0.0} | shared
     records = [
-        train | {"step": step} | ({"images_per_sec": 64.0} if step == 5020 else {}) for step in range(5001, 5021)
+        train | {"step": step} | ({"images_per_sec": 64.0} if step == 5020 else {})
+        for step in range(5001, 5021)
     ]
-    records += [{"kind": "eval", "step": 5020, "weights": "raw", "seconds": 5.0, "top-1 %": 0.25} | shared]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert run_statistics(read_run(tmp_path, {}), 128)["hours"] == pytest.approx((20 * 128 / 64 + 5) / 3600)
+    records += [
+        {"kind": "eval", "step": 5020, "weights": "raw", "seconds": 5.0, "top-1 %": 0.25} | shared
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
+    assert run_statistics(read_run(tmp_path, {}), 128)["hours"] == pytest.approx(
+        (20 * 128 / 64 + 5) / 3600
+    )
     assert call(report_command, tmp_path, "--out", tmp_path / "page.html")[0] == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count(">last top-1 %</th>") == 2 and "0.2500" in cells(page)
@@ -149,12 +189,26 @@ def test_run_that_continues_another_and_has_a_metric_named_like_a_column(tmp_pat
 def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None:
     values = [(10, "raw", 60.0), (10, "ema", 20.0), (20, "raw", 50.0), (20, "ema", 55.0)]
     records = [
-        {"kind": "eval", "step": step, "epoch": 0, "weights": weights, "top1_pct": top1_pct, "loss": 1.0, "seconds": 1}
+        {
+            "kind": "eval",
+            "step": step,
+            "epoch": 0,
+            "weights": weights,
+            "top1_pct": top1_pct,
+            "loss": 1.0,
+            "seconds": 1,
+        }
         for step, weights, top1_pct in values
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     found = run_statistics(read_run(tmp_path, {}), 128)
-    assert [found[key] for key in ("best_top1_pct", "best_weights", "last_top1_pct")] == [60.0, "raw", 50.0]
+    assert [found[key] for key in ("best_top1_pct", "best_weights", "last_top1_pct")] == [
+        60.0,
+        "raw",
+        50.0,
+    ]
 
 
 def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable) -> None:
@@ -165,16 +219,23 @@ def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable
     record = {"kind": "train", "step": 1, "epoch": 0, "loss": "NaN", "top1_pct": 1.0, "lr": 0.1}
     (tmp_path / "new" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     (tmp_path / "new" / "config.yaml").write_text("unknown: 1\n")
-    code, _, err = call(report_command, run, tmp_path / "empty", tmp_path / "new", "--out", tmp_path / "page.html")
+    code, _, err = call(
+        report_command, run, tmp_path / "empty", tmp_path / "new", "--out", tmp_path / "page.html"
+    )
     page = (tmp_path / "page.html").read_text()
     assert code == 0, err
     assert "interrupted: step 1, no checkpoint" in page and page.count("is not compared") == 2
 
 
-def test_largest_numbers_and_those_that_are_not_finite_are_drawn(run: Path, tmp_path: Path, call: Callable) -> None:
+def test_largest_numbers_and_those_that_are_not_finite_are_drawn(
+    run: Path, tmp_path: Path, call: Callable
+) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     losses = (1e300, -1e300, 5e-324, "NaN", "Infinity", 1.0)
-    records = [{"kind": "train", "step": s, "loss": v, "lr": 1e300} for s, v in enumerate(losses, 2**53 - 5)]
+    records = [
+        {"kind": "train", "step": s, "loss": v, "lr": 1e300}
+        for s, v in enumerate(losses, 2**53 - 5)
+    ]
     records += [{"kind": "event", "step": 2**53, "message": "resumed from x"}]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert call(report_command, copy, "--out", tmp_path / "page.html")[0] == 0
@@ -186,10 +247,18 @@ def test_largest_numbers_and_those_that_are_not_finite_are_drawn(run: Path, tmp_
         ("metrics.jsonl", {"kind": "train", "step": 1}, "'loss'"),
         ("metrics.jsonl", {"kind": "train", "step": None, "loss": 1.0, "lr": 1.0}, "'step'"),
         ("metrics.jsonl", {"kind": "event", "step": 1, "message": 5}, "'message'"),
-        ("metrics.jsonl", {"kind": "event", "step": 10**400, "message": "resumed from x"}, "'step'"),
+        (
+            "metrics.jsonl",
+            {"kind": "event", "step": 10**400, "message": "resumed from x"},
+            "'step'",
+        ),
         ("metrics.jsonl", {"kind": "train", "step": 1, "loss": 10**400, "lr": 1.0}, "'loss'"),
         ("metrics.jsonl", {"kind": "train", "step": 1, "loss": 1.0, "lr": -1.7e308}, "'lr'"),
-        ("metrics.jsonl", {"kind": "eval", "step": 1, "weights": "raw", "seconds": 1.0}, "'top1_pct'"),
+        (
+            "metrics.jsonl",
+            {"kind": "eval", "step": 1, "weights": "raw", "seconds": 1.0},
+            "'top1_pct'",
+        ),
         ("env.json", {"variables": {"WORLD_SIZE": "abc"}}, "'abc'"),
         ("env.json", {"variables": [1]}, "'list'"),
         ("env.json", None, "directory"),
@@ -197,7 +266,12 @@ def test_largest_numbers_and_those_that_are_not_finite_are_drawn(run: Path, tmp_
     ],
 )
 def test_invalid_content_is_an_error_that_names_the_file(
-    run: Path, tmp_path: Path, call: Callable, file: str, content: dict[str, object] | None, reason: str
+    run: Path,
+    tmp_path: Path,
+    call: Callable,
+    file: str,
+    content: dict[str, object] | None,
+    reason: str,
 ) -> None:
     """content: None for a folder in the place of the file."""
     damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
@@ -228,7 +302,9 @@ def test_unreadable_first_batch_is_left_out_and_a_name_with_an_underscore_is_in_
     assert "First batch" not in page and "./_under, raw weights</text>" in page
 
 
-def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path, call: Callable) -> None:
+def test_wrong_folders_and_names_are_usage_errors(
+    run: Path, tmp_path: Path, call: Callable
+) -> None:
     for wrong in (tmp_path, tmp_path / "missing", run / "config.yaml"):
         code, _, err = call(report_command, run, wrong)
         assert code == 2 and str(wrong) in err
@@ -237,7 +313,10 @@ def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path, cal
 
 
 def test_differing_values_of_three_configs() -> None:
-    configs = [load_config(None, overrides).config for overrides in ([], ["seed=1"], ["model.kwargs.width=2"])]
+    configs = [
+        load_config(None, overrides).config
+        for overrides in ([], ["seed=1"], ["model.kwargs.width=2"])
+    ]
     assert differing_values(configs) == {
         "seed": ["0", "1", "0"],
         "model.kwargs.width": ["(absent)", "(absent)", "2"],

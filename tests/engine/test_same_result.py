@@ -23,7 +23,11 @@ STEPS_PER_EPOCH, LATE = 5004, 4900  # those of ImageNet at 256 images each
 
 def noisy_words(digits: Path, folder: Path, **more: Any) -> list[str]:
     """With BatchNorm, dropout, EMA, RandAugment and accumulation."""
-    common = {"ema.decay": 0.9, "train.micro_batch_size": 64, "augment.policy": "torchvision:rand_augment"}
+    common = {
+        "ema.decay": 0.9,
+        "train.micro_batch_size": 64,
+        "augment.policy": "torchvision:rand_augment",
+    }
     return arguments(digits, folder, "noisy", **common, **more)
 
 
@@ -35,21 +39,38 @@ def test_same_bits_for_any_number_of_workers_and_decoder(
     other_input = {"data__num_workers": workers, "data__decode": decode}
     for name, changes in {"a": {}, "b": other_input, "other": {"seed": 1}}.items():
         train_here(noisy_words(digits, tmp_path / name, train__epochs=1, **changes))
-    assert state_digest(tmp_path / "a") == state_digest(tmp_path / "b") != state_digest(tmp_path / "other")
+    assert (
+        state_digest(tmp_path / "a")
+        == state_digest(tmp_path / "b")
+        != state_digest(tmp_path / "other")
+    )
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_evaluation_of_a_checkpoint_chooses_kernels_as_the_run_does(
-    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+    digits: Path,
+    tmp_path: Path,
+    call: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    deterministic: bool,
 ) -> None:
-    train_here(arguments(digits, tmp_path / "run", train__max_steps=1, train__deterministic=deterministic))
+    train_here(
+        arguments(digits, tmp_path / "run", train__max_steps=1, train__deterministic=deterministic)
+    )
     chosen: list[tuple[bool, torch.device]] = []
-    monkeypatch.setattr(step, "set_deterministic", lambda *values: chosen.append(values))  # does nothing on a CPU
-    assert call(evaluate_command, tmp_path / "run", "device=cpu", "--allow-import", "helpers:plain")[0] == 0
+    monkeypatch.setattr(
+        step, "set_deterministic", lambda *values: chosen.append(values)
+    )  # does nothing on a CPU
+    assert (
+        call(evaluate_command, tmp_path / "run", "device=cpu", "--allow-import", "helpers:plain")[0]
+        == 0
+    )
     assert chosen == [(deterministic, torch.device("cpu"))]
 
 
-def test_norm_of_the_gradient_for_reports_only_changes_no_result(digits: Path, tmp_path: Path) -> None:
+def test_norm_of_the_gradient_for_reports_only_changes_no_result(
+    digits: Path, tmp_path: Path
+) -> None:
     norms = []
     for name in ("step", "report"):
         settings = {"train__epochs": 1, "log__every_steps": 4, "log__grad_norm": name}
@@ -57,14 +78,18 @@ def test_norm_of_the_gradient_for_reports_only_changes_no_result(digits: Path, t
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         norms.append({line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line})
     assert state_digest(tmp_path / "step") == state_digest(tmp_path / "report")
-    assert list(norms[0]) == list(range(1, 12)) and norms[1] == {step: norms[0][step] for step in (4, 8)}
+    assert list(norms[0]) == list(range(1, 12)) and norms[1] == {
+        step: norms[0][step] for step in (4, 8)
+    }
 
 
 def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> None:
     for micro in (128, 64, 32):
         train_here(arguments(digits, tmp_path / str(micro), train__micro_batch_size=micro))
     curve = losses(tmp_path / "128")
-    assert len(curve) == 22 and curve[-1] < 0.95 * curve[0]  # it learns, so the comparison is about something
+    assert (
+        len(curve) == 22 and curve[-1] < 0.95 * curve[0]
+    )  # it learns, so the comparison is about something
     assert losses(tmp_path / "64") == pytest.approx(curve, rel=1e-5)
     assert losses(tmp_path / "32") == pytest.approx(curve, rel=1e-5)
 
@@ -75,16 +100,25 @@ def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> N
         ("sgd", 4),
         ("adamw", 15),
         ("lamb", 11),
-        pytest.param("timm:lookahead_adamw", 15, marks=pytest.mark.nightly),  # synchronizes every 6 steps
+        pytest.param(
+            "timm:lookahead_adamw", 15, marks=pytest.mark.nightly
+        ),  # synchronizes every 6 steps
     ],
 )
-def test_run_in_two_parts_ends_in_the_same_bits(digits: Path, tmp_path: Path, optimizer: str, stop_at: int) -> None:
+def test_run_in_two_parts_ends_in_the_same_bits(
+    digits: Path, tmp_path: Path, optimizer: str, stop_at: int
+) -> None:
     """Stopped in the first epoch, in the second, between them; fused and other optimizers; other workers, decoder."""
     common = {"optimizer.name": optimizer, "optimizer.lr": 0.01}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_here(noisy_words(digits, whole, **common))
     train_here(noisy_words(digits, parts, train__max_steps=stop_at, **common))
-    train_here([*noisy_words(digits, parts, data__num_workers=2, data__decode="whole", **common), "--resume"])
+    train_here(
+        [
+            *noisy_words(digits, parts, data__num_workers=2, data__decode="whole", **common),
+            "--resume",
+        ]
+    )
     assert losses(parts) == losses(whole)
     assert saved_bytes(parts) == saved_bytes(whole)
 
@@ -112,7 +146,9 @@ def test_resume_late_in_an_epoch_replays_nothing(tmp_path: Path) -> None:
     assert list(read_until_now(notes)) == order[:1]
     snapshot = read_checkpoint(newest(folder))
     progress = snapshot.state["progress"] | {"step": LATE, "evaluated_step": LATE}
-    late = dataclasses.replace(snapshot, state=snapshot.state | {"step": LATE, "progress": progress})
+    late = dataclasses.replace(
+        snapshot, state=snapshot.state | {"step": LATE, "progress": progress}
+    )
     write_checkpoint(folder / "checkpoints", late)
 
     train_to(LATE + 3, "--resume")
@@ -135,10 +171,18 @@ def test_resume_keeps_best_evaluations_and_ema_warmup(
     }  # fmt: skip
     train_here(arguments(digits, folder, train__max_steps=11, **settings))
     known = progress_of(newest(folder))
-    train_here([*arguments(digits, folder, train__max_steps=13, log__every_steps=2, **settings), "--resume"])
+    train_here(
+        [
+            *arguments(digits, folder, train__max_steps=13, log__every_steps=2, **settings),
+            "--resume",
+        ]
+    )
     assert "changed since the checkpoint: log.every_steps: 1 -> 2" in capsys.readouterr().out
     later = progress_of(folder / "checkpoints" / "step-0000012")
-    assert known["best"]["raw"]["step"] == known["best"]["ema"]["step"] == 11 and len(known["evaluations"]) == 1
+    assert (
+        known["best"]["raw"]["step"] == known["best"]["ema"]["step"] == 11
+        and len(known["evaluations"]) == 1
+    )
     assert {**later, "step": 11} == known
 
     train_here(arguments(digits, whole, train__max_steps=13, **settings))

@@ -25,7 +25,9 @@ PLATEAU |= {"schedule.kwargs.patience": 0, "schedule.kwargs.threshold": 9}
 def test_plateau_resumes_with_the_same_rates_and_bits(digits: Path, tmp_path: Path) -> None:
     """The stop within an epoch adds an evaluation, which the schedule must ignore."""
     steps = 2 * PER_EPOCH + 1
-    train_here(arguments(digits, tmp_path / "whole", **PLATEAU, train__epochs=3, train__max_steps=steps))
+    train_here(
+        arguments(digits, tmp_path / "whole", **PLATEAU, train__epochs=3, train__max_steps=steps)
+    )
     expected = [0.03] * (2 * PER_EPOCH) + [0.003]
     assert rates(tmp_path / "whole") == pytest.approx(expected)
     words = arguments(digits, tmp_path / "parts", **PLATEAU, train__epochs=3)
@@ -42,7 +44,12 @@ def test_one_cycle_changes_the_momentum(digits: Path, tmp_path: Path) -> None:
     train_here(arguments(digits, tmp_path / "run", **settings, train__max_steps=9))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.03, momentum=0.9)
     scheduler = lr_scheduler.OneCycleLR(
-        optimizer, 0.03, total_steps=2 * PER_EPOCH, pct_start=0.4, base_momentum=0.5, max_momentum=0.95
+        optimizer,
+        0.03,
+        total_steps=2 * PER_EPOCH,
+        pct_start=0.4,
+        base_momentum=0.5,
+        max_momentum=0.95,
     )
     groups = []
     for _ in range(9):
@@ -51,7 +58,9 @@ def test_one_cycle_changes_the_momentum(digits: Path, tmp_path: Path) -> None:
         scheduler.step()
     assert rates(tmp_path / "run") == pytest.approx([lr for lr, _ in groups])
     saved = json.loads((newest(tmp_path / "run") / "optimizer.json").read_text())
-    assert [group["values"]["momentum"] for group in saved["groups"]] == pytest.approx([groups[-1][1]])
+    assert [group["values"]["momentum"] for group in saved["groups"]] == pytest.approx(
+        [groups[-1][1]]
+    )
 
 
 @pytest.mark.nightly
@@ -61,4 +70,7 @@ def test_plateau_ignores_the_evaluation_at_max_steps(digits: Path, tmp_path: Pat
     train_here(arguments(digits, tmp_path / "whole", **plateau))
     train_here(arguments(digits, tmp_path / "parts", **plateau, train__max_steps=3 * PER_EPOCH))
     train_here([*arguments(digits, tmp_path / "parts", **plateau), "--resume"])
-    assert rates(tmp_path / "parts") == rates(tmp_path / "whole") and len(set(rates(tmp_path / "whole"))) == 2
+    assert (
+        rates(tmp_path / "parts") == rates(tmp_path / "whole")
+        and len(set(rates(tmp_path / "whole"))) == 2
+    )

@@ -26,7 +26,9 @@ def data(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Digits as the classes a to j: 20 of each to train on in `photos`, 3 or 4 in `testset`, and copies of both."""
     root = tmp_path_factory.mktemp("data")
     for number, name in enumerate(NAMES):
-        for i, file in enumerate(sorted((digits / "train" / str(number)).iterdir())[: 23 + number % 2]):
+        for i, file in enumerate(
+            sorted((digits / "train" / str(number)).iterdir())[: 23 + number % 2]
+        ):
             folder = root / ("photos" if i < 20 else "testset") / name
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, folder)
@@ -54,7 +56,9 @@ def data(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_folder(data: Path) -> Path:
-    words = arguments(data / "photos", data / "run", **FOLDER, train__epochs=4, train__global_batch_size=16)
+    words = arguments(
+        data / "photos", data / "run", **FOLDER, train__epochs=4, train__global_batch_size=16
+    )
     train_here(words)
     return data / "run"
 
@@ -89,7 +93,9 @@ def test_whole_test_set_is_evaluated(run_folder: Path, call: Callable, path: str
     assert 20 < float(accuracy(out).split()[2]) < 100
 
 
-def test_test_set_gets_the_classes_of_the_checkpoint(run_folder: Path, tmp_path: Path, call: Callable) -> None:
+def test_test_set_gets_the_classes_of_the_checkpoint(
+    run_folder: Path, tmp_path: Path, call: Callable
+) -> None:
     for name in "bj":
         shutil.copytree(f"testset/{name}", tmp_path / "some" / name)
     rows = [line for line in Path("test.csv").read_text().splitlines() if line[-2:] in (",b", ",j")]
@@ -100,7 +106,9 @@ def test_test_set_gets_the_classes_of_the_checkpoint(run_folder: Path, tmp_path:
     code, folders, _ = call(evaluate_command, *words, tmp_path / "some", "eval.classes=present")
     assert code == 0 and folders.startswith("8 images of 2 classes") and "2 of 10" in folders
     # A list need not have all classes. Its paths are relative to data.root, if that is given.
-    code, out, _ = call(evaluate_command, *words, tmp_path / "some.csv", "data.root=.", "eval.classes=present")
+    code, out, _ = call(
+        evaluate_command, *words, tmp_path / "some.csv", "data.root=.", "eval.classes=present"
+    )
     assert code == 0 and accuracy(out) == accuracy(folders)
     assert call(evaluate_command, *words, tmp_path / "some.csv")[0] == 3
     (tmp_path / "some" / "b").rename(tmp_path / "some" / "unknown")
@@ -113,7 +121,9 @@ def test_training_images_as_test_set_are_a_warning(
     for path in ("photos", "both/train", "both.zip/train"):
         code, out, _ = call(evaluate_command, run_folder, *ALLOW, "--data", path)
         assert code == 0 and "200 images" in out and "warning: " in out
-    words = arguments(data / "both", tmp_path / "run", **FOLDER | {"data__train": "train", "data__val": "val"})
+    words = arguments(
+        data / "both", tmp_path / "run", **FOLDER | {"data__train": "train", "data__val": "val"}
+    )
     train_here([word for word in words if "val_fraction" not in word] + ["data.val_fraction=null"])
     for option in (["--data", "photos"], ["data.val=train"]):
         assert "warning: " in call(evaluate_command, tmp_path / "run", *ALLOW, *option)[1]
@@ -148,7 +158,9 @@ def test_split_stays_if_the_data_were_moved_and_is_an_error_for_others(
         (data / "photos" / "b" / next(Path("testset/a").iterdir()).name).unlink()
 
 
-def test_mistakes_in_the_place_are_errors_that_name_the_option(run_folder: Path, call: Callable) -> None:
+def test_mistakes_in_the_place_are_errors_that_name_the_option(
+    run_folder: Path, call: Callable
+) -> None:
     words = [run_folder, *ALLOW]
     for more in (["data.val=testset"], ["data.val=testset", "data.val_fraction=null"]):
         code, _, err = call(evaluate_command, *words, *more)
@@ -168,5 +180,11 @@ def test_mistakes_in_the_place_are_errors_that_name_the_option(run_folder: Path,
 
 def test_features_of_the_run_classify_the_test_set(run_folder: Path, call: Callable) -> None:
     code, out, _ = call(evaluate_command, run_folder, *ALLOW, "--data", "testset", "--knn", 5)
-    assert code == 0 and out.startswith("35 images of 10 classes, in testset") and "over 35 images" in out
-    assert "warning: " in call(evaluate_command, run_folder, *ALLOW, "--data", "photos", "--knn", 5)[1]
+    assert (
+        code == 0
+        and out.startswith("35 images of 10 classes, in testset")
+        and "over 35 images" in out
+    )
+    assert (
+        "warning: " in call(evaluate_command, run_folder, *ALLOW, "--data", "photos", "--knn", 5)[1]
+    )

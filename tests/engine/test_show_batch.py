@@ -28,7 +28,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_picture_of_mixed_images(digits: Path, tmp_path: Path, call: Callable) -> None:
     words = arguments(digits, tmp_path, mix__mixup_alpha=0.8, augment__erasing__prob=1.0)
-    code, _, err = call(show_batch.show_batch_command, *without_work_dir(words), "--out", tmp_path / "batch.png")
+    code, _, err = call(
+        show_batch.show_batch_command, *without_work_dir(words), "--out", tmp_path / "batch.png"
+    )
     assert (code, err) == (0, "")
     assert np.asarray(Image.open(tmp_path / "batch.png")).std() > 10
 
@@ -41,7 +43,9 @@ def test_images_are_those_of_the_epoch_and_the_rank(
     def images(*more: object) -> np.ndarray:
         code, _, err = call(show_batch.show_batch_command, *words, "--images", 8, *more)
         assert (code, err) == (0, "")
-        assert len(drawn["labels"]) == len(drawn["images"]) == 8 and set(drawn["labels"]) <= set("0123456789")
+        assert len(drawn["labels"]) == len(drawn["images"]) == 8 and set(drawn["labels"]) <= set(
+            "0123456789"
+        )
         return drawn["images"]
 
     alone, again, later = images(), images(), images("--epoch", 1)
@@ -59,7 +63,9 @@ def test_class_name_with_an_undecodable_byte(digits: Path, tmp_path: Path, call:
     assert (code, err) == (0, "")
 
 
-def test_more_ranks_than_images_of_a_batch_are_a_usage_error(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_more_ranks_than_images_of_a_batch_are_a_usage_error(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
     words = without_work_dir(arguments(digits, tmp_path))
     for more in (["--ranks", 500, "--rank", 499], ["--ranks", 100, "train.micro_batch_size=1"]):
         code, _, err = call(show_batch.show_batch_command, *words, *more)
@@ -67,8 +73,12 @@ def test_more_ranks_than_images_of_a_batch_are_a_usage_error(digits: Path, tmp_p
 
 
 @pytest.mark.parametrize("words", [["--rank", 1], ["--out", "batch.jpg"], ["optimizer.rl=1"]])
-def test_bad_arguments_exit_2(digits: Path, tmp_path: Path, call: Callable, words: list[object]) -> None:
-    code, _, err = call(show_batch.show_batch_command, *without_work_dir(arguments(digits, tmp_path)), *words)
+def test_bad_arguments_exit_2(
+    digits: Path, tmp_path: Path, call: Callable, words: list[object]
+) -> None:
+    code, _, err = call(
+        show_batch.show_batch_command, *without_work_dir(arguments(digits, tmp_path)), *words
+    )
     assert code == 2 and len(err.splitlines()) <= 3
 
 

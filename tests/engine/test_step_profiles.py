@@ -17,7 +17,9 @@ def traced_updates(run: Path, name: str) -> int:
     """How many optimizer steps a trace has."""
     with gzip.open(run / "profile" / f"{name}.json.gz") as file:
         events = json.load(file)["traceEvents"]
-    return len({event["ts"] for event in events if event.get("name", "").startswith("Optimizer.step#")})
+    return len(
+        {event["ts"] for event in events if event.get("name", "").startswith("Optimizer.step#")}
+    )
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
@@ -35,29 +37,51 @@ def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
     assert files == sorted(f"{name}.{end}" for name in names for end in ("json.gz", "txt"))
     assert [traced_updates(tmp_path, name) for name in names] == [2, 4]
     table = (tmp_path / "profile" / f"{names[1]}.txt").read_text()
-    rows = [line for line in table.splitlines() if line.lstrip().startswith(("aten::", "Optimizer", "Autograd"))]
+    rows = [
+        line
+        for line in table.splitlines()
+        if line.lstrip().startswith(("aten::", "Optimizer", "Autograd"))
+    ]
     assert 3 < len(rows) <= 10 and any("conv" in row for row in rows), table
-    assert f"profile of steps 11 to 14: {tmp_path}/profile/{names[1]}.json.gz" in capsys.readouterr().out
+    assert (
+        f"profile of steps 11 to 14: {tmp_path}/profile/{names[1]}.json.gz"
+        in capsys.readouterr().out
+    )
     train_here([*arguments(digits, tmp_path, **common), "train.max_steps=15", "--overwrite"])
     assert state_digest(tmp_path) == profiled
     assert not (tmp_path / "profile").exists()
 
 
-@pytest.mark.parametrize(("steps", "warns"), [("[2, 3]", False), ("[3, 4]", True), ("[4, 5]", True)])
+@pytest.mark.parametrize(
+    ("steps", "warns"), [("[2, 3]", False), ("[3, 4]", True), ("[4, 5]", True)]
+)
 def test_steps_after_the_last_one_warn(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, warns: bool
 ) -> None:
-    train_here([*arguments(digits, tmp_path, train__profile=steps, train__max_steps=3), "--dry-run"])
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: train.profile")]
+    train_here(
+        [*arguments(digits, tmp_path, train__profile=steps, train__max_steps=3), "--dry-run"]
+    )
+    warnings = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("warning: train.profile")
+    ]
     assert len(warnings) == warns
 
 
-def test_rank_0_of_two_writes_the_profile(rank_server: RankServer, digits: Path, tmp_path: Path) -> None:
-    words = arguments(digits, tmp_path / "run", train__profile="[2, 3]", train__max_steps=5, log__every_steps=2)
+def test_rank_0_of_two_writes_the_profile(
+    rank_server: RankServer, digits: Path, tmp_path: Path
+) -> None:
+    words = arguments(
+        digits, tmp_path / "run", train__profile="[2, 3]", train__max_steps=5, log__every_steps=2
+    )
     output = tmp_path / "output.txt"
     assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
     assert traced_updates(tmp_path / "run", "steps-0000002-0000003") == 2
-    assert output.read_text().count("profile of steps 2 to 3") == 1 and "profiler_st" not in output.read_text()
+    assert (
+        output.read_text().count("profile of steps 2 to 3") == 1
+        and "profiler_st" not in output.read_text()
+    )
 
 
 def test_unprofiled_run_imports_nothing() -> None:

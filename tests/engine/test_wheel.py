@@ -18,19 +18,39 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("wheel") / "source"
     source.mkdir()
     for name in ("imagenet_cls", "configs"):
-        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+    ]
     subprocess.run([*build, source.parent, source], check=True, capture_output=True, timeout=240)
     return next(source.parent.glob("*.whl"))
 
 
 def test_wheel_contains_every_module_and_config(wheel: Path) -> None:
     names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "imagenet_cls").rglob("*.py")}
-    configs = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml")}
-    assert names == {"imagenet_cls/py.typed", *modules, *(f"imagenet_cls/_{name}" for name in configs)}
+    modules = {
+        path.relative_to(REPOSITORY).as_posix()
+        for path in (REPOSITORY / "imagenet_cls").rglob("*.py")
+    }
+    configs = {
+        path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml")
+    }
+    assert names == {
+        "imagenet_cls/py.typed",
+        *modules,
+        *(f"imagenet_cls/_{name}" for name in configs),
+    }
 
 
 @pytest.fixture
@@ -40,20 +60,34 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = tmp_path / "venv" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    ]
     subprocess.run(install, check=True, capture_output=True, timeout=240)
     return python.parent
 
 
 @pytest.mark.nightly
-def test_commands_of_the_wheel_work_outside_of_the_repository(installed: Path, tmp_path: Path) -> None:
+def test_commands_of_the_wheel_work_outside_of_the_repository(
+    installed: Path, tmp_path: Path
+) -> None:
     here = tmp_path / "elsewhere"
     here.mkdir()
 
     def call(*words: str | Path, program: str = "imagenet-cls") -> str:
         command = [installed / program, *words]
         env = environment() | {"PYTHONPATH": ""}
-        done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            command, cwd=here, env=env, capture_output=True, text=True, timeout=240
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -61,7 +95,17 @@ def test_commands_of_the_wheel_work_outside_of_the_repository(installed: Path, t
     call("train", *short, "--work-dir", "one")
     (here / "mine.yaml").write_text("_base_: configs/demo.yaml\nseed: 1\n")
     for launcher in ("spawn", "pytorch"):
-        call("train", "mine.yaml", *short, "--gpus", "2", "--launcher", launcher, "--work-dir", launcher)
+        call(
+            "train",
+            "mine.yaml",
+            *short,
+            "--gpus",
+            "2",
+            "--launcher",
+            launcher,
+            "--work-dir",
+            launcher,
+        )
         assert evaluations(here / launcher)[0]["images"] == 359
     assert "over 359 images" in call("test", "demo", "one")
     image = next((here / "data" / "digits" / "train" / "3").iterdir())

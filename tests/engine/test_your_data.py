@@ -55,7 +55,10 @@ def test_every_command_of_your_data_md_runs(
     for part in ("train", "val"):
         shutil.copytree("photos", f"dataset/{part}")
     shutil.copytree("photos/cat", "new_photos")
-    rows = [("image", "label"), *((path, path.parent.name) for path in sorted(Path("photos").rglob("*.jpg")))]
+    rows = [
+        ("image", "label"),
+        *((path, path.parent.name) for path in sorted(Path("photos").rglob("*.jpg"))),
+    ]
     text = io.StringIO()
     csv.writer(text).writerows(rows)
     Path("labels.csv").write_text(text.getvalue())

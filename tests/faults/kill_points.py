@@ -43,7 +43,10 @@ def at_audit_event(name: str, pattern: str) -> Callable[[Passed], None]:
     def add_hook(passed: Passed) -> None:
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
             if event == name:
-                words = (os.fsdecode(word) if isinstance(word, bytes) else str(word) for word in arguments[:2])
+                words = (
+                    os.fsdecode(word) if isinstance(word, bytes) else str(word)
+                    for word in arguments[:2]
+                )
                 if re.search(pattern, " ".join(words)):
                     passed()
 
@@ -52,7 +55,9 @@ def at_audit_event(name: str, pattern: str) -> Callable[[Passed], None]:
     return add_hook
 
 
-def at_dropout(action: Callable[[nn.Module, torch.Tensor, Passed], None]) -> Callable[[Passed], None]:
+def at_dropout(
+    action: Callable[[nn.Module, torch.Tensor, Passed], None],
+) -> Callable[[Passed], None]:
     """A point after each forward pass of a dropout layer: `action(layer, output, passed)` decides."""
 
     def add_hook(passed: Passed) -> None:
@@ -97,9 +102,13 @@ def before_call(owner: Any, name: str) -> Callable[[Passed], None]:
 
 POINTS: dict[str, Callable[[Passed], None]] = {
     "reading_an_image": at_audit_event("open", r"/train/.*\.jpg r$"),
-    "in_forward": at_dropout(in_training),  # BatchNorm's statistics are updated, and dropout has drawn
+    "in_forward": at_dropout(
+        in_training
+    ),  # BatchNorm's statistics are updated, and dropout has drawn
     "in_backward": at_dropout(at_gradient),  # the head has its gradient, the other layers have none
-    "after_optimizer_step": lambda passed: register_optimizer_step_post_hook(lambda *_: passed()),  # before the EMA's
+    "after_optimizer_step": lambda passed: register_optimizer_step_post_hook(
+        lambda *_: passed()
+    ),  # before the EMA's
     "in_evaluation": at_dropout(in_evaluation),
     "between_epochs": before_call(EpochSampler, "set_epoch"),
     "after_the_last_step": before_call(engine_run, "final_message"),  # everything is saved
@@ -107,7 +116,9 @@ POINTS: dict[str, Callable[[Passed], None]] = {
     "checkpoint_half_written": at_audit_event("open", r"/\.tmp-step[^ ]*/state\.json w$"),
     "checkpoint_before_fsync": at_audit_event("open", r"/\.tmp-step[^ ]*/model\.safetensors None$"),
     "checkpoint_before_rename": at_audit_event("os.rename", r"/\.tmp-step[^ ]* "),
-    "checkpoint_after_rename": at_audit_event("open", r"/checkpoints None$"),  # its parent folder is not synced
+    "checkpoint_after_rename": at_audit_event(
+        "open", r"/checkpoints None$"
+    ),  # its parent folder is not synced
     "before_old_one_is_removed": at_audit_event("os.rename", r" [^ ]*/\.tmp-gone"),
     "old_one_half_removed": at_audit_event("os.remove", r"^model\.safetensors "),
 }

@@ -27,7 +27,10 @@ def global_batch(ranks: int) -> int:
 
 def link_images(digits: Path, folder: Path, ranks: int) -> Path:
     """A balanced part of the digits: `STEPS_PER_EPOCH` global batches, and `EVAL_IMAGES` for validation."""
-    per_class = {"train": global_batch(ranks) * STEPS_PER_EPOCH // CLASSES, "val": EVAL_IMAGES // CLASSES}
+    per_class = {
+        "train": global_batch(ranks) * STEPS_PER_EPOCH // CLASSES,
+        "val": EVAL_IMAGES // CLASSES,
+    }
     for source in sorted((digits / "train").iterdir()):
         images = iter(sorted(source.glob("*.jpg")))
         for part, count in per_class.items():
@@ -38,7 +41,9 @@ def link_images(digits: Path, folder: Path, ranks: int) -> Path:
     return folder
 
 
-def words_for(images: Path, folder: Path, ranks: int = 1, model: str = "noisy", **changes: Any) -> list[str]:
+def words_for(
+    images: Path, folder: Path, ranks: int = 1, model: str = "noisy", **changes: Any
+) -> list[str]:
     """Arguments of train.py. A double underscore in a name is a dot."""
     settings: dict[str, Any] = {
         "device": "cpu",
@@ -89,7 +94,9 @@ class Run:
         assert self.start(*options, **env) == [0] * self.ranks, self.output
         assert "using an older checkpoint" not in self.output, self.output
         assert_same_run(self.folder, self.undisturbed(self.ranks))
-        found = re.search(r"resumed from \S*/step-0*(\d+) at step \1", "".join(self.output.splitlines()))
+        found = re.search(
+            r"resumed from \S*/step-0*(\d+) at step \1", "".join(self.output.splitlines())
+        )
         assert (found is None) == ("starting from scratch" in self.output), self.output
         return 0 if found is None else int(found[1])
 
@@ -140,7 +147,9 @@ def assert_same_bits(folder: Path, undisturbed: Path) -> None:
     """Same bits of all results; every step and evaluation is recorded once, with the same values."""
     assert state_digest(folder) == state_digest(undisturbed)
     lines = records(folder)
-    assert [record["step"] for record in lines if record["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in lines if record["kind"] == "train"] == list(
+        range(1, STEPS + 1)
+    )
     assert lines == records(undisturbed)
     shown = curves(folder)
     assert [step for step, _ in shown["train/loss"]] == list(range(1, STEPS + 1))

@@ -17,11 +17,16 @@ def run_on(disk: Path, new_run: Callable[..., Run], **changes: object) -> Run:
     return new_run(2, disk / "run", **changes)
 
 
-def test_failed_save_ends_all_ranks_and_the_run_resumes(disk: Path, new_run: Callable[..., Run]) -> None:
+def test_failed_save_ends_all_ranks_and_the_run_resumes(
+    disk: Path, new_run: Callable[..., Run]
+) -> None:
     run = run_on(disk, new_run)
     codes = run.start()
     assert codes[0] == 5 and codes[1] != 0, codes
-    assert run.output.count("step-0000015: No space left on device") == 1 and "Traceback" not in run.output
+    assert (
+        run.output.count("step-0000015: No space left on device") == 1
+        and "Traceback" not in run.output
+    )
     assert 15 <= len([record for record in records(run.folder) if record["kind"] == "train"]) <= 20
     assert checkpoints(run.folder) == [5, 10]
     (disk / "filler").unlink()
@@ -29,7 +34,9 @@ def test_failed_save_ends_all_ranks_and_the_run_resumes(disk: Path, new_run: Cal
 
 
 @pytest.mark.nightly
-def test_failed_saves_on_error_continue_train_on_all_ranks(disk: Path, new_run: Callable[..., Run]) -> None:
+def test_failed_saves_on_error_continue_train_on_all_ranks(
+    disk: Path, new_run: Callable[..., Run]
+) -> None:
     """The last save fails, too."""
     run = run_on(disk, new_run, checkpoint__on_error="continue")
     assert run.start() == [5, 5], run.output

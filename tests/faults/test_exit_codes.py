@@ -21,8 +21,12 @@ def end_of(launcher: str, words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "dist_train.sh"])
-def test_invalid_config_exits_2_with_a_line_for_each_problem(digits: Path, tmp_path: Path, launcher: str) -> None:
-    words = arguments(digits, tmp_path / "run", optimzer__lr=1, train__epochs="many", eval__crop_px=-1, seed="one")
+def test_invalid_config_exits_2_with_a_line_for_each_problem(
+    digits: Path, tmp_path: Path, launcher: str
+) -> None:
+    words = arguments(
+        digits, tmp_path / "run", optimzer__lr=1, train__epochs="many", eval__crop_px=-1, seed="one"
+    )
     ended = end_of(launcher, words)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert len(ended.stderr.splitlines()) == 4, ended.stderr
@@ -34,7 +38,10 @@ CAUSES: dict[int, tuple[dict[str, Any], str]] = {
     2: ({"model__num_classes": 5}, "the dataset has 10 classes"),
     3: ({"train__global_batch_size": 5000}, "1438 images"),
     5: ({}, "can't write /proc/"),
-    6: ({"optimizer__lr": 1e9, "train__max_nonfinite_steps": 1}, "NaN or infinite in 1 steps in a row"),
+    6: (
+        {"optimizer__lr": 1e9, "train__max_nonfinite_steps": 1},
+        "NaN or infinite in 1 steps in a row",
+    ),
 }
 
 
@@ -43,10 +50,15 @@ CAUSES: dict[int, tuple[dict[str, Any], str]] = {
     [
         (3, "dist_train.sh"),
         (6, "spawn"),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((2, "spawn"), (5, "dist_train.sh"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in ((2, "spawn"), (5, "dist_train.sh"))
+        ),
     ],
 )
-def test_error_of_a_rank_is_the_launchers_exit_code(digits: Path, tmp_path: Path, code: int, launcher: str) -> None:
+def test_error_of_a_rank_is_the_launchers_exit_code(
+    digits: Path, tmp_path: Path, code: int, launcher: str
+) -> None:
     changes, message = CAUSES[code]
     folder = Path("/proc/run") if code == 5 else tmp_path / "run"
     ended = end_of(launcher, arguments(digits, folder, **changes))

@@ -30,10 +30,23 @@ POINTS: dict[str, tuple[int, int]] = {
     "after_the_last_step": (1, STEPS),
 }
 # Where that checkpoint is complete, so that the run must resume from it.
-COMPLETE = ("checkpoint_after_rename", "before_old_one_is_removed", "old_one_half_removed", "after_the_last_step")
+COMPLETE = (
+    "checkpoint_after_rename",
+    "before_old_one_is_removed",
+    "old_one_half_removed",
+    "after_the_last_step",
+)
 # On two ranks: the points where a collective is in progress, and the rank that is killed.
-ON_TWO_RANKS = [("in_backward", 1), ("after_optimizer_step", 0), ("checkpoint_before_rename", 0), ("in_evaluation", 1)]
-CASES = [*((point, 1, 0) for point in POINTS), *((point, 2, victim) for point, victim in ON_TWO_RANKS)]
+ON_TWO_RANKS = [
+    ("in_backward", 1),
+    ("after_optimizer_step", 0),
+    ("checkpoint_before_rename", 0),
+    ("in_evaluation", 1),
+]
+CASES = [
+    *((point, 1, 0) for point in POINTS),
+    *((point, 2, victim) for point, victim in ON_TWO_RANKS),
+]
 FAST = [("checkpoint_half_written", 1, 0), ("after_optimizer_step", 2, 0)]
 
 
@@ -41,7 +54,9 @@ FAST = [("checkpoint_half_written", 1, 0), ("after_optimizer_step", 2, 0)]
     ("point", "ranks", "victim"),
     [pytest.param(*case, marks=() if case in FAST else pytest.mark.nightly) for case in CASES],
 )
-def test_killed_run_resumes_to_the_same_bits(new_run: Callable[..., Run], point: str, ranks: int, victim: int) -> None:
+def test_killed_run_resumes_to_the_same_bits(
+    new_run: Callable[..., Run], point: str, ranks: int, victim: int
+) -> None:
     run = new_run(ranks, data__num_workers=int(point == "in_forward"))
     passing, begun = POINTS[point]
     codes = run.start(kills=[KillPoint(point, passing, victim)])
@@ -54,20 +69,28 @@ def test_killed_run_resumes_to_the_same_bits(new_run: Callable[..., Run], point:
 
 
 @pytest.mark.nightly
-def test_killed_run_resumes_with_other_workers_and_another_decoder(new_run: Callable[..., Run]) -> None:
+def test_killed_run_resumes_with_other_workers_and_another_decoder(
+    new_run: Callable[..., Run],
+) -> None:
     """The undisturbed run has no workers."""
     killed = new_run(2, data__num_workers=1, data__decode="whole")
-    assert killed.start(kills=[KillPoint("in_backward", IN_STEP_17, 1)])[1] == -signal.SIGKILL, killed.output
+    assert killed.start(kills=[KillPoint("in_backward", IN_STEP_17, 1)])[1] == -signal.SIGKILL, (
+        killed.output
+    )
     assert new_run(2, data__num_workers=3, data__decode="auto").resume() in (10, 15)
 
 
 @pytest.mark.nightly
-def test_killed_while_a_step_is_saved_again_resumes_to_the_same_bits(new_run: Callable[..., Run]) -> None:
+def test_killed_while_a_step_is_saved_again_resumes_to_the_same_bits(
+    new_run: Callable[..., Run],
+) -> None:
     """SIGTERM saves step 20 before its evaluation. The resumed run evaluates it, and is killed while it saves it again:
     in the end, the evaluation is recorded once.
     """
     run = new_run(1)
-    assert run.start(kills=[KillPoint("after_optimizer_step", 20, 0, signal.SIGTERM)]) == [143], run.output
+    assert run.start(kills=[KillPoint("after_optimizer_step", 20, 0, signal.SIGTERM)]) == [143], (
+        run.output
+    )
     assert checkpoints(run.folder)[-1] == 20
     for point in ("checkpoint_half_written", "checkpoint_before_rename", "checkpoint_after_rename"):
         assert run.start("--resume", kills=[KillPoint(point)]) == [-signal.SIGKILL], run.output
@@ -83,7 +106,9 @@ RANDOM_POINTS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (2, 3, 4))])
+@pytest.mark.parametrize(
+    "ranks", [1, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (2, 3, 4))]
+)
 def test_run_killed_three_times_at_random_points_resumes_to_the_same_bits(
     new_run: Callable[..., Run], ranks: int
 ) -> None:

@@ -14,12 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import DIST_TRAIN, REPOSITORY, TRAIN, arguments, environment, pids_by_rank, steps_done, wait_for
+from helpers import (
+    DIST_TRAIN,
+    REPOSITORY,
+    TRAIN,
+    arguments,
+    environment,
+    pids_by_rank,
+    steps_done,
+    wait_for,
+)
 from same_run import assert_same_run, words_for
 
 ByRanks = Callable[[int], Path]
 NIGHTLY = pytest.mark.nightly
-LAUNCHERS = [pytest.param("alone", marks=NIGHTLY), "spawn", pytest.param("dist_train.sh", marks=NIGHTLY)]
+LAUNCHERS = [
+    pytest.param("alone", marks=NIGHTLY),
+    "spawn",
+    pytest.param("dist_train.sh", marks=NIGHTLY),
+]
 
 # In the environment of all processes of a run, including data workers and torch's helpers.
 MARK = "TESTS_MARK"
@@ -32,7 +45,13 @@ def command_for(launcher: str, digits: Path, folder: Path, **kwargs: Any) -> lis
     """kwargs: of `bed.noisy`."""
     network = {f"model__kwargs__{name}": value for name, value in kwargs.items()}
     config, *rest = arguments(
-        digits, folder, "noisy", **network, data__num_workers=1, train__epochs=EPOCHS, checkpoint__every_epochs="null"
+        digits,
+        folder,
+        "noisy",
+        **network,
+        data__num_workers=1,
+        train__epochs=EPOCHS,
+        checkpoint__every_epochs="null",
     )
     return {
         "alone": [sys.executable, TRAIN, config, *rest],
@@ -42,7 +61,9 @@ def command_for(launcher: str, digits: Path, folder: Path, **kwargs: Any) -> lis
 
 
 @contextmanager
-def watched(command: Sequence[str], folder: Path, output: int | None = None) -> Iterator[subprocess.Popen[str]]:
+def watched(
+    command: Sequence[str], folder: Path, output: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A run in this folder, in a process group of its own. None of its processes outlives the context.
 
     output: a file descriptor for stdout and stderr.
@@ -62,10 +83,17 @@ def watched(command: Sequence[str], folder: Path, output: int | None = None) -> 
 
 @contextmanager
 def started(
-    launcher: str, digits: Path, folder: Path, prefix: Sequence[str] = (), pause_sec: float = 0.05, **kwargs: Any
+    launcher: str,
+    digits: Path,
+    folder: Path,
+    prefix: Sequence[str] = (),
+    pause_sec: float = 0.05,
+    **kwargs: Any,
 ) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
     """(launching process, process ids by rank) once the first step is done."""
-    with watched([*prefix, *command_for(launcher, digits, folder, pause_sec=pause_sec, **kwargs)], folder) as process:
+    with watched(
+        [*prefix, *command_for(launcher, digits, folder, pause_sec=pause_sec, **kwargs)], folder
+    ) as process:
         wait_for(lambda: steps_done(folder) >= 1 or process.poll() is not None, "the first step")
         pids = pids_by_rank(folder)
         assert process.poll() is None, process.communicate()[1]
@@ -95,7 +123,9 @@ def assert_saved(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ctrl_c_to_the_process_group_saves_and_exits_130(digits: Path, tmp_path: Path, launcher: str) -> None:
+def test_ctrl_c_to_the_process_group_saves_and_exits_130(
+    digits: Path, tmp_path: Path, launcher: str
+) -> None:
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
@@ -108,15 +138,22 @@ def test_ctrl_c_to_the_process_group_saves_and_exits_130(digits: Path, tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["spawn", "dist_train.sh"])
-def test_full_pipe_that_nobody_reads_blocks_no_step_and_no_exit(digits: Path, tmp_path: Path, launcher: str) -> None:
+def test_full_pipe_that_nobody_reads_blocks_no_step_and_no_exit(
+    digits: Path, tmp_path: Path, launcher: str
+) -> None:
     folder = tmp_path / "run"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     with watched(command_for(launcher, digits, folder, pause_sec=0.02), folder, writer) as process:
-        wait_for(lambda: steps_done(folder) >= 100 or process.poll() is not None, "more lines than the pipe holds")
+        wait_for(
+            lambda: steps_done(folder) >= 100 or process.poll() is not None,
+            "more lines than the pipe holds",
+        )
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=120)
-        assert code == 143, "\n".join(log.read_text() for log in sorted((folder / "logs").iterdir()))
+        assert code == 143, "\n".join(
+            log.read_text() for log in sorted((folder / "logs").iterdir())
+        )
         assert_all_gone(folder)
     os.close(reader)
     os.close(writer)
@@ -153,7 +190,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.nightly
-def test_sigterm_between_the_starts_of_two_ranks_ends_the_first_silently(digits: Path, tmp_path: Path) -> None:
+def test_sigterm_between_the_starts_of_two_ranks_ends_the_first_silently(
+    digits: Path, tmp_path: Path
+) -> None:
     """torch has no record of the rank yet. The rank would fail where it opens the semaphore of both."""
     folder, script = tmp_path / "run", tmp_path / "script.py"
     script.write_text(STOPPED_WHILE_STARTING)
@@ -171,9 +210,15 @@ def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path, launche
     """The second step never ends: the first Ctrl-C waits for it, the second does not."""
     folder = tmp_path / "run"
     first_step = 1 if launcher == "alone" else 3  # with the two forwards of rebuild_ddp_buckets
-    pause: dict[str, Any] = {"pause_sec": 3600, "pause_after": first_step, "pause_marker": tmp_path / "pauses"}
+    pause: dict[str, Any] = {
+        "pause_sec": 3600,
+        "pause_after": first_step,
+        "pause_marker": tmp_path / "pauses",
+    }
     with started(launcher, digits, folder, **pause) as (process, _):
-        wait_for((tmp_path / "pauses").exists, "the second step")  # the first step has made its last check
+        wait_for(
+            (tmp_path / "pauses").exists, "the second step"
+        )  # the first step has made its last check
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.7)
         assert process.poll() is None, "it completes the step"
@@ -188,7 +233,9 @@ def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path, launche
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:])
-def test_ranks_of_a_killed_launcher_save_and_end(digits: Path, tmp_path: Path, launcher: str) -> None:
+def test_ranks_of_a_killed_launcher_save_and_end(
+    digits: Path, tmp_path: Path, launcher: str
+) -> None:
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, _):
         process.kill()
@@ -204,7 +251,9 @@ def test_ranks_of_a_killed_launcher_save_and_end(digits: Path, tmp_path: Path, l
         pytest.param("dist_train.sh", True, marks=NIGHTLY),
     ],
 )
-def test_killed_rank_is_named_and_ends_the_others(digits: Path, tmp_path: Path, launcher: str, stuck: bool) -> None:
+def test_killed_rank_is_named_and_ends_the_others(
+    digits: Path, tmp_path: Path, launcher: str, stuck: bool
+) -> None:
     """stuck: the other rank does not react, as if it waited for nccl. torchrun kills it after 30 s."""
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, pids):
@@ -234,7 +283,9 @@ def test_rank_that_hangs_has_its_stack_in_its_log(digits: Path, tmp_path: Path) 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["alone", "dist_train.sh"])
-def test_ignored_signals_change_nothing_and_sigterm_saves(digits: Path, tmp_path: Path, launcher: str) -> None:
+def test_ignored_signals_change_nothing_and_sigterm_saves(
+    digits: Path, tmp_path: Path, launcher: str
+) -> None:
     """SIGHUP under nohup, SIGINT in a script's background job. All go to the process group, and SIGTERM twice."""
     folder = tmp_path / "run"
     prefix = ["bash", "-c", "trap '' INT; exec nohup \"$@\"", "bash"]
@@ -242,7 +293,9 @@ def test_ignored_signals_change_nothing_and_sigterm_saves(digits: Path, tmp_path
         os.killpg(process.pid, signal.SIGHUP)
         os.killpg(process.pid, signal.SIGINT)
         done = steps_done(folder)
-        wait_for(lambda: steps_done(folder) >= done + 5 or process.poll() is not None, "five more steps")
+        wait_for(
+            lambda: steps_done(folder) >= done + 5 or process.poll() is not None, "five more steps"
+        )
         assert process.poll() is None
         for _ in range(2):
             os.killpg(process.pid, signal.SIGTERM)
@@ -265,7 +318,12 @@ def test_ignored_signals_change_nothing_and_sigterm_saves(digits: Path, tmp_path
 )
 @pytest.mark.nightly
 def test_stop_signal_to_a_rank_or_the_launcher_stops_without_a_restart(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, number: signal.Signals, asked: str
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    number: signal.Signals,
+    asked: str,
 ) -> None:
     monkeypatch.setenv("MAX_RESTARTS", "1")
     folder = tmp_path / "run"
@@ -275,7 +333,9 @@ def test_stop_signal_to_a_rank_or_the_launcher_stops_without_a_restart(
         assert_all_gone(folder)
     assert process.returncode == 128 + number, errors
     assert f"stopped by {number.name}" in errors and len(errors.splitlines()) <= 3, errors
-    assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 1, "it was started once"
+    assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 1, (
+        "it was started once"
+    )
     assert_saved(folder)
 
 
@@ -285,7 +345,14 @@ def test_ranks_restarted_by_torchrun_resume_with_the_same_bits(
 ) -> None:
     """By torchrun itself, whose store outlives the ranks. By our script, on several machines: test_launchers.py."""
     folder = tmp_path / "run"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     words = words_for(few_images(2), folder, 2, model__kwargs__pause_sec=0.05)
     with watched([*torchrun, TRAIN, *words], folder) as process:
         wait_for(lambda: steps_done(folder) >= 12 or process.poll() is not None, "step 12")

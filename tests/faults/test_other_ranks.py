@@ -37,6 +37,10 @@ def test_resume_on_another_number_of_ranks_reads_the_samples_that_are_left(
     read = read_until_now(notes)
     assert read.total() == STOP * BATCH
     train_to(STEPS, tmp_path / "parts", after, "--resume")
-    assert read + read_until_now(notes) == dict.fromkeys(range(IMAGES), 2), "by both together each once an epoch"
+    assert read + read_until_now(notes) == dict.fromkeys(range(IMAGES), 2), (
+        "by both together each once an epoch"
+    )
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-    assert f"changed since the checkpoint: ranks: {before} -> {after}" in " ".join(output.read_text().split())
+    assert f"changed since the checkpoint: ranks: {before} -> {after}" in " ".join(
+        output.read_text().split()
+    )

@@ -19,7 +19,9 @@ def test_batch_job_signaled_by_slurm_is_requeued_and_resumes(
     new_run: Callable[..., Run], tmp_path: Path, slurm: dict[str, str]
 ) -> None:
     """scancel sends the signal that SLURM sends before a time limit, whose moment depends on the machine's speed."""
-    job = new_run(2, tmp_path / "a run", model__kwargs__pause_sec=0.1)  # its arguments reach the ranks by two shells
+    job = new_run(
+        2, tmp_path / "a run", model__kwargs__pause_sec=0.1
+    )  # its arguments reach the ranks by two shells
     env = {"BATCH": "1", "GPUS": "2", "GPUS_PER_NODE": "2", "GRES": "", "CPUS_PER_TASK": "1"}
     env["SBATCH_ARGS"] = "--time=30"
     submitted = run(["bash", SCRIPT, "main", "tests", *job.words], cwd=tmp_path, **slurm, **env)
@@ -38,7 +40,10 @@ def test_batch_job_signaled_by_slurm_is_requeued_and_resumes(
     text = output.read_text()
     stopped_at = re.findall(r"stopped by SIGUSR2 after step (\d+) of 40, saved in ", text)
     assert len(stopped_at) == 1
-    assert re.findall(r"resumed from .* at step (\d+)", re.sub(r"\s+(?=at step)", " ", text)) == stopped_at
+    assert (
+        re.findall(r"resumed from .* at step (\d+)", re.sub(r"\s+(?=at step)", " ", text))
+        == stopped_at
+    )
     assert text.count("run folder") == 2, "the second start appends to the output of the first"
     assert_same_bits(job.folder, job.undisturbed(2))
 

@@ -17,7 +17,10 @@ IN_STEP_17 = ("in_forward", 17 * ACCUMULATION)
 # The flags of step 17 are reduced while step 18 is under way.
 STOPPED_AT = {1: 17, 2: 18}
 TERM, INT, USR2, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP
-TO_RANK = {number: [KillPoint(*IN_STEP_17, rank, number) for rank in (0, 1)] for number in (TERM, INT, USR2, HUP)}
+TO_RANK = {
+    number: [KillPoint(*IN_STEP_17, rank, number) for rank in (0, 1)]
+    for number in (TERM, INT, USR2, HUP)
+}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,10 @@ TO_RANK = {number: [KillPoint(*IN_STEP_17, rank, number) for rank in (0, 1)] for
         pytest.param(TERM, 2, TO_RANK[TERM][1:], id="one of two"),
         pytest.param(TERM, 2, TO_RANK[TERM], id="both"),
         pytest.param(
-            TERM, 2, [TO_RANK[TERM][1], KillPoint("checkpoint_half_written", 4, 0, TERM)], id="again in the save"
+            TERM,
+            2,
+            [TO_RANK[TERM][1], KillPoint("checkpoint_half_written", 4, 0, TERM)],
+            id="again in the save",
         ),
     ],
 )
@@ -47,7 +53,9 @@ def test_stop_signal_saves_the_same_step_on_all_ranks(
     assert run.resume() == step
 
 
-def test_stop_signal_between_two_reports_stops_by_the_end_of_the_epoch(new_run: Callable[..., Run]) -> None:
+def test_stop_signal_between_two_reports_stops_by_the_end_of_the_epoch(
+    new_run: Callable[..., Run],
+) -> None:
     """The ranks check every few steps, which last half a second, and in any case at the end of an epoch."""
     run = new_run(2, log__every_steps=1000)
     assert run.start(kills=TO_RANK[TERM][1:]) == [143, 143], run.output
@@ -57,7 +65,9 @@ def test_stop_signal_between_two_reports_stops_by_the_end_of_the_epoch(new_run: 
     assert run.resume() == int(found[1])
 
 
-def test_stop_signal_in_an_evaluation_does_not_wait_for_its_end(new_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_stop_signal_in_an_evaluation_does_not_wait_for_its_end(
+    new_run: Callable[..., Run], tmp_path: Path
+) -> None:
     """Rank 1 is asked in its first of five batches. The flag is passed on before the second, and read before the third.
 
     What was counted is discarded. Were there a third batch, rank 0 would be killed in it.
@@ -87,9 +97,14 @@ def test_slurm_job_is_requeued_by_one_rank_and_resumes(
 
     run = new_run(2)
     assert run.start(kills=TO_RANK[USR2], **env) == [140, 140]
-    saved = f"stopped by SIGUSR2 after step 18 of 40, saved in {run.folder}/checkpoints/step-0000018"
+    saved = (
+        f"stopped by SIGUSR2 after step 18 of 40, saved in {run.folder}/checkpoints/step-0000018"
+    )
     requeued = ["SLURM will restart job 4711, which resumes by itself."]
-    refused = [f"SLURM did not requeue job 4711: {refusal}", "Resume with the same command and --resume."]
+    refused = [
+        f"SLURM did not requeue job 4711: {refusal}",
+        "Resume with the same command and --resume.",
+    ]
     expected = [saved, *(refused if refusal else requeued)]
     assert run.output.splitlines()[-len(expected) :] == expected
     assert asked.read_text() == "requeue 4711\n"

@@ -18,7 +18,16 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import RankServer
-from helpers import DIST_TRAIN, REPOSITORY, arguments, environment, losses, state_digest, steps_done, wait_for
+from helpers import (
+    DIST_TRAIN,
+    REPOSITORY,
+    arguments,
+    environment,
+    losses,
+    state_digest,
+    steps_done,
+    wait_for,
+)
 
 pytestmark = pytest.mark.nightly
 
@@ -44,14 +53,33 @@ class Machine:
 
     def start(self, command: list[str], **env: str) -> subprocess.Popen[str]:
         named = f'echo {self.host} > /proc/sys/kernel/hostname; exec "$@"'
-        words = [IP, "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh", *command]
+        words = [
+            IP,
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            named,
+            "sh",
+            *command,
+        ]
         return subprocess.Popen(
-            words, env=environment(**env), cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            words,
+            env=environment(**env),
+            cwd=REPOSITORY,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def clear(self) -> None:
         """End every process that runs on this machine."""
-        found = subprocess.run([IP, "netns", "pids", self.namespace], check=True, capture_output=True, text=True)
+        found = subprocess.run(
+            [IP, "netns", "pids", self.namespace], check=True, capture_output=True, text=True
+        )
         for pid in map(int, found.stdout.split()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -59,19 +87,45 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Machine]]:
-    two = [Machine(f"tests-{os.getpid()}-{name}", f"tests-{name}", f"10.9.1.{n}") for n, name in ((2, "a"), (3, "b"))]
+    two = [
+        Machine(f"tests-{os.getpid()}-{name}", f"tests-{name}", f"10.9.1.{n}")
+        for n, name in ((2, "a"), (3, "b"))
+    ]
     try:
         try:
             for machine in two:
                 ip("netns", "add", machine.namespace)
             names = [machine.namespace for machine in two]
-            ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
+            ip(
+                "-n",
+                names[0],
+                "link",
+                "add",
+                "cable",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable",
+                "netns",
+                names[1],
+            )
             for machine in two:
-                ip("-n", machine.namespace, "address", "add", f"{machine.address}/24", "dev", "cable")
+                ip(
+                    "-n",
+                    machine.namespace,
+                    "address",
+                    "add",
+                    f"{machine.address}/24",
+                    "dev",
+                    "cable",
+                )
                 ip("-n", machine.namespace, "link", "set", "lo", "up")
                 machine.plug("up")
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"needs network namespaces (root, iproute2): {getattr(error, 'stderr', '') or error}")
+            pytest.skip(
+                f"needs network namespaces (root, iproute2): {getattr(error, 'stderr', '') or error}"
+            )
         yield two
     finally:
         for machine in two:
@@ -92,8 +146,15 @@ def started(
     processes = []
     try:
         for number, (machine, folder) in enumerate(zip(machines, folders, strict=True)):
-            config, *rest = words_for(digits, folder, model__kwargs__pause_sec=0.1, parallel__timeout_sec=TIMEOUT_SEC)
-            env = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": machines[0].address, "MASTER_PORT": "29500"}
+            config, *rest = words_for(
+                digits, folder, model__kwargs__pause_sec=0.1, parallel__timeout_sec=TIMEOUT_SEC
+            )
+            env = {
+                "NNODES": "2",
+                "NODE_RANK": str(number),
+                "MASTER_ADDR": machines[0].address,
+                "MASTER_PORT": "29500",
+            }
             processes.append(machine.start(["bash", DIST_TRAIN, config, "1", *rest, *more], **env))
         yield processes
     finally:
@@ -116,7 +177,10 @@ def ends(processes: list[subprocess.Popen[str]], within_sec: float) -> list[tupl
 
 def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
     wait_for(
-        lambda: steps_done(folder) >= step or any(process.poll() is not None for process in processes), f"step {step}"
+        lambda: (
+            steps_done(folder) >= step or any(process.poll() is not None for process in processes)
+        ),
+        f"step {step}",
     )
     assert all(process.poll() is None for process in processes)
 

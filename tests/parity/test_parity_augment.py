@@ -31,7 +31,9 @@ def photographs() -> list[Image.Image]:
     """Parts of scikit-learn's two photographs, each 96 px square."""
     whole = [Image.fromarray(image) for image in load_sample_images().images]
     corners = np.random.default_rng(0).integers(0, 330, (50, 2)).tolist()
-    return [whole[i % 2].crop((left, top, left + 96, top + 96)) for i, (left, top) in enumerate(corners)]
+    return [
+        whole[i % 2].crop((left, top, left + 96, top + 96)) for i, (left, top) in enumerate(corners)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +41,40 @@ def squares(photographs: list[Image.Image]) -> list[Image.Image]:
     return [photograph.resize((SIZE, SIZE)) for photograph in photographs]
 
 
-def timms_secondary(policy: str, interpolation: str, **options: Any) -> Callable[[Image.Image], Image.Image]:
+def timms_secondary(
+    policy: str, interpolation: str, **options: Any
+) -> Callable[[Image.Image], Image.Image]:
     """timm's transforms between the flips and the tensor: policy, color jitter, gray."""
     options = {"color_jitter": None, **options}
-    return transforms_imagenet_train(SIZE, auto_augment=policy, interpolation=interpolation, separate=True, **options)[
-        1
-    ]
+    return transforms_imagenet_train(
+        SIZE, auto_augment=policy, interpolation=interpolation, separate=True, **options
+    )[1]
 
 
 @pytest.mark.parametrize(
     "interpolation",
-    ["random", pytest.param("bilinear", marks=pytest.mark.nightly), pytest.param("bicubic", marks=pytest.mark.nightly)],
+    [
+        "random",
+        pytest.param("bilinear", marks=pytest.mark.nightly),
+        pytest.param("bicubic", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.parametrize(
     "policy",
     [
-        *("rand-m9-mstd0.5-inc1", "rand-m6-n3-mstd0.5", "rand-m20-mmax30-p1-t3aw", "augmix-m3-w3", "augmix-m5-d2-b1"),
+        *(
+            "rand-m9-mstd0.5-inc1",
+            "rand-m6-n3-mstd0.5",
+            "rand-m20-mmax30-p1-t3aw",
+            "augmix-m3-w3",
+            "augmix-m5-d2-b1",
+        ),
         *("original", "originalr-mstd0.5", "v0", "v0r", "3a"),
     ],
 )
-def test_policy_equals_timms_for_each_draw(squares: list[Image.Image], policy: str, interpolation: str) -> None:
+def test_policy_equals_timms_for_each_draw(
+    squares: list[Image.Image], policy: str, interpolation: str
+) -> None:
     theirs = timms_secondary(policy, interpolation)
     ours = TrainTransform(AugmentConfig(size_px=SIZE, policy=policy, interpolation=interpolation))  # type: ignore[arg-type]
     failed = 0
@@ -68,7 +84,9 @@ def test_policy_equals_timms_for_each_draw(squares: list[Image.Image], policy: s
         seed_generators(seed)
         try:
             expected = theirs(square)
-        except ValueError as error:  # posterize with 0 bits, from Pillow 13 on; ours returns a black image
+        except (
+            ValueError
+        ) as error:  # posterize with 0 bits, from Pillow 13 on; ours returns a black image
             assert "bits" in str(error)
             failed += 1
         else:
@@ -80,7 +98,9 @@ def test_deit_3_augmentation_equals_timms(squares: list[Image.Image]) -> None:
     """3-Augment and then color jitter, whose draws are equal and whose pixels are within Pillow's rounding."""
     theirs = timms_secondary("3a", "bicubic", color_jitter=0.3)
     jitter = ColorJitterConfig(brightness=0.3, contrast=0.3, saturation=0.3)
-    ours = TrainTransform(AugmentConfig(size_px=SIZE, policy="3a", interpolation="bicubic", color_jitter=jitter))
+    ours = TrainTransform(
+        AugmentConfig(size_px=SIZE, policy="3a", interpolation="bicubic", color_jitter=jitter)
+    )
     for seed, square in enumerate(squares):
         seed_generators(seed)
         image = ours.color_transforms(F.pil_to_tensor(square)).int()
@@ -88,7 +108,9 @@ def test_deit_3_augmentation_equals_timms(squares: list[Image.Image]) -> None:
         assert (image - F.pil_to_tensor(theirs(square)).int()).abs().max() <= 4
 
 
-@pytest.mark.parametrize("interpolation", ["bicubic", pytest.param("bilinear", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "interpolation", ["bicubic", pytest.param("bilinear", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize(
     ("name", "kwargs", "reference"),
     [
@@ -129,7 +151,14 @@ ERASING = {
 def timms_erasing(erasing: ErasingConfig) -> RandomErasing:
     (least, most), (narrow, tall) = erasing.scale, erasing.ratio
     return RandomErasing(
-        erasing.prob, least, most, narrow, tall, mode=erasing.mode, max_count=erasing.max_count, device="cpu"
+        erasing.prob,
+        least,
+        most,
+        narrow,
+        tall,
+        mode=erasing.mode,
+        max_count=erasing.max_count,
+        device="cpu",
     )
 
 
@@ -147,7 +176,9 @@ def test_erasing_boxes_equal_timms(name: str, size: tuple[int, int]) -> None:
         torch.manual_seed(seed)
         expected = theirs(torch.full((3, *size), 9.0))
         assert random.getstate() == state, "as many draws, in the same order"
-        images = erase(torch.full((1, 3, *size), 9.0), boxes[None], torch.tensor([seed]), erasing.mode)
+        images = erase(
+            torch.full((1, 3, *size), 9.0), boxes[None], torch.tensor([seed]), erasing.mode
+        )
         assert torch.equal(images[0] != 9, expected != 9)
         erased += int((expected != 9).any())
         if erasing.mode == "const":
@@ -171,22 +202,30 @@ def reference_order(permutation: list[int], repeats: int, world_size: int, rank:
 def test_repeated_augmentation_equals_rasampler(repeats: int, world_size: int) -> None:
     num_images, batch = 2807, 64
     for epoch in range(3):
-        permutation = torch.randperm(num_images, generator=generator("permutation", 5, epoch)).tolist()
+        permutation = torch.randperm(
+            num_images, generator=generator("permutation", 5, epoch)
+        ).tolist()
         views: Counter[int] = Counter()
         keys = []
         for rank in range(world_size):
-            sampler = EpochSampler(num_images, batch, rank, world_size, 5, repeats, repeats_multiple=256)
+            sampler = EpochSampler(
+                num_images, batch, rank, world_size, 5, repeats, repeats_multiple=256
+            )
             sampler.set_epoch(epoch)
             mine = list(sampler)
             expected = reference_order(permutation, repeats, world_size, rank)
-            assert [index for _, index, _ in mine] == expected and len(expected) == 2560 // world_size
+            assert [index for _, index, _ in mine] == expected and len(
+                expected
+            ) == 2560 // world_size
             keys += mine
             views.update(view for _, _, view in mine)
         assert len(set(keys)) == 2560, "every repeat is a view of its own"
         assert max(views.values()) - min(views.values()) <= 1
 
 
-def test_resnet50_v2_augmentation_equals_torchvisions_preset(photographs: list[Image.Image]) -> None:
+def test_resnet50_v2_augmentation_equals_torchvisions_preset(
+    photographs: list[Image.Image],
+) -> None:
     """Crop, flip, TrivialAugmentWide: the draws of torchvision's training preset, pixels within a rounded resize.
 
     One gray level of the resize can become many in an operation such as equalize, so the mean difference is compared.
@@ -204,7 +243,9 @@ def test_resnet50_v2_augmentation_equals_torchvisions_preset(photographs: list[I
         seed_generators(seed)
         image = ours(F.pil_to_tensor(photograph), 0, [0])[0][0].double()
         seed_generators(seed)
-        differences.append(float((image - F.pil_to_tensor(preset(photograph)).double()).abs().mean()))
+        differences.append(
+            float((image - F.pil_to_tensor(preset(photograph)).double()).abs().mean())
+        )
     # Measured medians: 0.002 with AVX2 and AVX-512, 0.13 with SSE; 1.5 for a bicubic crop.
     assert np.median(differences) < 0.5 and max(differences) < 30
 
@@ -213,6 +254,8 @@ def test_each_key_seeds_other_draws_of_all_generators() -> None:
     draws = []
     for index in range(1000):
         seed_generators(hash_key("sample", 0, 0, index, 0))
-        draws.append((random.random(), float(np.random.rand()), float(torch.rand((), dtype=torch.float64))))
+        draws.append(
+            (random.random(), float(np.random.rand()), float(torch.rand((), dtype=torch.float64)))
+        )
     for found in zip(*draws, strict=True):
         assert len(set(found)) == 1000 and stats.kstest(found, "uniform").pvalue > 0.01

@@ -42,7 +42,9 @@ def torchvisions(name: str) -> nn.Module:
 
 def ours(model: nn.Module, key: str, optimizer: OptimizerConfig) -> dict[str, float]:
     """What a parameter's group says under `key`, by the parameter's name."""
-    return {name: group[key] for group in parameter_groups(model, optimizer) for name in group["names"]}
+    return {
+        name: group[key] for group in parameter_groups(model, optimizer) for name in group["names"]
+    }
 
 
 def theirs(model: nn.Module, key: str, groups: list[dict]) -> dict[str, float]:
@@ -54,8 +56,13 @@ def theirs(model: nn.Module, key: str, groups: list[dict]) -> dict[str, float]:
 def test_decay_of_weights_alone_equals_timms(name: str) -> None:
     model = timms(name)
     named = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    expected = theirs(model, "weight_decay", param_groups_weight_decay(model, DECAY, no_weight_decay_list=named))
-    assert ours(model, "weight_decay", OptimizerConfig(lr=1.0, weight_decay=DECAY, **ONLY_WEIGHTS)) == expected
+    expected = theirs(
+        model, "weight_decay", param_groups_weight_decay(model, DECAY, no_weight_decay_list=named)
+    )
+    assert (
+        ours(model, "weight_decay", OptimizerConfig(lr=1.0, weight_decay=DECAY, **ONLY_WEIGHTS))
+        == expected
+    )
     assert set(expected.values()) == {0.0, DECAY} and len(expected) == len(list(model.parameters()))
 
 
@@ -72,7 +79,9 @@ def test_layer_decay_equals_timms(name: str) -> None:
     assert min(group["lr_scale"] for group in made) < 0.75**3
 
 
-def set_weight_decay(model: nn.Module, norm: float | None, by_name: Mapping[str, float]) -> dict[str, float]:
+def set_weight_decay(
+    model: nn.Module, norm: float | None, by_name: Mapping[str, float]
+) -> dict[str, float]:
     """torchvision's rule: a parameter's own name first, then the class of the module that holds it, then the rest."""
     decays = {}
     for prefix, module in model.named_modules():
@@ -85,7 +94,9 @@ def set_weight_decay(model: nn.Module, norm: float | None, by_name: Mapping[str,
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_norm_weight_decay_equals_torchvisions(name: str) -> None:
     model = torchvisions(name)
-    found = ours(model, "weight_decay", OptimizerConfig(lr=1.0, weight_decay=DECAY, norm_weight_decay=0.0))
+    found = ours(
+        model, "weight_decay", OptimizerConfig(lr=1.0, weight_decay=DECAY, norm_weight_decay=0.0)
+    )
     assert found == set_weight_decay(model, 0.0, {})
     assert set(found.values()) == {0.0, DECAY}
 
@@ -94,10 +105,16 @@ def test_norm_weight_decay_equals_torchvisions(name: str) -> None:
 def test_norm_bias_and_token_weight_decay_equal_torchvisions(name: str) -> None:
     """But for two names of its ViT, which the names of its own script miss."""
     model = torchvisions(name)
-    tokens = dict.fromkeys(("class_token", "position_embedding", "relative_position_bias_table"), 0.01)
+    tokens = dict.fromkeys(
+        ("class_token", "position_embedding", "relative_position_bias_table"), 0.01
+    )
     expected = set_weight_decay(model, 0.0, {"bias": 0.0, **tokens})
     optimizer = OptimizerConfig(
-        lr=1.0, weight_decay=DECAY, norm_weight_decay=0.0, bias_weight_decay=0.0, token_weight_decay=0.01
+        lr=1.0,
+        weight_decay=DECAY,
+        norm_weight_decay=0.0,
+        bias_weight_decay=0.0,
+        token_weight_decay=0.01,
     )
     found = ours(model, "weight_decay", optimizer)
     differing = {key for key in expected if found[key] != expected[key]}
@@ -118,10 +135,17 @@ def test_parameters_that_muon_updates_equal_timms(name: str, optimizer: str) -> 
     config = OptimizerConfig(f"timm:{optimizer}", lr=0.1, weight_decay=DECAY, **ONLY_WEIGHTS)
     mine = build_optimizer(config, parameter_groups(model, config, head))
     timms = timm.optim.create_optimizer_v2(
-        model, optimizer, lr=0.1, weight_decay=DECAY, fallback_list=head, fallback_no_weight_decay=True
+        model,
+        optimizer,
+        lr=0.1,
+        weight_decay=DECAY,
+        fallback_list=head,
+        fallback_no_weight_decay=True,
     )
     mine.step()
     timms.step()
     used = {key: mine.state[parameter]["use_muon"] for key, parameter in model.named_parameters()}
-    assert used == {key: timms.state[parameter]["use_muon"] for key, parameter in model.named_parameters()}
+    assert used == {
+        key: timms.state[parameter]["use_muon"] for key, parameter in model.named_parameters()
+    }
     assert not any(used[key] for key in head) and any(used.values())

@@ -36,7 +36,9 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-6, atol=1e-6)
 
 
-def loss_of(name: str, smoothing: float = 0.0, weights: list[float] | None = None, splits: int = 1, **kwargs):
+def loss_of(
+    name: str, smoothing: float = 0.0, weights: list[float] | None = None, splits: int = 1, **kwargs
+):
     return build_loss(LossConfig(name, smoothing, weights, kwargs=kwargs), CLASSES, splits)
 
 
@@ -46,7 +48,9 @@ def gradient(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: 
     return found
 
 
-def assert_agree(ours: Callable, reference: Callable, targets: Tensor, reference_targets: Tensor | None = None) -> None:
+def assert_agree(
+    ours: Callable, reference: Callable, targets: Tensor, reference_targets: Tensor | None = None
+) -> None:
     """The same loss, and the same gradient."""
     expected_targets = targets if reference_targets is None else reference_targets
     close(ours(LOGITS, targets), reference(LOGITS, expected_targets))
@@ -55,7 +59,9 @@ def assert_agree(ours: Callable, reference: Callable, targets: Tensor, reference
 
 def test_cross_entropy_equals_timms() -> None:
     assert_agree(loss_of("cross_entropy"), SoftTargetCrossEntropy(), SOFT)
-    assert_agree(loss_of("cross_entropy"), SoftTargetCrossEntropy(), HARD, functional.one_hot(HARD, CLASSES))
+    assert_agree(
+        loss_of("cross_entropy"), SoftTargetCrossEntropy(), HARD, functional.one_hot(HARD, CLASSES)
+    )
     assert_agree(loss_of("cross_entropy", 0.1), LabelSmoothingCrossEntropy(0.1), HARD)
 
 
@@ -70,8 +76,14 @@ def test_class_weights_equal_torchs_times_a_constant(smoothing: float) -> None:
     # Where the images of a batch weigh as much as classes do on average, that is the same.
     each_class_once = torch.arange(CLASSES)
     close(ours(LOGITS[:CLASSES], each_class_once), torchs(LOGITS[:CLASSES], each_class_once))
-    assert_agree(loss_of("cross_entropy", smoothing, [3.0] * CLASSES), loss_of("cross_entropy", smoothing), HARD)
-    assert_agree(ours, loss_of("cross_entropy", smoothing, [100 * weight for weight in WEIGHTS]), HARD)
+    assert_agree(
+        loss_of("cross_entropy", smoothing, [3.0] * CLASSES),
+        loss_of("cross_entropy", smoothing),
+        HARD,
+    )
+    assert_agree(
+        ours, loss_of("cross_entropy", smoothing, [100 * weight for weight in WEIGHTS]), HARD
+    )
 
 
 @pytest.mark.parametrize("sum_classes", [False, True])
@@ -81,7 +93,9 @@ def test_bce_equals_timms(smoothing: float, threshold: float | None, sum_classes
     ours = loss_of("bce", smoothing, target_threshold=threshold, sum_classes=sum_classes)
     assert_agree(ours, BinaryCrossEntropy(smoothing, threshold, sum_classes=sum_classes), HARD)
     smoothed = (1 - smoothing) * SOFT + smoothing / CLASSES  # what timm's Mixup gives
-    assert_agree(ours, BinaryCrossEntropy(smoothing, threshold, sum_classes=sum_classes), SOFT, smoothed)
+    assert_agree(
+        ours, BinaryCrossEntropy(smoothing, threshold, sum_classes=sum_classes), SOFT, smoothed
+    )
 
 
 def test_bce_with_threshold_and_weights_equals_the_formula() -> None:
@@ -107,17 +121,23 @@ def test_focal_equals_timms_and_torchvisions(gamma: float) -> None:
     assert_agree(ours, AsymmetricLossSingleLabel(gamma_pos=gamma, gamma_neg=0, eps=0.0), HARD)
     # Of two classes, one with logit 0, the softmax is the sigmoid.
     x, positive = LOGITS[:, 0], (HARD > 3).long()
-    two = build_loss(LossConfig("focal", kwargs={"gamma": gamma}), 2)(torch.stack([0 * x, x], 1), positive)
+    two = build_loss(LossConfig("focal", kwargs={"gamma": gamma}), 2)(
+        torch.stack([0 * x, x], 1), positive
+    )
     close(two, sigmoid_focal_loss(x, positive.float(), alpha=-1, gamma=gamma, reduction="mean"))
     alpha = 0.2  # of the positive class; class weights are its general form, relative to their mean
     weighted = build_loss(LossConfig("focal", 0.0, [1 - alpha, alpha], kwargs={"gamma": gamma}), 2)
-    expected = sigmoid_focal_loss(x, positive.float(), alpha=alpha, gamma=gamma, reduction="mean") / 0.5
+    expected = (
+        sigmoid_focal_loss(x, positive.float(), alpha=alpha, gamma=gamma, reduction="mean") / 0.5
+    )
     close(weighted(torch.stack([0 * x, x], 1), positive), expected)
 
 
 def test_focal_with_gamma_0_is_cross_entropy() -> None:
     for options in ({}, {"smoothing": 0.1}, {"smoothing": 0.1, "weights": WEIGHTS}):
-        assert_agree(loss_of("focal", **options, gamma=0.0), loss_of("cross_entropy", **options), HARD)
+        assert_agree(
+            loss_of("focal", **options, gamma=0.0), loss_of("cross_entropy", **options), HARD
+        )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -159,12 +179,20 @@ def test_mean_of_views_and_teachers_is_that_over_the_batch() -> None:
     """Weighted by their images; the micro-batch of an image has all of its views."""
     loss = loss_of("jsd", 0.1, splits=3)
     views = LOGITS.view(3, 4, CLASSES)
-    one, three = [loss(views[:, part].flatten(0, 1), HARD[:4][part].repeat(3)) for part in (slice(1), slice(1, 4))]
+    one, three = [
+        loss(views[:, part].flatten(0, 1), HARD[:4][part].repeat(3))
+        for part in (slice(1), slice(1, 4))
+    ]
     close(one / 4 + three * 3 / 4, loss(LOGITS, HARD[:4].repeat(3)))
     for kind in ("soft", "hard"):
-        loss = build_criterion(loss_of("cross_entropy"), DistillConfig(kind, 0.7, 3.0), lambda logits: logits)
+        loss = build_criterion(
+            loss_of("cross_entropy"), DistillConfig(kind, 0.7, 3.0), lambda logits: logits
+        )
         parts = zip(*(rows.tensor_split(5) for rows in (LOGITS, SOFT, TEACHER_LOGITS)), strict=True)
-        close(sum(loss(*part) * len(part[0]) / N for part in parts), loss(LOGITS, SOFT, TEACHER_LOGITS))
+        close(
+            sum(loss(*part) * len(part[0]) / N for part in parts),
+            loss(LOGITS, SOFT, TEACHER_LOGITS),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -185,7 +213,9 @@ def test_jensen_shannon_and_distillation_of_extreme_outputs_are_finite() -> None
         extreme = (LOGITS * 5e3).to(dtype)
         assert gradient(loss_of("jsd", splits=3), extreme, HARD).isfinite().all()
         for kind in ("soft", "hard"):
-            loss = build_criterion(loss_of("cross_entropy"), DistillConfig(kind, 0.5, 0.5), lambda logits: logits)
+            loss = build_criterion(
+                loss_of("cross_entropy"), DistillConfig(kind, 0.5, 0.5), lambda logits: logits
+            )
             logits = extreme.clone().requires_grad_()
             (found,) = torch.autograd.grad(loss(logits, HARD, -extreme), logits)
             assert found.dtype == dtype and found.isfinite().all()
@@ -194,7 +224,9 @@ def test_jensen_shannon_and_distillation_of_extreme_outputs_are_finite() -> None
 TOKEN = "deit_tiny_distilled_patch16_224"
 
 
-@pytest.mark.parametrize(("student_name", "kind"), [("vit_tiny_patch16_224", "soft"), (TOKEN, "soft"), (TOKEN, "hard")])
+@pytest.mark.parametrize(
+    ("student_name", "kind"), [("vit_tiny_patch16_224", "soft"), (TOKEN, "soft"), (TOKEN, "hard")]
+)
 def test_whole_criterion_equals_timms_task(student_name: str, kind: str) -> None:
     """A student with other pixels than its teacher, with and without a distillation token: loss and gradients."""
     torch.manual_seed(0)
@@ -210,18 +242,28 @@ def test_whole_criterion_equals_timms_task(student_name: str, kind: str) -> None
     ours = build_criterion(
         loss_of("cross_entropy"),
         DistillConfig(kind, alpha, temperature),
-        Teacher(network, (cfg["mean"], cfg["std"]), (network.pretrained_cfg["mean"], network.pretrained_cfg["std"])),
+        Teacher(
+            network,
+            (cfg["mean"], cfg["std"]),
+            (network.pretrained_cfg["mean"], network.pretrained_cfg["std"]),
+        ),
     )
     found = ours(student.train()(images), targets, images)
     parameters = list(student.parameters())
     found_gradients = torch.autograd.grad(found, parameters)
 
-    common = {"criterion": nn.CrossEntropyLoss(), "task_loss_weight": 1 - alpha, "temperature": temperature}
+    common = {
+        "criterion": nn.CrossEntropyLoss(),
+        "task_loss_weight": 1 - alpha,
+        "temperature": temperature,
+    }
     if token:
         task = TokenDistillationTask(student, network, distill_type=kind, verbose=False, **common)
     else:
         task = LogitDistillationTask(student, network, verbose=False, **common)
     reference = task(images, targets)["loss"]
     close(found, reference)
-    for gradient_found, expected in zip(found_gradients, torch.autograd.grad(reference, parameters), strict=True):
+    for gradient_found, expected in zip(
+        found_gradients, torch.autograd.grad(reference, parameters), strict=True
+    ):
         close(gradient_found, expected)

@@ -28,7 +28,9 @@ def mix(options: dict, images: Tensor, targets: Tensor, key: int) -> tuple[Tenso
     return mixing(images.clone(), targets)
 
 
-def timms(options: dict, images: Tensor, targets: Tensor, key: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def timms(
+    options: dict, images: Tensor, targets: Tensor, key: int, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     defaults = {"mixup_alpha": 0.0}
     mixup = Mixup(**(defaults | options), label_smoothing=smoothing, num_classes=CLASSES)
     np.random.seed(key)
@@ -46,7 +48,9 @@ def test_images_and_targets_equal_timms(setting: str, mode: str) -> None:
     options = SETTINGS[setting] | {"mode": mode}
     for key in range(20):
         for ours, reference in zip(
-            mix(options, *random_batch(key), key), timms(options, *random_batch(key), key), strict=True
+            mix(options, *random_batch(key), key),
+            timms(options, *random_batch(key), key),
+            strict=True,
         ):
             torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
 
@@ -64,4 +68,6 @@ def test_smoothing_in_the_loss_equals_timms_mixup(smoothing: float) -> None:
         _, smoothed = timms(options, *random_batch(key), key, smoothing)
         for name, (reference, kwargs) in references.items():
             loss = build_loss(LossConfig(name, smoothing, kwargs=kwargs), CLASSES)
-            torch.testing.assert_close(loss(logits, soft), reference(logits, smoothed), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                loss(logits, soft), reference(logits, smoothed), rtol=1e-6, atol=1e-6
+            )

@@ -29,7 +29,10 @@ RESIZED = {
     "vit_tiny_patch16_224": ({"depth": 2, "img_size": 64}, {"img_size": 96}),
     "deit_tiny_distilled_patch16_224": ({"depth": 2, "img_size": 64}, {"img_size": 96}),
     "vit_small_patch16_18x2_224": ({"depth": 2, "img_size": 96}, {"img_size": 64}),
-    "swin_tiny_patch4_window7_224": ({"depths": (1, 2), "embed_dim": 24, "num_heads": (2, 4), "img_size": 56}, {}),
+    "swin_tiny_patch4_window7_224": (
+        {"depths": (1, 2), "embed_dim": 24, "num_heads": (2, 4), "img_size": 56},
+        {},
+    ),
     "eva02_tiny_patch14_224": ({"depth": 1, "img_size": 56}, {"img_size": 84}),
     "test_maxvit": ({"img_size": 64}, {"img_size": 96}),
 }
@@ -55,9 +58,15 @@ def test_load_weights_of_another_size_equals_timms_loading(name: str, tmp_path: 
     safetensors.torch.save_file(trained.state_dict(), tmp_path / "model.safetensors")
     small, other = RESIZED[name]
     size = small["img_size"]
-    overlay = {"file": str(tmp_path / "model.safetensors"), "num_classes": 5, "input_size": (3, size, size)}
+    overlay = {
+        "file": str(tmp_path / "model.safetensors"),
+        "num_classes": 5,
+        "input_size": (3, size, size),
+    }
     kwargs = {**small, **(other or SWIN_AT)}
-    theirs = timm.create_model(name, pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay, **kwargs).eval()
+    theirs = timm.create_model(
+        name, pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay, **kwargs
+    ).eval()
     sentence = load_weights(ours, trained.state_dict(), 5)
     assert "position embeddings resized to this model's grid" in sentence
     for key, value in theirs.state_dict().items():
@@ -71,7 +80,12 @@ def test_load_weights_of_another_size_equals_timms_loading(name: str, tmp_path: 
 def test_resized_embedding_of_torchvisions_vit_equals_the_formula() -> None:
     """Against torchvision's formula written out: bicubic with aligned corners, no antialiasing."""
     make = partial(
-        torchvision.models.VisionTransformer, patch_size=16, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=16
+        torchvision.models.VisionTransformer,
+        patch_size=16,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=16,
+        mlp_dim=16,
     )
     torch.manual_seed(0)
     trained, ours = make(image_size=64, num_classes=5), make(image_size=96, num_classes=5)
@@ -103,7 +117,9 @@ def test_resize_model_equals_loading_into_a_model_of_that_size(name: str) -> Non
 def test_flip_tta_is_the_mean_of_two_passes() -> None:
     """Each image once in the counts; logits, not probabilities, are averaged; in bf16 the mean is taken in fp32."""
     torch.manual_seed(0)
-    models = {kind: timm.create_model("test_resnet", num_classes=5).eval() for kind in ("raw", "ema")}
+    models = {
+        kind: timm.create_model("test_resnet", num_classes=5).eval() for kind in ("raw", "ema")
+    }
     source = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (10, 3, 32, 32), generator=source, dtype=torch.uint8)
     targets = torch.randint(0, 5, (10,), generator=source)
@@ -113,8 +129,13 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
         return (batch.float() / 255 - 0.45) / 0.22
 
     def logits(dtype: torch.dtype | None, mirror: bool, kind: str) -> Tensor:
-        shown = [(batch.flip(3) if mirror else batch, targets, indices) for batch, targets, indices in batches]
-        return torch.cat([out[kind] for out, _, _ in model_outputs(models, shown, preprocess, CPU, dtype)])
+        shown = [
+            (batch.flip(3) if mirror else batch, targets, indices)
+            for batch, targets, indices in batches
+        ]
+        return torch.cat(
+            [out[kind] for out, _, _ in model_outputs(models, shown, preprocess, CPU, dtype)]
+        )
 
     for dtype in (None, torch.bfloat16):
         flipped = list(model_outputs(models, batches, preprocess, CPU, dtype, flip=True))
@@ -124,7 +145,10 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
             assert not torch.allclose(ours, logits(dtype, False, kind), rtol=0, atol=1e-6)
     results = evaluate(
-        iter(flipped), list(models), Group(RankInfo(), CPU), num_classes=next(iter(flipped))[0]["raw"].shape[1]
+        iter(flipped),
+        list(models),
+        Group(RankInfo(), CPU),
+        num_classes=next(iter(flipped))[0]["raw"].shape[1],
     )
     assert [result["images"] for result in results.values()] == [10, 10]
 
@@ -133,10 +157,17 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
 
 
 @pytest.mark.parametrize("flip", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_evaluation_at_a_larger_size_equals_a_plain_loop(digits: Path, tmp_path: Path, flip: bool) -> None:
+def test_evaluation_at_a_larger_size_equals_a_plain_loop(
+    digits: Path, tmp_path: Path, flip: bool
+) -> None:
     """FixRes (Touvron et al. 2019): 16 px in training, 24 px in evaluation. The run's figures are a plain loop's."""
     run = tmp_path / "run"
-    settings = {"model.name": "test_resnet", "train.max_steps": 2, "eval.crop_px": 24, "eval.resize_px": 30}
+    settings = {
+        "model.name": "test_resnet",
+        "train.max_steps": 2,
+        "eval.crop_px": 24,
+        "eval.resize_px": 30,
+    }
     train_here(arguments(digits, run, **settings, eval__flip_tta=str(flip).lower()))
     record = evaluations(run)[-1]
 
@@ -144,13 +175,19 @@ def test_evaluation_at_a_larger_size_equals_a_plain_loop(digits: Path, tmp_path:
     model.load_state_dict(safetensors.torch.load_file(newest(run) / "model.safetensors"))
     held_out = open_datasets(load_config(run / "config.yaml").config.data, ("val",)).val
     files = [digits / "train" / held_out.name(index) for index in range(len(held_out))]
-    images = torch.stack([reference.pil_to_tensor(Image.open(path).convert("RGB")) for path in files])
+    images = torch.stack(
+        [reference.pil_to_tensor(Image.open(path).convert("RGB")) for path in files]
+    )
     images = reference.center_crop(reference.resize(images, [30], antialias=True), [24])
-    pixels = reference.normalize(images / 255, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    pixels = reference.normalize(
+        images / 255, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+    )
     targets = torch.tensor([int(path.parent.name) for path in files])
     with torch.no_grad():
         logits = (model(pixels) + model(pixels.flip(3))) / 2 if flip else model(pixels)
     right = logits.argmax(1).eq(targets).double().mean().item()
     assert record["images"] == 359 == len(files)
     assert record["top1_pct"] == pytest.approx(100 * right)
-    assert record["loss"] == pytest.approx(functional.cross_entropy(logits, targets).item(), rel=1e-5)
+    assert record["loss"] == pytest.approx(
+        functional.cross_entropy(logits, targets).item(), rel=1e-5
+    )

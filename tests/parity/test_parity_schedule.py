@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 import torch
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PlateauLRScheduler, PolyLRScheduler, StepLRScheduler
+from timm.scheduler import (
+    CosineLRScheduler,
+    MultiStepLRScheduler,
+    PlateauLRScheduler,
+    PolyLRScheduler,
+    StepLRScheduler,
+)
 from timm.scheduler.scheduler import Scheduler as TimmScheduler
 from torch.optim import lr_scheduler
 
@@ -21,19 +27,25 @@ WARMUP, START_LR = 3, 1e-5
 
 
 def ours(name: str, kwargs: dict | None = None, epochs: int = EPOCHS, **settings) -> Schedule:
-    return build_schedule(ScheduleConfig(name, kwargs=kwargs or {}, **settings), BASE, PER_EPOCH, epochs)
+    return build_schedule(
+        ScheduleConfig(name, kwargs=kwargs or {}, **settings), BASE, PER_EPOCH, epochs
+    )
 
 
 def close(mine: Callable[[int], float], theirs: Iterable[float]) -> None:
     expected = list(theirs)
-    assert [mine(step) for step in range(len(expected))] == pytest.approx(expected, rel=1e-9, abs=1e-300)
+    assert [mine(step) for step in range(len(expected))] == pytest.approx(
+        expected, rel=1e-9, abs=1e-300
+    )
 
 
 def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE, momentum=0.9)
 
 
-def timms(make: Callable[..., TimmScheduler], unit: int, epochs: int = EPOCHS, **settings) -> list[float]:
+def timms(
+    make: Callable[..., TimmScheduler], unit: int, epochs: int = EPOCHS, **settings
+) -> list[float]:
     """The rate at every step, as timm's train.py calls the scheduler. unit: of its times, in steps."""
     scheduler = make(sgd(), t_in_epochs=unit == PER_EPOCH, **settings)
     rates = []
@@ -45,7 +57,9 @@ def timms(make: Callable[..., TimmScheduler], unit: int, epochs: int = EPOCHS, *
     return rates
 
 
-def torchs(make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], by_epoch: bool) -> list[dict[str, float]]:
+def torchs(
+    make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], by_epoch: bool
+) -> list[dict[str, float]]:
     """Learning rate and momentum at every step of a scheduler that is stepped after each epoch, or after each step."""
     optimizer = sgd()
     scheduler = make(optimizer)
@@ -55,7 +69,9 @@ def torchs(make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], by
         optimizer.step()
         if not by_epoch or (step + 1) % PER_EPOCH == 0:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # SequentialLR steps its parts in a way that torch itself warns about
+                warnings.simplefilter(
+                    "ignore"
+                )  # SequentialLR steps its parts in a way that torch itself warns about
                 scheduler.step()
     return groups
 
@@ -84,7 +100,10 @@ TIMMS: dict[str, tuple[tuple[str, dict], Callable[[int, float], tuple[type, dict
     # timm's milestones fire one unit early; here they are written one unit later.
     "multistep": (
         ("multistep", {"milestones_epochs": [4, 5, 8], "gamma": 0.3}),
-        lambda unit, length: (MultiStepLRScheduler, {"decay_t": [m * unit + 1 for m in (4, 5, 8)], "decay_rate": 0.3}),
+        lambda unit, length: (
+            MultiStepLRScheduler,
+            {"decay_t": [m * unit + 1 for m in (4, 5, 8)], "decay_rate": 0.3},
+        ),
     ),
     "polynomial": (
         ("polynomial", {"min_lr": 0.01, "power": 2.0}),
@@ -104,7 +123,14 @@ def test_schedule_equals_timms(case: str, warmup: int, prefix: bool, by_epoch: b
     length = (EPOCHS - (warmup if prefix else 0)) * scale
     make, settings = theirs(scale, length)
     settings |= {"warmup_t": warmup * scale, "warmup_lr_init": START_LR, "warmup_prefix": prefix}
-    mine = ours(name, kwargs, warmup_epochs=warmup, warmup_start_lr=START_LR, warmup_prefix=prefix, by_epoch=by_epoch)
+    mine = ours(
+        name,
+        kwargs,
+        warmup_epochs=warmup,
+        warmup_start_lr=START_LR,
+        warmup_prefix=prefix,
+        by_epoch=by_epoch,
+    )
     close(mine, timms(make, unit, **settings))
 
 
@@ -123,7 +149,9 @@ def test_cooldown_equals_timms(case: str, by_epoch: bool) -> None:
 def top1s(seed: int) -> list[float]:
     """Top-1 after each epoch: rises, stands still, and takes steps back."""
     draw = random.Random(seed)
-    return [round(70 * (1 - math.exp(-epoch / 8)) + draw.uniform(-4, 4), 2) for epoch in range(1, 41)]
+    return [
+        round(70 * (1 - math.exp(-epoch / 8)) + draw.uniform(-4, 4), 2) for epoch in range(1, 41)
+    ]
 
 
 @pytest.mark.parametrize("warmup", [0, WARMUP])
@@ -134,7 +162,13 @@ def test_plateau_equals_timms(seed: int, warmup: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is to be taken out of timm
         theirs = PlateauLRScheduler(
-            optimizer, 0.5, patience_t=2, mode="max", lr_min=0.02, warmup_t=warmup, warmup_lr_init=START_LR
+            optimizer,
+            0.5,
+            patience_t=2,
+            mode="max",
+            lr_min=0.02,
+            warmup_t=warmup,
+            warmup_lr_init=START_LR,
         )
     expected = []
     for epoch, metric in enumerate(metrics):
@@ -164,7 +198,9 @@ def test_plateau_equals_torchs_to_the_bit(patience: int, threshold: float) -> No
     mine = ours("plateau", kwargs, epochs=80, by_epoch=True)
     recorded: list[tuple[int, float]] = []
     rates = []
-    for epoch, metric in enumerate([*top1s(0), *top1s(1)]):  # many reductions, the last ones below 1e-8
+    for epoch, metric in enumerate(
+        [*top1s(0), *top1s(1)]
+    ):  # many reductions, the last ones below 1e-8
         assert mine(epoch * PER_EPOCH, recorded) == optimizer.param_groups[0]["lr"], epoch
         rates.append(optimizer.param_groups[0]["lr"])
         theirs.step(metric)
@@ -173,10 +209,15 @@ def test_plateau_equals_torchs_to_the_bit(patience: int, threshold: float) -> No
 
 
 # Of our schedule and of torch's, whose times are epochs or steps and whose length is without the warm-up.
-TORCHS: dict[str, tuple[tuple[str, dict], Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]]] = {
+TORCHS: dict[
+    str,
+    tuple[tuple[str, dict], Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]],
+] = {
     "cosine": (
         ("cosine", {"min_lr": 1e-3}),
-        lambda optimizer, unit, length: lr_scheduler.CosineAnnealingLR(optimizer, T_max=length, eta_min=1e-3),
+        lambda optimizer, unit, length: lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=length, eta_min=1e-3
+        ),
     ),
     "step": (
         ("step", {"every_epochs": 2, "gamma": 0.3}),
@@ -188,7 +229,9 @@ TORCHS: dict[str, tuple[tuple[str, dict], Callable[[torch.optim.Optimizer, int, 
     ),
     "multistep": (
         ("multistep", {"milestones_epochs": [2, 5], "gamma": 0.3}),
-        lambda optimizer, unit, length: lr_scheduler.MultiStepLR(optimizer, [2 * unit, 5 * unit], gamma=0.3),
+        lambda optimizer, unit, length: lr_scheduler.MultiStepLR(
+            optimizer, [2 * unit, 5 * unit], gamma=0.3
+        ),
     ),
 }
 
@@ -215,7 +258,8 @@ def test_schedule_after_linear_warmup_equals_torchs(case: str, warmup: int, by_e
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("anneal", ["cos", "linear"])
 @pytest.mark.parametrize(
-    ("pct_start", "div_factor", "final_div_factor"), [(0.3, 25.0, 1e4), (0.45, 10.0, 100.0), (0.95, 5.0, 5.0)]
+    ("pct_start", "div_factor", "final_div_factor"),
+    [(0.3, 25.0, 1e4), (0.45, 10.0, 100.0), (0.95, 5.0, 5.0)],
 )
 def test_one_cycle_equals_torchs(
     anneal: str, pct_start: float, div_factor: float, final_div_factor: float, by_epoch: bool

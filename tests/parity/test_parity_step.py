@@ -44,13 +44,23 @@ def away_from_zero(model: nn.Module) -> nn.Module:
 
 def convolutions() -> nn.Module:
     torch.manual_seed(0)
-    body = [nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, stride=2), nn.ReLU()]
-    return away_from_zero(nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)))
+    body = [
+        nn.Conv2d(3, 6, 3, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 8, 3, stride=2),
+        nn.ReLU(),
+    ]
+    return away_from_zero(
+        nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES))
+    )
 
 
 def transformer() -> nn.Module:
     torch.manual_seed(0)
-    return away_from_zero(VisionTransformer(SIDE, 8, embed_dim=12, depth=2, num_heads=2, num_classes=CLASSES))
+    return away_from_zero(
+        VisionTransformer(SIDE, 8, embed_dim=12, depth=2, num_heads=2, num_classes=CLASSES)
+    )
 
 
 def batches(first_step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -73,7 +83,9 @@ def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
     sam = Sam(model, optimizer, config.train.sam_rho)
     updater = Updater(model, optimizer, config.train, torch.amp.GradScaler("cpu", enabled=False))
     for step, images, targets in batches(first_step):
-        pixels, mixed_targets = prepare(TrainBatch(images, targets), step // STEPS_PER_EPOCH, step, 0)
+        pixels, mixed_targets = prepare(
+            TrainBatch(images, targets), step // STEPS_PER_EPOCH, step, 0
+        )
         pixels = pixels.double()
         criterion(model(pixels), mixed_targets, pixels).backward()
         if sam.due(step):
@@ -102,13 +114,17 @@ class Recipe:
         """The weights after two steps at the beginning of an epoch."""
         model = self.model()
         weights = {name: p.detach() for name, p in model.named_parameters()}
-        memory: dict[str, Weights] = {kind: {n: torch.zeros_like(w) for n, w in weights.items()} for kind in ("m", "v")}
+        memory: dict[str, Weights] = {
+            kind: {n: torch.zeros_like(w) for n, w in weights.items()} for kind in ("m", "v")
+        }
         mean, std = (torch.tensor(x, dtype=torch.float64).view(1, 3, 1, 1) for x in (MEAN, STD))
         for number, (step, images, targets) in enumerate(batches(epoch * STEPS_PER_EPOCH), start=1):
             pixels, probabilities = self.mix((images.double() / 255 - mean) / std, targets, step)
             value = self.loss(model(pixels), probabilities)
             gradients = torch.autograd.grad(value, list(model.parameters()))
-            self.update(self.lr(epoch), weights, dict(zip(weights, gradients, strict=True)), memory, number)
+            self.update(
+                self.lr(epoch), weights, dict(zip(weights, gradients, strict=True)), memory, number
+            )
         return weights
 
 
@@ -155,19 +171,25 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return -(hard * p.log() + (1 - hard) * (1 - p).log()).mean()
 
 
-def sgd(lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+def sgd(
+    lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int
+) -> None:
     for name, w in weights.items():
         memory["m"][name] = 0.9 * memory["m"][name] + gradients[name] + 1e-4 * w
         w.sub_(lr * memory["m"][name])
 
 
-def adam_moments(name: str, gradient: Tensor, memory: dict[str, Weights], number: int) -> tuple[Tensor, Tensor]:
+def adam_moments(
+    name: str, gradient: Tensor, memory: dict[str, Weights], number: int
+) -> tuple[Tensor, Tensor]:
     memory["m"][name] = 0.9 * memory["m"][name] + 0.1 * gradient
     memory["v"][name] = 0.999 * memory["v"][name] + 0.001 * gradient.square()
     return memory["m"][name] / (1 - 0.9**number), memory["v"][name] / (1 - 0.999**number)
 
 
-def lamb(lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+def lamb(
+    lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int
+) -> None:
     norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
     for name, w in weights.items():
         m, v = adam_moments(name, gradients[name] / max(norm, 1.0), memory, number)
@@ -178,7 +200,9 @@ def lamb(lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weig
         w.sub_(lr * direction)
 
 
-def adamw(lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int) -> None:
+def adamw(
+    lr: float, weights: Weights, gradients: Weights, memory: dict[str, Weights], number: int
+) -> None:
     for name, w in weights.items():
         m, v = adam_moments(name, gradients[name], memory, number)
         if w.ndim > 1 and name not in ("cls_token", "pos_embed"):
@@ -231,7 +255,9 @@ def test_step_equals_the_recipe_written_out(name: str, epoch: int) -> None:
     before = recipe.model().state_dict()
     assert found.keys() == expected.keys()
     for key, weight in found.items():
-        torch.testing.assert_close(weight, expected[key], rtol=0, atol=1e-7, msg=lambda text, n=key: f"{n}: {text}")
+        torch.testing.assert_close(
+            weight, expected[key], rtol=0, atol=1e-7, msg=lambda text, n=key: f"{n}: {text}"
+        )
     moved = max(float((expected[key] - before[key]).abs().max()) for key in expected)
     assert moved > 1e-4, moved  # else any two recipes would agree
 

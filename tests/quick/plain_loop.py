@@ -105,9 +105,9 @@ class Plain:
         outputs, from_teacher = outputs
         with torch.no_grad():
             best = self.teacher(images).argmax(1)
-        return (1 - distill.alpha) * self.criterion(outputs, targets) + distill.alpha * functional.cross_entropy(
-            from_teacher, best
-        )
+        return (1 - distill.alpha) * self.criterion(
+            outputs, targets
+        ) + distill.alpha * functional.cross_entropy(from_teacher, best)
 
 
 def build_mixup(cfg: Any) -> Mixup | None:
@@ -115,7 +115,9 @@ def build_mixup(cfg: Any) -> Mixup | None:
     if not mix.mixup_alpha and not mix.cutmix_alpha:
         return None
     options = {"label_smoothing": cfg.loss.label_smoothing, "num_classes": NUM_CLASSES}
-    return Mixup(mix.mixup_alpha, mix.cutmix_alpha, None, mix.prob, mix.switch_prob, mix.mode, **options)
+    return Mixup(
+        mix.mixup_alpha, mix.cutmix_alpha, None, mix.prob, mix.switch_prob, mix.mode, **options
+    )
 
 
 def loss_function(cfg: Any, mixes: bool) -> Callable[[Tensor, Tensor], Tensor]:
@@ -135,7 +137,11 @@ def loss_function(cfg: Any, mixes: bool) -> Callable[[Tensor, Tensor], Tensor]:
             return (-balance * (1 - chosen) ** loss.kwargs["gamma"] * chosen.log()).mean()
 
         return focal
-    return SoftTargetCrossEntropy() if mixes else nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
+    return (
+        SoftTargetCrossEntropy()
+        if mixes
+        else nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
+    )
 
 
 def build_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
@@ -143,12 +149,16 @@ def build_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
     if optimizer.name in TORCHS:
         return TORCHS[optimizer.name](groups, lr=optimizer.lr, **optimizer.kwargs)
     name = optimizer.name.removeprefix("timm:")
-    return create_optimizer_v2(groups, name, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs)
+    return create_optimizer_v2(
+        groups, name, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs
+    )
 
 
 def build_model(cfg: Any, start: nn.Module | None) -> nn.Module:
     """Without gradient checkpointing, which must not change results."""
-    model: nn.Module = timm.create_model(cfg.model.name, num_classes=NUM_CLASSES, **cfg.model.kwargs)
+    model: nn.Module = timm.create_model(
+        cfg.model.name, num_classes=NUM_CLASSES, **cfg.model.kwargs
+    )
     if cfg.model.split_bn:
         model = convert_splitbn_model(model, cfg.augment.splits)
     if cfg.distill.kind != "none":
@@ -174,14 +184,20 @@ def build_ema(model: nn.Module, cfg: Any) -> ModelEmaV3 | None:
     ema = cfg.ema
     if ema.decay is None and ema.half_life_images is None:
         return None
-    decay = ema.decay or 0.5 ** (cfg.train.global_batch_size * ema.every_steps / ema.half_life_images)
+    decay = ema.decay or 0.5 ** (
+        cfg.train.global_batch_size * ema.every_steps / ema.half_life_images
+    )
     return ModelEmaV3(model, decay, use_warmup=ema.warmup)
 
 
 @contextmanager
-def at_highest_loss(model: nn.Module, optimizer: torch.optim.Optimizer, rho: float) -> Iterator[None]:
+def at_highest_loss(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rho: float
+) -> Iterator[None]:
     """SAM: moves the weights up along the gradient for the second backward pass, then restores weights and buffers."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
     norm = torch.stack([p.grad.norm() for p in parameters]).norm()
     kept = [*parameters, *model.buffers()]
     before = [tensor.detach().clone() for tensor in kept]

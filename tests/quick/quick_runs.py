@@ -13,24 +13,38 @@ QUICK = REPOSITORY / "configs" / "quick"
 
 # These start from the trained network of another recipe; the key that names its run folder.
 TEACHER = "resnet_sgd_step"
-STARTS_FROM = {"deit_distilled": "distill.teacher.checkpoint", "resnet_finetune": "model.checkpoint"}
+STARTS_FROM = {
+    "deit_distilled": "distill.teacher.checkpoint",
+    "resnet_finetune": "model.checkpoint",
+}
 
 
-def train_recipe(name: str, root: Path, folder: Path, teacher: Path | None, *more: str) -> dict[str, float]:
+def train_recipe(
+    name: str, root: Path, folder: Path, teacher: Path | None, *more: str
+) -> dict[str, float]:
     """Train in this process. teacher: run folder of `TEACHER`. Returns the final top-1 (%) by kind of weights."""
     from helpers import evaluations, train_here
 
     start = [f"{STARTS_FROM[name]}={teacher}"] if name in STARTS_FROM else []
-    train_here([str(QUICK / f"{name}.yaml"), f"data.root={root}", *start, *more, "--work-dir", str(folder)])
+    train_here(
+        [str(QUICK / f"{name}.yaml"), f"data.root={root}", *start, *more, "--work-dir", str(folder)]
+    )
     records = evaluations(folder)
-    return {record["weights"]: record["top1_pct"] for record in records if record["step"] == records[-1]["step"]}
+    return {
+        record["weights"]: record["top1_pct"]
+        for record in records
+        if record["step"] == records[-1]["step"]
+    }
 
 
 def measured() -> dict[tuple[str, str], tuple[int, float, float]]:
     """Bound, mean and standard deviation of the top-1, by recipe and weights, from docs/quick.md."""
     row = r"^\| \[(\w+)\]\(\S+\)( \*EMA\*)? \| (\d+) \| \d+ \| ([\d.]+) \| ([\d.]+) \|"
     found = re.findall(row, (REPOSITORY / "docs" / "quick.md").read_text(), re.MULTILINE)
-    return {(n, "ema" if ema else "raw"): (int(bound), float(m), float(sd)) for n, ema, bound, m, sd in found}
+    return {
+        (n, "ema" if ema else "raw"): (int(bound), float(m), float(sd))
+        for n, ema, bound, m, sd in found
+    }
 
 
 def main(seed: int) -> None:
@@ -42,8 +56,15 @@ def main(seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_digits(folder / "digits", "train")
-        for recipe in sorted((path.stem for path in QUICK.glob("*.yaml")), key=lambda name: (name != TEACHER, name)):
-            print(recipe, train_recipe(recipe, folder / "digits", folder / recipe, folder / TEACHER, f"seed={seed}"))
+        for recipe in sorted(
+            (path.stem for path in QUICK.glob("*.yaml")), key=lambda name: (name != TEACHER, name)
+        ):
+            print(
+                recipe,
+                train_recipe(
+                    recipe, folder / "digits", folder / recipe, folder / TEACHER, f"seed={seed}"
+                ),
+            )
 
 
 if __name__ == "__main__":

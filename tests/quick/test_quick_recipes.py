@@ -12,11 +12,20 @@ from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import Config
 
 CONFIGS = REPOSITORY / "configs"
-RECIPES = [path for path in CONFIGS.rglob("*.yaml") if not {"_base_", "quick"}.intersection(path.parts)]
+RECIPES = [
+    path for path in CONFIGS.rglob("*.yaml") if not {"_base_", "quick"}.intersection(path.parts)
+]
 
 # Settings of which quick recipes use every value that a recipe uses; for a policy, its family.
 CHOICES = (
-    *("augment.interpolation", "augment.policy", "augment.erasing.mode", "mix.mode", "loss.name", "distill.kind"),
+    *(
+        "augment.interpolation",
+        "augment.policy",
+        "augment.erasing.mode",
+        "mix.mode",
+        "loss.name",
+        "distill.kind",
+    ),
     *("optimizer.name", "schedule.name"),
 )
 

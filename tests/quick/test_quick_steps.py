@@ -52,7 +52,9 @@ class Trace:
         prepare, update = parts.preprocess, parts.updater.update
         erased = TrainPreprocess(prepare.preprocess, prepare.erasing, None, prepare.seed, 0)
 
-        def prepare_and_record(batch: Any, epoch: int, step: int, micro: int) -> tuple[Tensor, Tensor]:
+        def prepare_and_record(
+            batch: Any, epoch: int, step: int, micro: int
+        ) -> tuple[Tensor, Tensor]:
             if micro == 0:  # SAM prepares each micro-batch a second time
                 self.images[step:], self.targets[step:] = [[]], [[]]
             images, targets = erased(batch, epoch, step, micro)
@@ -71,7 +73,11 @@ class Trace:
 
 
 def float_state(model: nn.Module) -> Weights:
-    return {name: value.clone() for name, value in model.state_dict().items() if value.is_floating_point()}
+    return {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if value.is_floating_point()
+    }
 
 
 def assert_close(ours: nn.Module | Weights, plain: nn.Module, step: int) -> None:
@@ -85,7 +91,9 @@ def assert_close(ours: nn.Module | Weights, plain: nn.Module, step: int) -> None
         assert difference < tolerance, f"step {step}, {name}: {difference}"
 
 
-def seeded(key: int, loss: Callable[[Tensor, Tensor], Tensor], images: Tensor, targets: Tensor) -> Tensor:
+def seeded(
+    key: int, loss: Callable[[Tensor, Tensor], Tensor], images: Tensor, targets: Tensor
+) -> Tensor:
     """Dropout and drop-path draw what they drew in our loop."""
     seed_generators(key)
     return loss(images, targets)
@@ -99,12 +107,19 @@ def teacher(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about channels-last gradients of small networks
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # torch's, about channels-last gradients of small networks
 @pytest.mark.parametrize(
-    "name", [name if name == FAST else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
+    "name",
+    [name if name == FAST else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES],
 )
 def test_quick_recipe_equals_plain_loop_and_learns(
-    name: str, digits: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    digits: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     teacher = request.getfixturevalue("teacher") if name in STARTS_FROM else None
     trace = Trace()
@@ -123,12 +138,16 @@ def test_quick_recipe_equals_plain_loop_and_learns(
         epoch, start = divmod(step, trace.parts.plan.steps_per_epoch)
         if start == 0:
             plain.start_epoch(epoch)
-            plain.evaluations = [(record["step"], record["top1_pct"]) for record in raw if record["step"] <= step]
+            plain.evaluations = [
+                (record["step"], record["top1_pct"]) for record in raw if record["step"] <= step
+            ]
         plain.loss = partial(seeded, hash_key("batch", cfg.seed, step, 0, 0), loss)  # type: ignore[method-assign]
         seed_generators(hash_key("mix", cfg.seed, step, 0, 0))
         plain.step(torch.cat(trace.images[step]), torch.cat(trace.targets[step]))
         assert_close(weights, plain.model, step)
-        plain.model.load_state_dict(weights, strict=False)  # otherwise rounding grows from step to step
+        plain.model.load_state_dict(
+            weights, strict=False
+        )  # otherwise rounding grows from step to step
 
     models = {"raw": trace.parts.model}
     if plain.ema is not None:

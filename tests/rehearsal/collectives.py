@@ -23,7 +23,9 @@ class SyncBatchNormKernels:
     """In place of torch's kernels, which exist for GPUs only: the package's own for CPUs."""
 
     @staticmethod
-    def apply(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, eps: float, momentum: float, *_: Any) -> Tensor:
+    def apply(
+        x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, eps: float, momentum: float, *_: Any
+    ) -> Tensor:
         from imagenet_cls.parallel.sync_bn import _Normalize
 
         output, new_mean, new_var = _Normalize.apply(x, weight, bias, eps)
@@ -36,16 +38,26 @@ class SyncBatchNormKernels:
 
 def distributed_patches(state: SimulatedGpus) -> list[Any]:
     """Patches of torch.distributed."""
-    real_init, real_backend, real_new_group = dist.init_process_group, dist.get_backend, dist.new_group
+    real_init, real_backend, real_new_group = (
+        dist.init_process_group,
+        dist.get_backend,
+        dist.new_group,
+    )
 
     def check_bound(device: torch.device) -> None:
         if device != torch.device("cuda", state.current_index):
-            raise DeviceError(f"nccl is bound to {device}, and this rank uses cuda:{state.current_index}")
+            raise DeviceError(
+                f"nccl is bound to {device}, and this rank uses cuda:{state.current_index}"
+            )
 
-    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    def init_process_group(
+        backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any
+    ) -> None:
         if backend == "nccl":
             # Since torch 2.15 a group without device_id is bound to a GPU by the rank.
-            state.nccl_device = device_id or torch.device("cuda", kwargs.get("rank", 0) % state.gpus)
+            state.nccl_device = device_id or torch.device(
+                "cuda", kwargs.get("rank", 0) % state.gpus
+            )
             check_bound(state.nccl_device)
             backend = "gloo"
         real_init(backend, *args, **kwargs)
@@ -73,7 +85,9 @@ def distributed_patches(state: SimulatedGpus) -> list[Any]:
                 if devices - {torch.device("cuda", state.current_index)}:
                     raise DeviceError(f"{name} on nccl with tensors on {devices} ({caller()})")
                 if not all(tensor.is_contiguous() for tensor in tensors):
-                    raise DeviceError(f"{name} on nccl with a tensor that is not contiguous ({caller()})")
+                    raise DeviceError(
+                        f"{name} on nccl with a tensor that is not contiguous ({caller()})"
+                    )
             return collective(*args, group=group, **kwargs)
 
         return call
@@ -97,7 +111,9 @@ def data_parallel_patches() -> list[Any]:
     ]
 
 
-def parallel_apply(modules: Any, inputs: Any, kwargs_tup: Any = None, devices: Any = None) -> list[Any]:
+def parallel_apply(
+    modules: Any, inputs: Any, kwargs_tup: Any = None, devices: Any = None
+) -> list[Any]:
     """With the autocast that torch gives the threads of replicas: enabled, with its default dtype."""
     enabled, outputs = torch.is_autocast_enabled("cuda"), []
     for module, args, kwargs, device in zip(modules, inputs, kwargs_tup, devices, strict=True):
@@ -125,7 +141,9 @@ def broadcast_coalesced(tensors: Any, devices: Any, *_: Any) -> list[Any]:
 
 def reduce_add_coalesced(inputs: Any, destination: Any = None, *_: Any) -> tuple[Tensor, ...]:
     home = current().resolve("cuda" if destination is None else destination)
-    return tuple(functools.reduce(torch.add, [t.to(home) for t in ts]) for ts in zip(*inputs, strict=True))
+    return tuple(
+        functools.reduce(torch.add, [t.to(home) for t in ts]) for ts in zip(*inputs, strict=True)
+    )
 
 
 def scatter(

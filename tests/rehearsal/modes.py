@@ -37,7 +37,10 @@ NONDETERMINISTIC = {
     *("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"),
     *("adaptive_max_pool2d_backward", "avg_pool3d_backward", "fractional_max_pool2d_backward"),
     *(f"reflection_pad{n}d_backward" for n in (1, 2, 3)),
-    *(f"upsample_{kind}_backward" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
+    *(
+        f"upsample_{kind}_backward"
+        for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+    ),
     *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"),
     *("grid_sampler_2d_backward", "grid_sampler_3d_backward", "nll_loss2d_forward"),
     *("histc", "scatter_reduce", "put_", "median", "max_unpool2d"),
@@ -104,7 +107,9 @@ class OperatorMode(TorchDispatchMode):
         devices = {tag(tensor) for tensor in counted} - {ANY}
         if len(devices) > 1:
             found = ", ".join(f"{tag(tensor)} {tuple(tensor.shape)}" for tensor in tensors[:6])
-            raise DeviceError(f"{name}: Expected all tensors to be on the same device, but found {found} ({caller()})")
+            raise DeviceError(
+                f"{name}: Expected all tensors to be on the same device, but found {found} ({caller()})"
+            )
         if devices:
             return devices.pop()
         return ANY if any(tag(tensor) == ANY for tensor in tensors) else CPU
@@ -176,7 +181,9 @@ class FunctionMode(TorchFunctionMode):
             for tensor in tensors_in(result):
                 is_argument = tensor.untyped_storage()._cdata in known
                 if is_argument and self.state.tag(tensor) != device:
-                    raise DeviceError(f"{func} returned its argument for another device ({caller()})")
+                    raise DeviceError(
+                        f"{func} returned its argument for another device ({caller()})"
+                    )
                 self.state.set_tag(tensor, device)
         return result
 
@@ -188,7 +195,9 @@ class FunctionMode(TorchFunctionMode):
         finally:
             self.state.python_calls -= 1
 
-    def move(self, tensor: Tensor, device: torch.device, non_blocking: bool = False, **options: Any) -> Tensor:
+    def move(
+        self, tensor: Tensor, device: torch.device, non_blocking: bool = False, **options: Any
+    ) -> Tensor:
         state, source = self.state, self.state.device(tensor)
         if device == source:
             return self.call(Tensor.to, tensor, device=CPU, **options)
@@ -207,7 +216,9 @@ class FunctionMode(TorchFunctionMode):
             other = positional.pop(0)
         if other is not None:
             device, options["dtype"] = self.state.device(other), other.dtype
-        elif positional and (positional[0] is None or isinstance(positional[0], str | int | torch.device)):
+        elif positional and (
+            positional[0] is None or isinstance(positional[0], str | int | torch.device)
+        ):
             device = positional.pop(0)
         if positional and (positional[0] is None or isinstance(positional[0], torch.dtype)):
             options["dtype"] = positional.pop(0)

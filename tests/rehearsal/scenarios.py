@@ -49,7 +49,9 @@ def train(work_dir: Path, *words: str, config: str | None = None) -> None:
     overrides = {word.partition("=")[0]: word for word in [*defaults, *words] if "=" in word}
     options = [word for word in words if "=" not in word]
     configs = [] if config is None else [config]
-    assert train_command([*configs, *overrides.values(), *options, "--work-dir", str(work_dir)]) == 0
+    assert (
+        train_command([*configs, *overrides.values(), *options, "--work-dir", str(work_dir)]) == 0
+    )
 
 
 def run_train(folder: Path) -> None:
@@ -105,7 +107,9 @@ def run_waits(folder: Path) -> None:
             self.meter = Meter(parts.group, parts.plan.global_batch)
 
         def epoch_batches(self, epoch: int, first_step: int) -> Any:
-            return prefetch_to_device(parts.train_loader.epoch(epoch, first_step), parts.group.device)
+            return prefetch_to_device(
+                parts.train_loader.epoch(epoch, first_step), parts.group.device
+            )
 
         def after_step(self, epoch: int, lr: float, *results: Any) -> None:
             self.meter.add(self.progress.step, epoch, lr, *results)
@@ -121,7 +125,12 @@ def run_waits(folder: Path) -> None:
 def run_dp(folder: Path) -> None:
     """DataParallel on two GPUs, with the outputs on the second one, fp16, and distillation."""
     words = [*SYNTHETIC, "parallel.mode=dp"]
-    second = ["parallel.output_device=1", "mix.mixup_alpha=0.2", "ema.decay=0.9", "eval.batch_size=3"]
+    second = [
+        "parallel.output_device=1",
+        "mix.mixup_alpha=0.2",
+        "ema.decay=0.9",
+        "eval.batch_size=3",
+    ]
     train(folder / "bf16", *words, *second)
     train(folder / "fp16", *words, *second, "train.precision=fp16", "train.clip_norm=1")
     train(folder / "distill", *words, "distill.kind=hard", "distill.teacher.name=helpers:plain")
@@ -208,7 +217,11 @@ def run_finders(folder: Path) -> None:
 
     config = folder / "config.yaml"
     config.write_text("model: {name: 'helpers:noisy'}\noptimizer: {lr: 0.1}\n")
-    words = [str(config), *(word for word in SYNTHETIC if "optimizer.lr" not in word), "device=cuda"]
+    words = [
+        str(config),
+        *(word for word in SYNTHETIC if "optimizer.lr" not in word),
+        "device=cuda",
+    ]
     find_batch_command([*words, "--max", "16"])
     find_lr_command([*words, "--steps", "20", "--out", str(folder / "lr.png")])
 
@@ -345,7 +358,9 @@ def cpu_tensor_to_nccl() -> Any:
     from imagenet_cls.engine import meter
 
     original = meter.all_reduce_mean
-    return mock.patch.object(meter, "all_reduce_mean", lambda tensor, group: original(tensor.cpu(), group))
+    return mock.patch.object(
+        meter, "all_reduce_mean", lambda tensor, group: original(tensor.cpu(), group)
+    )
 
 
 # The scenario that has to notice the bug, and a function that returns its patch.

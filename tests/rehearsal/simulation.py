@@ -19,14 +19,22 @@ from unittest import mock
 import torch
 from rehearsal.collectives import data_parallel_patches, distributed_patches
 from rehearsal.modes import FunctionMode, OperatorMode
-from rehearsal.state import SimulatedEvent, SimulatedGenerator, SimulatedGpus, SimulatedStream, activate
+from rehearsal.state import (
+    SimulatedEvent,
+    SimulatedGenerator,
+    SimulatedGpus,
+    SimulatedStream,
+    activate,
+)
 from torch import Tensor
 
 
 class SimulatedAutocast(torch.amp.autocast_mode.autocast):
     """CPU autocast under the name of CUDA's, whose default dtype is float16."""
 
-    def __init__(self, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None):
+    def __init__(
+        self, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ):
         if device_type == "cuda":
             device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
         super().__init__(device_type, dtype, enabled, cache_enabled)
@@ -42,7 +50,9 @@ def simulated_gpus(gpus: int = 1, major: int = 9) -> Iterator[SimulatedGpus]:
     real_backward = torch.autograd._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with functions:  # torch disables it during a call; Python code in the backward pass needs it
+        with (
+            functions
+        ):  # torch disables it during a call; Python code in the backward pass needs it
             return real_backward(*args, **kwargs)
 
     patches = [
@@ -178,6 +188,8 @@ def tensor_patches(state: SimulatedGpus) -> list[Any]:
         mock.patch.object(torch, "get_autocast_dtype", dtype_of),
         mock.patch.dict(checkpoint_metadata, default=lambda tensor: (tensor.shape, tensor.dtype)),
         mock.patch.object(Tensor, "pin_memory", pin),
-        mock.patch.object(Tensor, "record_stream", lambda tensor, stream: state.record_stream(tensor, stream)),
+        mock.patch.object(
+            Tensor, "record_stream", lambda tensor, stream: state.record_stream(tensor, stream)
+        ),
         *(mock.patch.object(module, real_grouping.__name__, group_tensors) for module in importers),
     ]

@@ -42,7 +42,9 @@ class SimulatedGpus:
         self.generators = tuple(SimulatedGenerator(f"cuda:{index}") for index in range(gpus))
         self.clocks = _sanitizer.EventHandler()
         self.numbers = itertools.count(1)  # of streams and events
-        self.default_streams = [SimulatedStream(torch.device("cuda", i), self, 0) for i in range(gpus)]
+        self.default_streams = [
+            SimulatedStream(torch.device("cuda", i), self, 0) for i in range(gpus)
+        ]
         self.current_streams = list(self.default_streams)
         self._tags: dict[int, tuple[StorageWeakRef, torch.device]] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
@@ -83,7 +85,9 @@ class SimulatedGpus:
         """A copy in pinned memory. Also called in the thread of a DataLoader, where no mode is active."""
         if self.tag(tensor) != CPU:
             raise RuntimeError("only dense CPU tensors can be pinned")
-        pinned = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        pinned = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(
+            tensor
+        )
         self._pinned[_key(pinned)] = StorageWeakRef(pinned.untyped_storage())
         if len(self._pinned) > 1000:
             self._pinned = {key: ref for key, ref in self._pinned.items() if not ref.expired()}
@@ -110,7 +114,9 @@ class SimulatedGpus:
         if _key(tensor) in self._stream_storages:
             self._stream_storages[_key(tensor)][2].add(stream.number)
 
-    def launch(self, operator: str, device: torch.device, reads: list[Tensor], writes: list[Tensor]) -> None:
+    def launch(
+        self, operator: str, device: torch.device, reads: list[Tensor], writes: list[Tensor]
+    ) -> None:
         """Check a kernel on the current stream against what other streams did to its tensors.
 
         Raises DeviceError for memory of another stream that is not recorded, and for a race.

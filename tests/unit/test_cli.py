@@ -29,9 +29,13 @@ def test_closed_stream_accepts_output(number: int, name: str) -> None:
         "main(command)"
     )
     closed = f'exec "$0" -c "$1" {number}>&-'
-    done = subprocess.run(["bash", "-c", closed, sys.executable, program], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        ["bash", "-c", closed, sys.executable, program], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 7
-    assert (done.stdout, done.stderr) == (("", "error False\n") if name == "stdout" else ("output False\n", ""))
+    assert (done.stdout, done.stderr) == (
+        ("", "error False\n") if name == "stdout" else ("output False\n", "")
+    )
 
 
 @pytest.mark.parametrize("tool", sorted(TOOLS.glob("*.py")), ids=lambda path: path.stem)
@@ -48,7 +52,13 @@ def test_ctrl_c_during_imports_exits_130_silently(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
-    command = [sys.executable, str(TOOLS / "train.py"), "configs/demo.yaml", "--dry-run", f"--work-dir={tmp_path}/run"]
+    command = [
+        sys.executable,
+        str(TOOLS / "train.py"),
+        "configs/demo.yaml",
+        "--dry-run",
+        f"--work-dir={tmp_path}/run",
+    ]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
@@ -71,9 +81,15 @@ def test_ctrl_c_ignored_by_the_shell_stays_ignored() -> None:
     ("words", "named"),
     [
         (["--lr", "0.1"], ["optimizer.lr=0.1"]),
-        (["--lr=0.1", "--amp", "--batch-size", "64"], ["optimizer.lr=0.1", "train.precision=", "batch_size=64"]),
+        (
+            ["--lr=0.1", "--amp", "--batch-size", "64"],
+            ["optimizer.lr=0.1", "train.precision=", "batch_size=64"],
+        ),
         (["-b", "64", "--seed", "3", "a.yaml"], ["train.global_batch_size=64", " seed=3"]),
-        (["--deterministic", "--label-smoothing", "0.1"], ["train.deterministic=true", "loss.label_smoothing=0.1"]),
+        (
+            ["--deterministic", "--label-smoothing", "0.1"],
+            ["train.deterministic=true", "loss.label_smoothing=0.1"],
+        ),
         (["--config", "a.yaml"], ["without an option"]),
         (["--test-only"], [command_line("test")]),
         (["--auto-scale-lr", "a.yaml", "data.root=b"], ["optimizer.lr_base_batch=256"]),
@@ -105,7 +121,9 @@ def test_arguments_of_other_projects_exit_with_2_and_name_ours(
         (["--nproc_per_node=2"], None, []),
     ],
 )
-def test_resume_takes_an_optional_checkpoint(words: list[str], resume: str | None, others: list[str]) -> None:
+def test_resume_takes_an_optional_checkpoint(
+    words: list[str], resume: str | None, others: list[str]
+) -> None:
     arguments = parse(train_parser(), words)
     assert (arguments.resume, arguments.arguments) == (resume, others)
     assert resume or arguments.gpus == 2
@@ -116,7 +134,10 @@ def test_libraries_are_those_of_setup_cfg() -> None:
     setup = ConfigParser()
     setup.read(TOOLS.parent / "setup.cfg")
     wanted = {line.partition(">")[0] for line in setup["options"]["install_requires"].split()}
-    packages = {name: {package.lower() for package in given} for name, given in packages_distributions().items()}
+    packages = {
+        name: {package.lower() for package in given}
+        for name, given in packages_distributions().items()
+    }
     assert {package for name in LIBRARIES for package in packages[name] & wanted} == wanted
 
 
@@ -138,7 +159,9 @@ def console_script(*words: str) -> subprocess.CompletedProcess[str]:
         "import atexit, sys\nfrom imagenet_cls.commands.main import main\nsys.argv[0] = '/usr/bin/imagenet-cls'\n"
         "atexit.register(lambda: print('torch' in sys.modules))\nmain()"
     )
-    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=240
+    )
 
 
 def test_predict_with_a_missing_checkpoint_names_it_before_torch_is_imported() -> None:
@@ -147,7 +170,9 @@ def test_predict_with_a_missing_checkpoint_names_it_before_torch_is_imported() -
 
 
 @pytest.mark.parametrize("command", ["train", "print-config"])
-def test_removed_working_directory_exits_with_5(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_working_directory_exits_with_5(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "removed").mkdir()
     monkeypatch.chdir(tmp_path / "removed")
     (tmp_path / "removed").rmdir()
@@ -156,7 +181,9 @@ def test_removed_working_directory_exits_with_5(command: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("launcher", [[], ["--gpus", "2"]])
-def test_folder_that_holds_a_run_is_an_error_before_torch_is_imported(tmp_path: Path, launcher: list[str]) -> None:
+def test_folder_that_holds_a_run_is_an_error_before_torch_is_imported(
+    tmp_path: Path, launcher: list[str]
+) -> None:
     (tmp_path / "checkpoints" / "step-0000012").mkdir(parents=True)
     done = console_script("train", "--work-dir", str(tmp_path), *launcher)
     assert (done.returncode, done.stdout) == (2, "False\n") and "--overwrite" in done.stderr
@@ -164,7 +191,9 @@ def test_folder_that_holds_a_run_is_an_error_before_torch_is_imported(tmp_path: 
 
 def test_console_script_has_every_tool() -> None:
     """But the benchmark, which runs in a clone only."""
-    assert {name.replace("-", "_") for name in COMMANDS} == {path.stem for path in TOOLS.glob("*.py")} - {"benchmark"}
+    assert {name.replace("-", "_") for name in COMMANDS} == {
+        path.stem for path in TOOLS.glob("*.py")
+    } - {"benchmark"}
 
 
 def test_console_script_shows_its_own_name_and_imports_no_torch_for_help() -> None:

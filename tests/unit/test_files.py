@@ -21,16 +21,23 @@ def test_write_file_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path: 
     (tmp_path / ".tmp-a").write_text("left by a kill")
     for content in ("first", b"second"):
         write_file(tmp_path / "a", content)
-    assert (tmp_path / "a").read_bytes() == b"second" and [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"second" and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["a"]
 
 
 def test_write_file_that_fails_keeps_the_old_one(tmp_path: Path) -> None:
     write_file(tmp_path / "a", "first")
     (tmp_path / ".tmp-a").symlink_to("/dev/full")
-    with pytest.raises(ResourceError, match="No space left") as caught, explain_write_errors(tmp_path / "a", "Do this"):
+    with (
+        pytest.raises(ResourceError, match="No space left") as caught,
+        explain_write_errors(tmp_path / "a", "Do this"),
+    ):
         write_file(tmp_path / "a", "second")
     assert str(caught.value).endswith("\nDo this")
-    assert (tmp_path / "a").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_text() == "first" and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["a"]
 
 
 READERS: list[Callable[[Path], object]] = [
@@ -53,4 +60,6 @@ def test_file_without_an_end_is_an_error(tmp_path: Path, read: Callable[[Path], 
 
 def test_image_that_is_a_device_is_an_error() -> None:
     with pytest.raises(UserError, match=r"/dev/null .*regular"):
-        FolderSource(ImageIndex(Path("/dev"), np.array([b"null"]), np.zeros(1, np.int64), ("a",))).load(0)
+        FolderSource(
+            ImageIndex(Path("/dev"), np.array([b"null"]), np.zeros(1, np.int64), ("a",))
+        ).load(0)

@@ -37,12 +37,17 @@ from imagenet_cls.parallel.launch import configure_agent
         ["--max-restarts", "-1"],
     ],
 )
-def test_invalid_number_is_named_and_exits_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_number_is_named_and_exits_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as raised:
         train_parser().parse_args(words)
     printed = capsys.readouterr().err
     assert (
-        raised.value.code == 2 and words[0] in printed and repr(words[1]) in printed and len(printed.splitlines()) == 2
+        raised.value.code == 2
+        and words[0] in printed
+        and repr(words[1]) in printed
+        and len(printed.splitlines()) == 2
     )
 
 
@@ -62,19 +67,28 @@ def test_node_rank_beyond_the_machines_exits_2(
     words = [DEMO, "device=cpu", "--launcher", launcher, "--nodes", nodes, "--node-rank", node_rank]
     assert main(train_command, [*words, "--master-addr", "127.0.0.1"]) == 2
     printed = capsys.readouterr().err
-    assert f"--node-rank {node_rank} with --nodes {nodes}" in printed and len(printed.splitlines()) <= 3
+    assert (
+        f"--node-rank {node_rank} with --nodes {nodes}" in printed
+        and len(printed.splitlines()) <= 3
+    )
 
 
 @pytest.mark.parametrize("words", [["--gpus", "2"], ["--nodes", "2"]])
-def test_several_ranks_without_a_launcher_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_ranks_without_a_launcher_exit_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(train_command, [DEMO, "--launcher", "none", *words]) == 2
     printed = capsys.readouterr().err
     assert " ".join(words) in printed and "--launcher none" in printed
 
 
-def test_several_machines_without_an_address_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_machines_without_an_address_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """--nodes alone must not train on this machine by itself; here it ends for want of an address."""
-    assert main(train_command, [DEMO, "device=cpu", "--nodes", "2", "--work-dir", str(tmp_path)]) == 2
+    assert (
+        main(train_command, [DEMO, "device=cpu", "--nodes", "2", "--work-dir", str(tmp_path)]) == 2
+    )
     assert "MASTER_ADDR" in capsys.readouterr().err
 
 
@@ -104,7 +118,10 @@ def test_rendezvous_file_that_ranks_can_not_use_is_an_error(tmp_path: Path) -> N
 def test_elastic_job_uses_the_seconds_in_pet_rdzv_conf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=7, join_timeout=90,is_host=true")
     config = configure_agent(1, "1:2", 0, "host0", None, 0, "env://", 30.0)
-    assert config.rdzv_configs.items() >= {"last_call_timeout": "7", "join_timeout": "90", "is_host": "true"}.items()
+    assert (
+        config.rdzv_configs.items()
+        >= {"last_call_timeout": "7", "join_timeout": "90", "is_host": "true"}.items()
+    )
     for wrong in ("join_timeout=soon", "join_timeout=0", "join_timeout"):
         monkeypatch.setenv("PET_RDZV_CONF", wrong)
         with pytest.raises(UsageError, match="PET_RDZV_CONF"):
@@ -136,7 +153,9 @@ def test_command_ends_with_exit_functions_and_without_finalization(tmp_path: Pat
     assert "exit function\n" in profiled.stdout and "function calls" in profiled.stdout
 
 
-def test_only_training_is_advised_to_resume(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_training_is_advised_to_resume(
+    call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(COMMAND_VARIABLE, "none")
     advised = {}
     for command in (train_command, evaluate_command):
@@ -145,9 +164,14 @@ def test_only_training_is_advised_to_resume(call: Callable, monkeypatch: pytest.
     assert "--resume" in advised[train_command] and "--resume" not in advised[evaluate_command]
 
 
-def test_single_process_uses_no_more_threads_than_its_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_uses_no_more_threads_than_its_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As under `docker run --cpus=3` on a machine of 64 CPUs."""
-    for name, text in {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}.items():
+    for name, text in {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/cpu.max": "300000 100000\n",
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
     for module in (distributed, environment):

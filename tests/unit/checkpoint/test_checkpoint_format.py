@@ -33,12 +33,22 @@ FILES = (*TENSORS, "optimizer.json", "state.json", "manifest.json")
 
 
 def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
-    weights = {"conv.weight": torch.full((2, 3), value), "norm.num_batches_tracked": torch.tensor(step)}
+    weights = {
+        "conv.weight": torch.full((2, 3), value),
+        "norm.num_batches_tracked": torch.tensor(step),
+    }
     return Snapshot(
         model=weights,
         ema={name: tensor + 1 for name, tensor in weights.items()},
-        optimizer={"conv.weight//exp_avg": torch.arange(6.0).view(2, 3), "conv.weight//step": torch.tensor(3.0)},
-        optimizer_values={"groups": [{"lr": 0.1, "betas": [0.9, 0.999]}], "parameters": {}, "on_host": []},
+        optimizer={
+            "conv.weight//exp_avg": torch.arange(6.0).view(2, 3),
+            "conv.weight//step": torch.tensor(3.0),
+        },
+        optimizer_values={
+            "groups": [{"lr": 0.1, "betas": [0.9, 0.999]}],
+            "parameters": {},
+            "on_host": [],
+        },
         state={
             "step": step,
             "progress": asdict(Progress(step=step, best=best)),
@@ -54,7 +64,9 @@ def assert_same(a: Snapshot, b: Snapshot) -> None:
         assert (left is None) == (right is None)
         assert (left or {}).keys() == (right or {}).keys()
         for name, tensor in (left or {}).items():
-            assert (right or {})[name].dtype == tensor.dtype and torch.equal((right or {})[name], tensor), name
+            assert (right or {})[name].dtype == tensor.dtype and torch.equal(
+                (right or {})[name], tensor
+            ), name
     assert a.optimizer_values == b.optimizer_values
     assert a.state == b.state
 
@@ -62,9 +74,15 @@ def assert_same(a: Snapshot, b: Snapshot) -> None:
 def test_write_and_read_returns_the_same(tmp_path: Path) -> None:
     written = snapshot(1234)
     path = write_checkpoint(tmp_path / "checkpoints", written)
-    assert path == tmp_path / "checkpoints" / "step-0001234" == checkpoint_path(tmp_path / "checkpoints", 1234)
+    assert (
+        path
+        == tmp_path / "checkpoints" / "step-0001234"
+        == checkpoint_path(tmp_path / "checkpoints", 1234)
+    )
     assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing temporary is left
+    assert [entry.name for entry in path.parent.iterdir()] == [
+        path.name
+    ]  # nothing temporary is left
     back = read_checkpoint(path)
     assert_same(back, written)
     assert back.path == path and list(back.state["config"]) == ["z", "a"]
@@ -74,13 +92,20 @@ def test_write_and_read_returns_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.nightly)])
-def test_read_flipped_bit_or_truncated_or_missing_file_is_an_error(tmp_path: Path, name: str, stride: int) -> None:
+def test_read_flipped_bit_or_truncated_or_missing_file_is_an_error(
+    tmp_path: Path, name: str, stride: int
+) -> None:
     path = write_checkpoint(tmp_path, snapshot(1))
     file = path / name
     whole = file.read_bytes()
     for position in range(0, len(whole), stride):
-        for bit in (position % 8, (position + 5) % 8):  # two in each byte, and all eight over eight bytes
-            file.write_bytes(whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :])
+        for bit in (
+            position % 8,
+            (position + 5) % 8,
+        ):  # two in each byte, and all eight over eight bytes
+            file.write_bytes(
+                whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :]
+            )
             with pytest.raises(CheckpointError, match="step-0000001"):
                 read_checkpoint(path)
     for length in {0, 1, 7, 8, 9, *range(0, len(whole) - 1, 37 * stride), len(whole) - 2}:
@@ -94,7 +119,9 @@ def test_read_flipped_bit_or_truncated_or_missing_file_is_an_error(tmp_path: Pat
         read_checkpoint(path)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null", '{"progress": 1}', '{"format": 99}'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "{}", "null", '{"progress": 1}', '{"format": 99}']
+)
 def test_read_malformed_state_is_an_error(tmp_path: Path, text: str) -> None:
     """With digests that match."""
     path = write_checkpoint(tmp_path, snapshot(1))
@@ -126,7 +153,9 @@ def test_read_progress_with_a_missing_or_wrong_value_is_an_error(values: dict[st
 
 
 def test_read_progress_returns_what_was_written() -> None:
-    progress = Progress(1, 1, {"raw": {"step": 1, "loss": 0.5}}, {"raw": {"top1_pct": 9.0, "loss": 0.5}}, [(1, 9.0)])
+    progress = Progress(
+        1, 1, {"raw": {"step": 1, "loss": 0.5}}, {"raw": {"top1_pct": 9.0, "loss": 0.5}}, [(1, 9.0)]
+    )
     assert read_progress(json.loads(json.dumps(asdict(progress)))) == progress
     assert read_progress({"step": 1, "evaluated_step": 0}) == Progress(1)  # of an older version
 
@@ -144,7 +173,9 @@ OUTSIDE = [("../step-0000001/state.json", ""), ("/dev/zero", ""), ("x", "/dev/ze
 
 
 @pytest.mark.parametrize(("name", "target"), OUTSIDE)
-def test_read_manifest_naming_other_files_is_an_error(tmp_path: Path, name: str, target: str) -> None:
+def test_read_manifest_naming_other_files_is_an_error(
+    tmp_path: Path, name: str, target: str
+) -> None:
     """A folder from elsewhere must not make us read files outside of it, or an endless one."""
     path = write_checkpoint(tmp_path, snapshot(1))
     manifest = json.loads((path / "manifest.json").read_text())
@@ -222,7 +253,15 @@ def killed_at(moment: int, folder: Path, written: Snapshot) -> bool:
 
         def count(event: str, arguments: tuple[object, ...]) -> None:
             nonlocal left
-            if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"):
+            if event in (
+                "open",
+                "os.rename",
+                "os.mkdir",
+                "os.remove",
+                "os.rmdir",
+                "os.scandir",
+                "shutil.rmtree",
+            ):
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -236,7 +275,9 @@ def killed_at(moment: int, folder: Path, written: Snapshot) -> bool:
 
 
 @pytest.mark.parametrize("same_step", [True, False])
-def test_write_killed_at_any_moment_leaves_intact_checkpoints(tmp_path: Path, same_step: bool) -> None:
+def test_write_killed_at_any_moment_leaves_intact_checkpoints(
+    tmp_path: Path, same_step: bool
+) -> None:
     """The only checkpoint is replaced by one of the same step, or followed by a newer one."""
     old = snapshot(5, value=0.25)
     new = snapshot(5 if same_step else 6, value=0.75)
@@ -252,7 +293,11 @@ def test_write_killed_at_any_moment_leaves_intact_checkpoints(tmp_path: Path, sa
         # The next write succeeds, and removes what the kill left.
         write_checkpoint(folder, snapshot(7))
         names = {path.name for path in folder.iterdir()}
-        assert "step-0000007" in names and names <= {"step-0000005", "step-0000006", "step-0000007"}, names
+        assert "step-0000007" in names and names <= {
+            "step-0000005",
+            "step-0000006",
+            "step-0000007",
+        }, names
         assert all(read_checkpoint(path) for path in list_checkpoints(folder))
         if not was_killed:
             break

@@ -8,7 +8,11 @@ import timm.optim
 import torch
 from torch import nn
 
-from imagenet_cls.checkpoint.optimizer_state import copy_to_host, load_optimizer, optimizer_to_tensors
+from imagenet_cls.checkpoint.optimizer_state import (
+    copy_to_host,
+    load_optimizer,
+    optimizer_to_tensors,
+)
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.optim.build import build_optimizer, optimizer_problems
@@ -19,14 +23,27 @@ KWARGS: dict[str, dict[str, Any]] = {
     "rmsprop": {"momentum": 0.9},
     "timm:lookahead_adamw": {"lookahead_k": 2},  # the halves meet between two looks ahead
 }
-NAMES = ["sgd", "adamw", "rmsprop", "lamb", "rmsproptf", "timm:nadamw", "timm:adafactor", "timm:lookahead_adamw"]
-OF_TIMM = [f"timm:{name}" for name in timm.optim.list_optimizers(exclude_filters=["fused*", "bnb*"])]
+NAMES = [
+    "sgd",
+    "adamw",
+    "rmsprop",
+    "lamb",
+    "rmsproptf",
+    "timm:nadamw",
+    "timm:adafactor",
+    "timm:lookahead_adamw",
+]
+OF_TIMM = [
+    f"timm:{name}" for name in timm.optim.list_optimizers(exclude_filters=["fused*", "bnb*"])
+]
 DECAYS = {"weight_decay": 0.01, "norm_weight_decay": 0.0, "bias_weight_decay": 0.0}
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, groups=2), nn.Flatten())
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, groups=2), nn.Flatten()
+    )
     return model.to(memory_format=torch.channels_last)
 
 
@@ -46,10 +63,14 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
 def through_files(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> tuple[dict, dict]:
     """As safetensors and JSON do it: contiguous tensors, and lists for tuples."""
     assert all(tensor.is_contiguous() for tensor in tensors.values())
-    return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(numbers))
+    return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(
+        json.dumps(numbers)
+    )
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.nightly) for name in OF_TIMM)])
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.nightly) for name in OF_TIMM)]
+)
 def test_resumed_optimizer_ends_in_the_same_bits(name: str) -> None:
     """Six steps, against three, a save, a load into a model and optimizer with other values, and three more."""
     if name in OF_TIMM and optimizer_problems(OptimizerConfig(name=name, lr=0.05)):
@@ -72,7 +93,9 @@ def test_resumed_optimizer_ends_in_the_same_bits(name: str) -> None:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 assert value.stride() == parameter.stride(), key
-    assert first[0].weight.stride() != first[0].weight.contiguous().stride()  # else the line above proves nothing
+    assert (
+        first[0].weight.stride() != first[0].weight.contiguous().stride()
+    )  # else the line above proves nothing
     steps(second, fresh, 3, 3)
     for key, value in whole.state_dict().items():
         assert torch.equal(second.state_dict()[key], value), key
@@ -83,7 +106,9 @@ def test_load_optimizer_other_groups_is_an_error() -> None:
     tensors, numbers = optimizer_to_tensors(model, optimizer_for(model, "sgd"))
     config = OptimizerConfig(lr=0.1, kwargs=KWARGS["sgd"])
     other = build_optimizer(config, parameter_groups(model, config))
-    with pytest.raises(CheckpointError, match=r"groups of \[6\] parameters, the checkpoint of \[2, 4\]"):
+    with pytest.raises(
+        CheckpointError, match=r"groups of \[6\] parameters, the checkpoint of \[2, 4\]"
+    ):
         load_optimizer(model, other, tensors, numbers)
 
 
@@ -97,28 +122,37 @@ def test_load_optimizer_changed_arguments_keep_their_new_values() -> None:
     load_optimizer(model, changed, tensors, numbers, ["momentum"])
     assert [group["momentum"] for group in changed.param_groups] == [0.5, 0.5]
     weight = model[0].weight
-    assert torch.equal(changed.state[weight]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"])
+    assert torch.equal(
+        changed.state[weight]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"]
+    )
 
     optimizer = optimizer_for(model, "timm:lookahead_sgd")
     steps(model, optimizer, 0, 2)
     config = OptimizerConfig("timm:lookahead_sgd", lr=0.05, kwargs={"lookahead_k": 3}, **DECAYS)
     changed = build_optimizer(config, parameter_groups(model, config))
     load_optimizer(model, changed, *optimizer_to_tensors(model, optimizer), ["lookahead_k"])
-    assert [(group["lookahead_k"], group["lookahead_step"]) for group in changed.param_groups] == [(3, 2), (3, 2)]
+    assert [(group["lookahead_k"], group["lookahead_step"]) for group in changed.param_groups] == [
+        (3, 2),
+        (3, 2),
+    ]
 
 
 def test_load_optimizer_weight_decay_comes_from_the_config() -> None:
     model = nn.Linear(2, 3)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1, "lr_scale": 1.0}]
     tensors, numbers = optimizer_to_tensors(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-    changed = torch.optim.SGD([{**groups[0], "weight_decay": 0.7, "lr_scale": 0.5}], lr=0.1, momentum=0.5)
+    changed = torch.optim.SGD(
+        [{**groups[0], "weight_decay": 0.7, "lr_scale": 0.5}], lr=0.1, momentum=0.5
+    )
     load_optimizer(model, changed, tensors, numbers)
     (group,) = changed.param_groups
     assert (group["weight_decay"], group["lr_scale"], group["momentum"]) == (0.7, 0.5, 0.9)
 
 
 @pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])
-def test_step_of_a_run_on_a_cpu_is_loaded_where_the_kernels_read_it(fused: bool, device: str) -> None:
+def test_step_of_a_run_on_a_cpu_is_loaded_where_the_kernels_read_it(
+    fused: bool, device: str
+) -> None:
     """meta stands for a GPU."""
     config = OptimizerConfig(name="adamw", lr=0.05, kwargs={"fused": fused}, **DECAYS)
     first = network()

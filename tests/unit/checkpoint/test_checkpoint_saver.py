@@ -19,7 +19,9 @@ from imagenet_cls.files import link
 LONG_SEC = 20.0
 
 
-def saver_for(folder: Path, progress: Progress, before_write: Callable[[], None]) -> CheckpointSaver:
+def saver_for(
+    folder: Path, progress: Progress, before_write: Callable[[], None]
+) -> CheckpointSaver:
     return CheckpointSaver(
         folder / "checkpoints",
         CheckpointConfig(keep_last=1),
@@ -84,7 +86,9 @@ def join(saver: CheckpointSaver) -> None:
     futures.wait([saver._save_in_progress], LONG_SEC)
 
 
-def test_exit_logs_a_failed_save_and_keeps_the_first_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_exit_logs_a_failed_save_and_keeps_the_first_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(KeyError), saver_for(tmp_path, Progress(step=1), fail) as saver:
         saver.save()
         raise KeyError
@@ -100,14 +104,26 @@ def test_links_name_the_newest_and_the_best_checkpoint(tmp_path: Path) -> None:
             progress.best.setdefault("ema", {"step": 1, "top1_pct": 10.0})
             saver.save()
             saver.wait()
-    links = {path.name: path.readlink().name for path in (tmp_path / "checkpoints").iterdir() if path.is_symlink()}
-    assert links == {"last": "step-0000003", "best": "step-0000002"} and saved(tmp_path) == [3, 2, 1]
+    links = {
+        path.name: path.readlink().name
+        for path in (tmp_path / "checkpoints").iterdir()
+        if path.is_symlink()
+    }
+    assert links == {"last": "step-0000003", "best": "step-0000002"} and saved(tmp_path) == [
+        3,
+        2,
+        1,
+    ]
     for load in (load_newest, load_best):
         for name, target in links.items():
-            assert load(tmp_path / "checkpoints" / name)[0].path == tmp_path / "checkpoints" / target
+            assert (
+                load(tmp_path / "checkpoints" / name)[0].path == tmp_path / "checkpoints" / target
+            )
 
 
-def test_number_of_checkpoints_is_bounded_over_sessions_without_the_best_one(tmp_path: Path) -> None:
+def test_number_of_checkpoints_is_bounded_over_sessions_without_the_best_one(
+    tmp_path: Path,
+) -> None:
     """The best one is in another folder, of the run that this one continues."""
     progress = Progress(step=1, best={"raw": {"step": 1, "top1_pct": 50.0}})
     for _ in range(4):

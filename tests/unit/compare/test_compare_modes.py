@@ -23,7 +23,11 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ConfigError, UserError
 
 CPU = ["device=cpu", "optimizer.lr=0.1"]
-WEIGHTS = {"conv.weight": torch.zeros(2, 3), "bn.running_mean": torch.zeros(2), "steps": torch.tensor(3)}
+WEIGHTS = {
+    "conv.weight": torch.zeros(2, 3),
+    "bn.running_mean": torch.zeros(2),
+    "steps": torch.tensor(3),
+}
 ONE = Outcome([2.0, 1.0], WEIGHTS, 100.0, 50.0)
 
 
@@ -46,17 +50,30 @@ def config(tmp_path: Path) -> str:
         (["train.micro_batch_size=16"], 2, [16, 16, 16, 16, 8, 32]),
         (["train.global_batch_size=63"], 2, [63, 32, 32, 32, 16, 63]),
         (["train.global_batch_size=63", "train.micro_batch_size=16"], 2, [9, 16, 16, 16, 8, 32]),
-        (["train.global_batch_size=30"], 2, [30, 15, 15, 15, 5, 30]),  # 15 is accumulated as 5 + 5 + 5
+        (
+            ["train.global_batch_size=30"],
+            2,
+            [30, 15, 15, 15, 5, 30],
+        ),  # 15 is accumulated as 5 + 5 + 5
     ],
 )
 def test_plan_modes_gives_the_images_in_one_forward_pass(
     config: str, overrides: list[str], ranks: int, expected: list[int]
 ) -> None:
-    assert [mode.images_per_forward for mode in plan_modes(config, [*CPU, *overrides], ranks)] == expected
+    assert [
+        mode.images_per_forward for mode in plan_modes(config, [*CPU, *overrides], ranks)
+    ] == expected
 
 
 def test_plan_modes_without_gpus_leaves_data_parallel_out(config: str) -> None:
-    assert [bool(mode.missing) for mode in plan_modes(config, CPU, 2)] == [False, True, False, False, False, False]
+    assert [bool(mode.missing) for mode in plan_modes(config, CPU, 2)] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert "train.compile" in plan_modes(config, [*CPU, "train.compile=true"], 2)[1].missing
     assert "equal shares" in plan_modes(config, [*CPU, "train.global_batch_size=63"], 2)[1].missing
 
@@ -92,14 +109,23 @@ def test_bad_command_line_is_reported_before_any_run(
     assert capsys.readouterr() == ("", "")
 
 
-def test_bad_config_of_one_row_is_reported_before_any_run(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imagenet_cls.commands.compare_parallel.missing_for_dp", lambda loaded, gpus: "")
+def test_bad_config_of_one_row_is_reported_before_any_run(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "imagenet_cls.commands.compare_parallel.missing_for_dp", lambda loaded, gpus: ""
+    )
     with pytest.raises(ConfigError, match=r"train\.compile.*parallel\.mode dp"):
         plan_modes(config, [*CPU, "train.compile=true"], 2)
 
 
 def test_rank_of_a_launcher_is_an_error(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(UserError, match="rank of a launcher"):
         plan_modes(config, CPU, 2)
@@ -118,18 +144,26 @@ def test_table_compares_outcomes_with_the_first() -> None:
         return Mode(name, (), (), 8, f"use of {name}", missing)
 
     other = Outcome([2.0, 1.25], WEIGHTS, 90.4, 51.0)
-    lines = table([mode("one"), mode("dp", "needs two"), mode("ddp")], [ONE, None, other]).splitlines()
+    lines = table(
+        [mode("one"), mode("dp", "needs two"), mode("ddp")], [ONE, None, other]
+    ).splitlines()
     assert lines[1].split()[:8] == ["one", "8", "-", "-", "-", "100", "50", "use"]
     assert lines[2].split()[:7] == ["dp", *"------"] and lines[2].endswith("not run: needs two")
     assert lines[3].split()[:7] == ["ddp", "8", "0.0e+00", "2.5e-01", "0.0e+00", "90", "51"]
 
 
 @pytest.mark.parametrize("model", ["plain", pytest.param("noisy", marks=pytest.mark.nightly)])
-def test_accumulation_changes_the_result_only_with_batch_norm(digits: Path, tmp_path: Path, model: str) -> None:
+def test_accumulation_changes_the_result_only_with_batch_norm(
+    digits: Path, tmp_path: Path, model: str
+) -> None:
     """A batch at once, and in four parts: BatchNorm sees 64 images, then 16."""
     outcomes = []
     for name, micro_batch in (("one", "null"), ("parts", 16)):
-        changes = {"train__max_steps": 4, "train__global_batch_size": 64, "train__micro_batch_size": micro_batch}
+        changes = {
+            "train__max_steps": 4,
+            "train__global_batch_size": 64,
+            "train__micro_batch_size": micro_batch,
+        }
         kwargs = {"model__kwargs": "{dropout: 0.0}"} if model == "noisy" else {}
         train_here(arguments(digits, tmp_path / name, model, **changes, **kwargs))
         outcomes.append(read_outcome(tmp_path / name))

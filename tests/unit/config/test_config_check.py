@@ -34,10 +34,14 @@ def keys_at_fault(dotted: dict[str, Any]) -> list[str]:
 def test_every_number_of_the_schema_has_a_range() -> None:
     for key, hint in keys.value_types().items():
         bare, _ = keys.split_optional(hint)
-        assert bare not in (int, float, list[float], list[int]) or keys.info(key).allowed is not None, key
+        assert (
+            bare not in (int, float, list[float], list[int]) or keys.info(key).allowed is not None
+        ), key
 
 
-RANGED = [key for key, hint in keys.value_types().items() if keys.split_optional(hint)[0] in (int, float)]
+RANGED = [
+    key for key, hint in keys.value_types().items() if keys.split_optional(hint)[0] in (int, float)
+]
 
 
 @pytest.mark.parametrize("key", RANGED)
@@ -48,10 +52,15 @@ def test_range_includes_its_ends_and_nothing_outside(key: str) -> None:
     if allowed.high != float("inf"):
         ends |= {allowed.high: allowed.high_open, allowed.high * 2: True}
     values = {bare(number): is_out for number, is_out in ends.items()}
-    values |= dict.fromkeys([float("nan"), float("inf"), 2.0**64] if bare is float else [10**400], True)
+    values |= dict.fromkeys(
+        [float("nan"), float("inf"), 2.0**64] if bare is float else [10**400], True
+    )
     for value, is_out in values.items():
         lines = errors_of(dump(nested({key: value, "seed ": 1})))  # which is an error in any case
-        assert any(f": {key}: " in line and ("range" in line or "finite" in line) for line in lines) == is_out, value
+        assert (
+            any(f": {key}: " in line and ("range" in line or "finite" in line) for line in lines)
+            == is_out
+        ), value
 
 
 GROWTH = {"augment.progressive.epochs": [0, 9], "augment.progressive.sizes_px": [160, 224]}
@@ -77,9 +86,15 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
         ({"imports": ["a.b"]}, {"imports": ["a/b.py"]}),
         ({"mix.mixup_alpha": 0.001}, {"mix.mixup_alpha": 1e-4}),
         ({"optimizer.kwargs": {"momentum": 0}}, {"optimizer.kwargs": {"momentum": 1.5}}),
-        ({"optimizer.name": "mine:make", "optimizer.kwargs": {"momentum": 2}}, {"optimizer.kwargs": {"momentum": "2"}}),
+        (
+            {"optimizer.name": "mine:make", "optimizer.kwargs": {"momentum": 2}},
+            {"optimizer.kwargs": {"momentum": "2"}},
+        ),
         ({"model.kwargs": {"drop_rate": None}}, {"model.kwargs": {"drop_rate": 1.0}}),
-        ({"model.kwargs": {"a": 10**400, "b": "nan"}}, {"model.kwargs": {"a": [1, {"b": float("nan")}]}}),
+        (
+            {"model.kwargs": {"a": 10**400, "b": "nan"}},
+            {"model.kwargs": {"a": [1, {"b": float("nan")}]}},
+        ),
         ({"model.checkpoint": "a.pth"}, {"model.checkpoint": "a.pth", "model.pretrained": True}),
         ({"model.head_only": True}, {"model.freeze": ["a"], "model.head_only": True}),
         ({"data.val": None, "data.val_fraction": 0.1}, {"data.val": None}),
@@ -94,22 +109,37 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
         (FOLD, FOLD | {"data.val": "val"}),
         (FOLD, FOLD | {"data.val_fraction": 0.1}),
         (FOLD | {"data.group": "[^_]*"}, FOLD | {"data.group": "[^_*"}),
-        (FOLD | {"data.group": "[^_]*"}, FOLD | {"data.group": "a", "data.name": "torchvision:CIFAR10"}),
+        (
+            FOLD | {"data.group": "[^_]*"},
+            FOLD | {"data.group": "a", "data.name": "torchvision:CIFAR10"},
+        ),
         ({"data.fraction": 1.0}, {"data.fraction": 0.0}),
         ({"data.fraction": 0.5}, {"data.fraction": 0.5, "data.name": "synthetic"}),
         ({"data.val": None, "data.name": "synthetic"}, {"data.val": None, "data.name": "digits"}),
         ({"data.val": None, "data.name": "torchvision:CIFAR10"}, {"data.val_fraction": 0.1}),
-        ({"data": {"name": "list", "train": "a.txt", "val": "b.csv"}}, {"data": {"name": "list", "train": "a.txt"}}),
+        (
+            {"data": {"name": "list", "train": "a.txt", "val": "b.csv"}},
+            {"data": {"name": "list", "train": "a.txt"}},
+        ),
         ({"data.exclude": "a.json"}, {"data.exclude": "a.json", "data.name": "synthetic"}),
         ({"data.repeats": 3}, {"data.repeats": 3, "train.global_batch_size": 2}),
-        ({"eval.crop_px": 224, "eval.resize_px": 224}, {"eval.crop_px": 224, "eval.resize_px": 223}),
+        (
+            {"eval.crop_px": 224, "eval.resize_px": 224},
+            {"eval.crop_px": 224, "eval.resize_px": 223},
+        ),
         ({"train.micro_batch_size": 256}, {"train.micro_batch_size": 257}),
         ({"train.clip_norm": 1.0}, {"train.clip_value": 1.0, "train.clip_norm": 1.0}),
         ({"train.sam_rho": 0.1}, {"train.sam_rho": 0.1, "train.precision": "fp16"}),
         ({"ema.decay": 0.9}, {"ema.half_life_images": 9.0, "ema.decay": 0.9}),
         ({"schedule.warmup_epochs": 90}, {"schedule.warmup_epochs": 90.5}),
-        ({"schedule.cooldown_epochs": 90}, {"schedule.cooldown_epochs": 90, "schedule.warmup_epochs": 1}),
-        ({"device": "cuda", "parallel.backend": "nccl"}, {"parallel.backend": "nccl", "device": "cpu"}),
+        (
+            {"schedule.cooldown_epochs": 90},
+            {"schedule.cooldown_epochs": 90, "schedule.warmup_epochs": 1},
+        ),
+        (
+            {"device": "cuda", "parallel.backend": "nccl"},
+            {"parallel.backend": "nccl", "device": "cpu"},
+        ),
         ({"train.precision": "fp16"}, {"train.precision": "fp16", "device": "cpu"}),
         ({"mix.cutmix_minmax": [0.2, 0.8]}, {"mix.cutmix_minmax": [0.5, 0.501]}),
         ({"mix.mixup_alpha": 0.2}, {"mix.mixup_alpha": 0.2, "loss.name": "focal"}),
@@ -130,7 +160,10 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
         (PAD_CROP | {"augment.size_px": [32, 40]}, PAD_CROP | {"augment.size_px": [40, 31]}),
         ({"augment.size_px": [192, 256]}, {"augment.size_px": [192]}),
         ({"augment.size_px": [192, 256]}, {"augment.size_px": [192, 0]}),
-        ({"eval.crop_px": [192, 224], "eval.resize_px": 224}, {"eval.crop_px": [192, 256], "eval.resize_px": 224}),
+        (
+            {"eval.crop_px": [192, 224], "eval.resize_px": 224},
+            {"eval.crop_px": [192, 256], "eval.resize_px": 224},
+        ),
         ({"eval.crop_px": [192, 256]}, {"eval.crop_px": [192, 256, 3]}),
         (PAD_CROP, PAD_CROP | {"augment.pad_px": -1}),
         ({"augment.size_px": 4}, {"augment.size_px": 4, "augment.crop": "pad_crop"}),
@@ -140,12 +173,27 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
         (SPLIT_BN, SPLIT_BN | {"parallel.sync_bn": True}),
         ({"parallel.device_ids": [0, 1]}, {"parallel.device_ids": [0, 0]}),
         ({"parallel.device_ids": [1, 0], "device": "cuda"}, {"parallel.device_ids": []}),
-        ({"parallel": {"mode": "dp", "device_ids": [1, 2, 0]}}, {"parallel": {"mode": "dp", "device_ids": [0, -1]}}),
-        ({"parallel": {"mode": "dp", "output_device": 0}}, {"parallel": {"mode": "ddp", "output_device": 0}}),
-        ({"parallel": {"mode": "ddp", "sync_bn": True}}, {"parallel": {"mode": "dp", "sync_bn": True}}),
-        ({"parallel.mode": "ddp", "train.compile": True}, {"parallel.mode": "dp", "train.compile": True}),
+        (
+            {"parallel": {"mode": "dp", "device_ids": [1, 2, 0]}},
+            {"parallel": {"mode": "dp", "device_ids": [0, -1]}},
+        ),
+        (
+            {"parallel": {"mode": "dp", "output_device": 0}},
+            {"parallel": {"mode": "ddp", "output_device": 0}},
+        ),
+        (
+            {"parallel": {"mode": "ddp", "sync_bn": True}},
+            {"parallel": {"mode": "dp", "sync_bn": True}},
+        ),
+        (
+            {"parallel.mode": "ddp", "train.compile": True},
+            {"parallel.mode": "dp", "train.compile": True},
+        ),
         ({"parallel.mode": "ddp", "device": "cuda:1"}, {"parallel.mode": "dp", "device": "cuda:1"}),
-        ({"parallel.mode": "dp", "device": "cpu"}, {"device": "cuda:1", "parallel.device_ids": [1, 0]}),
+        (
+            {"parallel.mode": "dp", "device": "cpu"},
+            {"device": "cuda:1", "parallel.device_ids": [1, 0]},
+        ),
     ],
 )
 def test_rule_accepts_and_rejects(good: dict[str, Any], wrong: dict[str, Any]) -> None:
@@ -155,7 +203,11 @@ def test_rule_accepts_and_rejects(good: dict[str, Any], wrong: dict[str, Any]) -
 
 
 def test_rule_is_skipped_if_one_of_its_keys_is_wrong() -> None:
-    wrong = {"train.global_batch_size": -1, "train.micro_batch_size": 512, "mix.cutmix_minmax": [0.1, 0.2, 0.3]}
+    wrong = {
+        "train.global_batch_size": -1,
+        "train.micro_batch_size": 512,
+        "mix.cutmix_minmax": [0.1, 0.2, 0.3],
+    }
     assert keys_at_fault(wrong) == ["train.global_batch_size", "mix.cutmix_minmax"]
     assert len(errors_of(LR + "data: {val: null, val_fracton: 0.1}\n")) == 1
 
@@ -200,7 +252,11 @@ REPLACED: list[tuple[str, Any, dict[str, Any]]] = [
     ("mix.cutmix_alpha", 1.0, {"mix.cutmix_minmax": [0.2, 0.8]}),
     ("mix.off_epoch", 91, {"mix.mixup_alpha": 0.2, "train.epochs": 90}),
     ("distill.temperature", 4.0, {"distill.kind": "hard"}),
-    ("schedule.warmup_start_factor", 0.1, {"schedule.warmup_epochs": 5, "schedule.warmup_start_lr": 1e-6}),
+    (
+        "schedule.warmup_start_factor",
+        0.1,
+        {"schedule.warmup_epochs": 5, "schedule.warmup_start_lr": 1e-6},
+    ),
     ("eval.crop_pct", 0.95, {"eval.resize_px": 256}),
     ("data.exif", "apply", {"data.name": "synthetic"}),
     ("data.min_decoded_px", 224, {"data.name": "synthetic"}),
@@ -219,13 +275,17 @@ def test_every_condition_of_the_schema_is_tested() -> None:
 
 
 @pytest.mark.parametrize(("key", "value", "others"), NEEDS)
-def test_key_is_ineffective_without_what_it_needs(key: str, value: Any, others: dict[str, Any]) -> None:
+def test_key_is_ineffective_without_what_it_needs(
+    key: str, value: Any, others: dict[str, Any]
+) -> None:
     assert key in ineffective({key: value})
     assert key not in ineffective({**others, key: value})
 
 
 @pytest.mark.parametrize(("key", "value", "others"), REPLACED)
-def test_key_is_ineffective_beside_what_replaces_it(key: str, value: Any, others: dict[str, Any]) -> None:
+def test_key_is_ineffective_beside_what_replaces_it(
+    key: str, value: Any, others: dict[str, Any]
+) -> None:
     assert key in ineffective({**others, key: value})
 
 

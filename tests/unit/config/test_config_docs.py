@@ -13,7 +13,9 @@ GENERATE = runpy.run_path(str(DOCS / "generate.py"))
 
 @pytest.mark.parametrize("page", ["config", "recipes"])
 def test_generated_page_is_up_to_date(page: str) -> None:
-    assert (DOCS / f"{page}.md").read_text() == GENERATE[f"{page}_page"](), "run: python docs/generate.py"
+    assert (DOCS / f"{page}.md").read_text() == GENERATE[f"{page}_page"](), (
+        "run: python docs/generate.py"
+    )
 
 
 def test_every_key_and_section_has_a_description() -> None:

@@ -48,12 +48,18 @@ def test_all_problems_are_reported_at_once_with_place_and_suggestion() -> None:
         ("augment: {size_px: {a: 1}}", "x.yaml:2: augment.size_px: {a: 1} "),
         ("data: {root: [a]}", "x.yaml:2: data.root: ['a'] "),
         ("data: {root: }", "x.yaml:2: data.root: null "),
-        ("model: resnet18", "x.yaml:2: model: 'resnet18' is given for a section of keys, such as model.name"),
+        (
+            "model: resnet18",
+            "x.yaml:2: model: 'resnet18' is given for a section of keys, such as model.name",
+        ),
         ("model:", "x.yaml:2: model: null "),
         ("model: {kwargs: 3}", "x.yaml:2: model.kwargs: 3 "),
         ("lr: 1", "x.yaml:2: lr: unknown key; did you mean 'optimizer.lr'?"),
         ("loss.name: a", "x.yaml:2: loss.name: unknown key; dots are for the command line"),
-        ("model: {xyzzy: 1}", "x.yaml:2: model.xyzzy: unknown key; further arguments belong in model.kwargs"),
+        (
+            "model: {xyzzy: 1}",
+            "x.yaml:2: model.xyzzy: unknown key; further arguments belong in model.kwargs",
+        ),
         ("seed: 1\nseed: 2", "x.yaml:3: key 'seed' is given twice"),
         ("model:\n  kwargs: {a: 1,\n    a: 2}", "x.yaml:4: key 'a' is given twice"),
         ("seed: 1\n  x: 2", "x.yaml:3: "),
@@ -98,7 +104,10 @@ def test_error_in_file_names_line_and_key(text: str, line: str) -> None:
         ),
         ("data.num_workers=true", "data.num_workers: true is not a whole number or auto or null"),
         ("data.num_workers=-1", "data.num_workers: -1 is out of range: 0 to 256"),
-        ("model.num_classes=9223372036854775808", "model.num_classes: 9223372036854775808 is out of"),
+        (
+            "model.num_classes=9223372036854775808",
+            "model.num_classes: 9223372036854775808 is out of",
+        ),
         ("_base_=x.yaml", "_base_: unknown key"),
     ],
 )
@@ -144,7 +153,9 @@ def test_all_errors_of_yaml_form_are_reported_at_once() -> None:
 def test_error_in_a_base_names_both_files() -> None:
     write("a.yaml", "_base_: b.yaml\n")
     write("b.yaml", "seed: 1\n_base_: [a.yaml]\n")
-    assert errors_of("_base_: a.yaml\n")[0].endswith("b.yaml:2: _base_: a circle: a.yaml -> b.yaml -> a.yaml")
+    assert errors_of("_base_: a.yaml\n")[0].endswith(
+        "b.yaml:2: _base_: a circle: a.yaml -> b.yaml -> a.yaml"
+    )
     write("b.yaml", "seed: [\n")
     assert errors_of("_base_: a.yaml\n")[0].startswith("a.yaml:1: _base_: b.yaml:2: ")
 
@@ -157,9 +168,18 @@ def test_unreadable_file_names_file() -> None:
     for name in ("folder", "pipe", "secret.yaml", "nowhere.yaml"):
         with pytest.raises(ConfigError, match=f"^{name}: "):
             load_config(name)
-    with pytest.raises(ConfigError, match=r"^configs/resnet5O.yaml: .*; did you mean 'resnet50.yaml'"):
+    with pytest.raises(
+        ConfigError, match=r"^configs/resnet5O.yaml: .*; did you mean 'resnet50.yaml'"
+    ):
         load_config("configs/resnet5O.yaml")
-    for text in (LR.encode("utf-16"), b"a: \xff\n", "a: b\x07\n", "- a\n- b\n", "just words\n", "#" * (2 << 20)):
+    for text in (
+        LR.encode("utf-16"),
+        b"a: \xff\n",
+        "a: b\x07\n",
+        "- a\n- b\n",
+        "just words\n",
+        "#" * (2 << 20),
+    ):
         assert errors_of(text)[0].startswith("x.yaml: ")
 
 
@@ -187,7 +207,11 @@ def test_one_letter_typo_of_a_key_suggests_it() -> None:
         section, dot, name = key.rpartition(".")
         for i in range(len(name)):
             head, letter, tail = name[:i], name[i], name[i + 1 :]
-            for wrong in (head + tail, head + letter * 2 + tail, head + tail[:1] + letter + tail[1:]):
+            for wrong in (
+                head + tail,
+                head + letter * 2 + tail,
+                head + tail[:1] + letter + tail[1:],
+            ):
                 typo = f"{section}{dot}{wrong}"
                 if wrong and typo not in every:
                     _, suggestions = keys.unknown_key(typo)

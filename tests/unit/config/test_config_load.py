@@ -29,7 +29,10 @@ def test_load_returns_plain_dataclasses_with_defaults() -> None:
 
 
 def test_bases_merge_depth_first_and_count_once() -> None:
-    write("root.yaml", "seed: 1\ntrain: {epochs: 1, global_batch_size: 8}\naugment: {scale: [0.1, 0.2]}\n")
+    write(
+        "root.yaml",
+        "seed: 1\ntrain: {epochs: 1, global_batch_size: 8}\naugment: {scale: [0.1, 0.2]}\n",
+    )
     write("sub/a.yaml", "_base_: ../root.yaml\nseed: 2\naugment: {scale: [0.3, 0.4]}\n")
     write("b.yaml", "_base_: root.yaml\noptimizer: {lr: 0.5, kwargs: {nesterov: true}}\n")
     config = load("_base_: [sub/a.yaml, b.yaml]\ntrain: {epochs: 7}\n").config
@@ -39,19 +42,36 @@ def test_bases_merge_depth_first_and_count_once() -> None:
 
 
 def test_mappings_in_kwargs_merge_and_lists_are_replaced() -> None:
-    write("base.yaml", "optimizer: {lr: 0.3, kwargs: {a: {b: 1, c: [1, 2]}, e: {}}}\nmodel: {kwargs: {f: 1}}\n")
-    kwargs = load("_base_: base.yaml\noptimizer: {kwargs: {a: {b: 2, c: [3], d: 5}, e: 6}}\n", "model.kwargs={}").config
+    write(
+        "base.yaml",
+        "optimizer: {lr: 0.3, kwargs: {a: {b: 1, c: [1, 2]}, e: {}}}\nmodel: {kwargs: {f: 1}}\n",
+    )
+    kwargs = load(
+        "_base_: base.yaml\noptimizer: {kwargs: {a: {b: 2, c: [3], d: 5}, e: 6}}\n",
+        "model.kwargs={}",
+    ).config
     assert kwargs.optimizer.kwargs == {"momentum": 0.9, "a": {"b": 2, "c": [3], "d": 5}, "e": 6}
     assert kwargs.model.kwargs == {"f": 1}
 
 
 def test_changed_name_resets_its_section_only() -> None:
     section = "{lr: 0.1, weight_decay: 1e-4, kwargs: {nesterov: true}}"
-    write("base.yaml", f"optimizer: {section}\nschedule: {{warmup_epochs: 3}}\ndata: {{root: /elsewhere}}\n")
+    write(
+        "base.yaml",
+        f"optimizer: {section}\nschedule: {{warmup_epochs: 3}}\ndata: {{root: /elsewhere}}\n",
+    )
     config = load("_base_: base.yaml\noptimizer: {name: adamw, lr: 0.001}\n").config
-    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.kwargs) == (0.001, 0.0, {})
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.kwargs) == (
+        0.001,
+        0.0,
+        {},
+    )
     assert (config.schedule.warmup_epochs, config.data.root) == (3, "/elsewhere")
-    back = load("_base_: base.yaml\noptimizer: {name: adamw, lr: 1}\n", "optimizer.lr=2", "optimizer.name=sgd").config
+    back = load(
+        "_base_: base.yaml\noptimizer: {name: adamw, lr: 1}\n",
+        "optimizer.lr=2",
+        "optimizer.name=sgd",
+    ).config
     assert back.optimizer.kwargs == {"momentum": 0.9}
     same = load("_base_: base.yaml\noptimizer: {name: sgd}\n", "data.name=digits").config
     assert (same.optimizer.lr, same.optimizer.kwargs) == (0.1, {"momentum": 0.9, "nesterov": True})
@@ -60,12 +80,16 @@ def test_changed_name_resets_its_section_only() -> None:
 
 def test_changed_name_warns_of_each_removed_value_and_its_place() -> None:
     write("base.yaml", "model: {pretrained: true, split_bn: false, kwargs: {a: 1, b: [x y]}}\n")
-    text = f"_base_: base.yaml\n{LR}data:\n  val: null\n  val_fraction: 0.2\n  mean: [0.5, 0.5, 0.5]\n"
+    text = (
+        f"_base_: base.yaml\n{LR}data:\n  val: null\n  val_fraction: 0.2\n  mean: [0.5, 0.5, 0.5]\n"
+    )
     assert load(text).warnings == []
     model = ["model.name=my:model", "model.kwargs.a=2"]
     (of_model,) = load(text, *model).warnings
     assert of_model.startswith("command line 'model.name=my:model': model.name: ")
-    assert "model.pretrained (base.yaml:1)" in of_model and "model.kwargs.b (base.yaml:1)" in of_model
+    assert (
+        "model.pretrained (base.yaml:1)" in of_model and "model.kwargs.b (base.yaml:1)" in of_model
+    )
     assert "split_bn" not in of_model and "kwargs.a" not in of_model  # the default, and given again
     data = ["data.name=my:dataset", "data.mean=[0.4, 0.4, 0.4]"]
     (of_data,) = load(text, *data).warnings
@@ -93,13 +117,19 @@ def test_changed_policy_or_teacher_resets_its_kwargs() -> None:
         + "augment: {size_px: 96, policy: torchvision:rand_augment, policy_kwargs: {magnitude: 7, fill: [1, 2, 3]}}\n"
         + "distill: {teacher: {name: my:teacher, kwargs: {depth: 3}}, kind: soft}\n",
     )
-    kept = load("_base_: base.yaml\naugment: {policy: torchvision:rand_augment, policy_kwargs: {num_ops: 1}}\n").config
+    kept = load(
+        "_base_: base.yaml\naugment: {policy: torchvision:rand_augment, policy_kwargs: {num_ops: 1}}\n"
+    ).config
     assert kept.augment.policy_kwargs == {"magnitude": 7, "fill": [1, 2, 3], "num_ops": 1}
     assert kept.distill.teacher.kwargs == {"depth": 3}
-    none = load("_base_: base.yaml\n", "augment.policy=null", "distill.teacher.name=my:other").config
+    none = load(
+        "_base_: base.yaml\n", "augment.policy=null", "distill.teacher.name=my:other"
+    ).config
     assert (none.augment.policy_kwargs, none.augment.size_px) == ({}, 96)
     assert (none.distill.teacher.kwargs, none.distill.kind) == ({}, "soft")
-    other = load("_base_: base.yaml\naugment: {policy: torchvision:aug_mix, policy_kwargs: {severity: 2}}\n").config
+    other = load(
+        "_base_: base.yaml\naugment: {policy: torchvision:aug_mix, policy_kwargs: {severity: 2}}\n"
+    ).config
     assert other.augment.policy_kwargs == {"severity": 2}
 
 
@@ -107,7 +137,12 @@ def test_names_in_kwargs_keep_dots_and_order() -> None:
     write("base.yaml", 'optimizer: {lr: 0.1, lr_scales: {"head.*": 10, "*.bias": 2, "*": 1}}\n')
     config = load("_base_: base.yaml\n", 'optimizer.lr_scales={"*.bias": 3}').config
     assert list(config.optimizer.lr_scales.items()) == [("head.*", 10), ("*.bias", 3), ("*", 1)]
-    assert load("_base_: base.yaml\n", "optimizer.name=adamw", "optimizer.lr=1").config.optimizer.lr_scales == {}
+    assert (
+        load(
+            "_base_: base.yaml\n", "optimizer.name=adamw", "optimizer.lr=1"
+        ).config.optimizer.lr_scales
+        == {}
+    )
 
 
 def test_missing_lr_is_an_error() -> None:
@@ -118,13 +153,20 @@ def test_missing_lr_is_an_error() -> None:
 
 
 def test_overrides_have_no_order() -> None:
-    overrides = ["optimizer.kwargs.eps=1e-8", "optimizer.name=adamw", "optimizer.lr=1", "optimizer.kwargs={a: [1]}"]
+    overrides = [
+        "optimizer.kwargs.eps=1e-8",
+        "optimizer.name=adamw",
+        "optimizer.lr=1",
+        "optimizer.kwargs={a: [1]}",
+    ]
     forth, back = load(LR, *overrides).config, load(LR, *reversed(overrides)).config
     assert forth.optimizer == back.optimizer
     assert forth.optimizer.kwargs == {"eps": 1e-8, "a": [1]}
 
 
-@pytest.mark.parametrize("words", [["seed=1", "seed=2"], ["model.kwargs.a=1", "model.kwargs={a: {b: 1}}"]])
+@pytest.mark.parametrize(
+    "words", [["seed=1", "seed=2"], ["model.kwargs.a=1", "model.kwargs={a: {b: 1}}"]]
+)
 def test_key_given_twice_in_overrides_is_an_error(words: list[str]) -> None:
     for order in (words, words[::-1]):
         assert f"is given twice: command line '{order[0]}'" in errors_of(LR, *order)[0]
@@ -132,23 +174,45 @@ def test_key_given_twice_in_overrides_is_an_error(words: list[str]) -> None:
 
 def test_scalars_have_the_type_of_their_key() -> None:
     text = "data: {train: no, root: 1e3, mean: [0, 1, 0.5]}\nexpect: {note: 2020-01-01}\nimports: [on, a.b]\n"
-    config = load(LR + text, "train.clip_norm=1", "data.val=", "data.val_fraction='0.25'", "data.kwargs.flag=no").config
+    config = load(
+        LR + text,
+        "train.clip_norm=1",
+        "data.val=",
+        "data.val_fraction='0.25'",
+        "data.kwargs.flag=no",
+    ).config
     assert (config.data.train, config.data.root, config.data.val) == ("no", "1e3", None)
     assert (config.expect.note, config.imports) == ("2020-01-01", ["on", "a.b"])
     assert (config.data.val_fraction, config.data.kwargs) == (0.25, {"flag": False})
-    assert {type(number) for number in (config.train.clip_norm, *(config.data.mean or []))} == {float}
+    assert {type(number) for number in (config.train.clip_norm, *(config.data.mean or []))} == {
+        float
+    }
 
 
 def test_scalars_in_kwargs_have_the_type_that_they_look_like() -> None:
-    values = {"1e-4": 1e-4, "1E5": 1e5, ".5": 0.5, "1.": 1.0, "-.5": -0.5, "0x10": 16, "1_000": 1000, "on": True}
-    values |= {"~": None, "'1e-4'": "1e-4"} | {text: text for text in ("010", "1:30", "2020-01-01", "n", "1e")}
+    values = {
+        "1e-4": 1e-4,
+        "1E5": 1e5,
+        ".5": 0.5,
+        "1.": 1.0,
+        "-.5": -0.5,
+        "0x10": 16,
+        "1_000": 1000,
+        "on": True,
+    }
+    values |= {"~": None, "'1e-4'": "1e-4"} | {
+        text: text for text in ("010", "1:30", "2020-01-01", "n", "1e")
+    }
     found = load(f"{LR}model: {{kwargs: {{a: [{', '.join(values)}]}}}}\n").config.model.kwargs["a"]
     assert found == list(values.values())
     assert [type(value) for value in found] == [type(value) for value in values.values()]
 
 
 def test_interpolation_uses_merged_values_and_keeps_types() -> None:
-    write("base.yaml", LR + "train: {epochs: 5}\nschedule: {kwargs: {t: '${train.epochs}', l: ['${seed}', 1]}}\n")
+    write(
+        "base.yaml",
+        LR + "train: {epochs: 5}\nschedule: {kwargs: {t: '${train.epochs}', l: ['${seed}', 1]}}\n",
+    )
     text = "_base_: base.yaml\nexpect: {note: 'lr ${optimizer.lr} seed ${seed}'}\n"
     config = load(text, "train.epochs=9", "seed=${log.every_steps}").config
     assert config.schedule.kwargs == {"t": 9, "l": [50, 1]}
@@ -158,8 +222,14 @@ def test_interpolation_uses_merged_values_and_keeps_types() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        *((f"${{{text}", "not allowed") for text in ("oc.env:SECRET}", " oc.env : SECRET }", "", ".note}", "seed")),
-        *((f"a ${{{text}}} b", "not allowed") for text in ("oc.env:SECRET", "oc.env:${data.root}", "${data.root}")),
+        *(
+            (f"${{{text}", "not allowed")
+            for text in ("oc.env:SECRET}", " oc.env : SECRET }", "", ".note}", "seed")
+        ),
+        *(
+            (f"a ${{{text}}} b", "not allowed")
+            for text in ("oc.env:SECRET", "oc.env:${data.root}", "${data.root}")
+        ),
         (r"\${train.epochs}", "not allowed"),
         ("${train.epoch}", "did you mean 'train.epochs'"),
         ("${train}", "is not a key with a value"),
@@ -167,24 +237,36 @@ def test_interpolation_uses_merged_values_and_keeps_types() -> None:
         ("${expect.source}{oc.env:SECRET}", "after interpolation"),
     ],
 )
-def test_interpolation_in_other_form_is_an_error(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolation_in_other_form_is_an_error(
+    value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     (line,) = errors_of(f"{LR}expect:\n  note: '{value}'\n  source: '$'\n")
     assert line.startswith("x.yaml:3: expect.note: ") and message in line and "hunter2" not in line
 
 
 def test_interpolation_that_expands_or_loops_is_an_error() -> None:
-    steps = "".join(f"    a{i}: '${{model.kwargs.a{i + 1}}}${{model.kwargs.a{i + 1}}}'\n" for i in range(18))
-    lists = "".join(f"    a{i}: ['${{model.kwargs.a{i + 1}}}', '${{model.kwargs.a{i + 1}}}']\n" for i in range(18))
+    steps = "".join(
+        f"    a{i}: '${{model.kwargs.a{i + 1}}}${{model.kwargs.a{i + 1}}}'\n" for i in range(18)
+    )
+    lists = "".join(
+        f"    a{i}: ['${{model.kwargs.a{i + 1}}}', '${{model.kwargs.a{i + 1}}}']\n"
+        for i in range(18)
+    )
     for lines in (steps, lists):
         assert "more than" in errors_of(f"{LR}model:\n  kwargs:\n{lines}    a18: '{'x' * 50}'\n")[0]
-    loop = errors_of(LR + "model: {kwargs: {a: '${model.kwargs.b}${model.kwargs.b}', b: '${model.kwargs.a}'}}\n")
+    loop = errors_of(
+        LR + "model: {kwargs: {a: '${model.kwargs.b}${model.kwargs.b}', b: '${model.kwargs.a}'}}\n"
+    )
     assert "refers back to itself" in loop[0]
     assert "can't be interpolated" in errors_of(LR + "model: {name: '${data.root}'}\n")[0]
 
 
 def test_reference_to_an_invalid_key_is_no_further_error() -> None:
-    text = LR + "schedule: {warmup_epochs: '${train.epochs}', kwargs: {t: '${schedule.warmup_epochs}'}}\n"
+    text = (
+        LR
+        + "schedule: {warmup_epochs: '${train.epochs}', kwargs: {t: '${schedule.warmup_epochs}'}}\n"
+    )
     (line,) = errors_of(f"{text}train: {{epochs: many}}\n")
     assert "train.epochs" in line
 
@@ -192,12 +274,16 @@ def test_reference_to_an_invalid_key_is_no_further_error() -> None:
 def test_question_marks_require_a_later_value() -> None:
     write("base.yaml", LR + "data:\n  root: ???\n")
     assert load("_base_: base.yaml\n", "data.root=here").config.data.root == "here"
-    assert errors_of("_base_: base.yaml\n", "model.kwargs.a=???")[0].startswith("base.yaml:3: data.root: has no value")
+    assert errors_of("_base_: base.yaml\n", "model.kwargs.a=???")[0].startswith(
+        "base.yaml:3: data.root: has no value"
+    )
 
 
 def test_origins_name_layer_file_and_line() -> None:
     write("sub/base.yaml", "# a comment\noptimizer:\n  lr: 0.1\n  kwargs:\n    nesterov: true\n")
-    origins = load("_base_: sub/base.yaml\n\nseed: 3\n", "log.every_steps=5", "train.clip_norm=").origins
+    origins = load(
+        "_base_: sub/base.yaml\n\nseed: 3\n", "log.every_steps=5", "train.clip_norm="
+    ).origins
     assert {key: origin for key, origin in origins.items() if origin} == {
         **dict.fromkeys(["optimizer", "optimizer.lr"], "sub/base.yaml:3"),
         **dict.fromkeys(["optimizer.kwargs", "optimizer.kwargs.nesterov"], "sub/base.yaml:5"),
@@ -214,9 +300,13 @@ def test_no_file_is_the_demo_and_a_byte_order_mark_is_ignored() -> None:
 
 
 def test_shipped_config_is_found_from_any_folder() -> None:
-    assert find_config("resnet50") == find_config("configs/resnet50.yaml") == CONFIGS / "resnet50.yaml"
+    assert (
+        find_config("resnet50") == find_config("configs/resnet50.yaml") == CONFIGS / "resnet50.yaml"
+    )
     assert load_config("resnet50_tv_v2").name == "resnet50_tv_v2"
-    assert load("_base_: [configs/_base_/schedules/sgd_cosine.yaml, vit_deit]\n").config.model.name.startswith("vit")
+    assert load(
+        "_base_: [configs/_base_/schedules/sgd_cosine.yaml, vit_deit]\n"
+    ).config.model.name.startswith("vit")
     Path("resnet50").mkdir()  # a folder is no config
     assert find_config("resnet50") == CONFIGS / "resnet50.yaml"
     for name in ("resnet5O", "configs/resnet5O.yaml"):
@@ -228,7 +318,12 @@ def test_own_file_has_priority_over_a_shipped_config() -> None:
     for name in ("configs/resnet50.yaml", "resnet18"):
         write(name, LR + "seed: 7\n")
         assert load_config(name).config.seed == load(f"_base_: {name}\n").config.seed == 7
-    for name in ("configs/mine.yaml", "/configs/demo.yaml", "sub/configs/demo.yaml", "_base_/demo.yaml"):
+    for name in (
+        "configs/mine.yaml",
+        "/configs/demo.yaml",
+        "sub/configs/demo.yaml",
+        "_base_/demo.yaml",
+    ):
         assert find_config(name) == Path(name)
     assert load_config("configs/resnet18.yaml").origins["model.name"].startswith(str(CONFIGS))
 
@@ -239,10 +334,18 @@ def test_names_of_shipped_configs_are_unique() -> None:
 
 
 def test_config_from_dict_fills_defaults_and_checks_types() -> None:
-    config = config_from_dict({"optimizer": {"name": "adamw", "lr": 1}, "seed": -1})  # ranges are not checked
+    config = config_from_dict(
+        {"optimizer": {"name": "adamw", "lr": 1}, "seed": -1}
+    )  # ranges are not checked
     assert (config.optimizer.kwargs, config.seed) == ({}, -1)
     good = {"optimizer": {"lr": 1}}
-    for wrong in ({}, {"optimizer": {"lr": "x"}}, good | {"sed": 1}, good | {"seed": object()}, good | {"data": []}):
+    for wrong in (
+        {},
+        {"optimizer": {"lr": "x"}},
+        good | {"sed": 1},
+        good | {"seed": object()},
+        good | {"data": []},
+    ):
         with pytest.raises(ConfigError):
             config_from_dict(wrong)
 
@@ -252,34 +355,56 @@ def test_config_imports_no_torch() -> None:
         "import sys; from imagenet_cls.config.load import load_config; load_config('configs/demo.yaml');"
         "assert not {'torch', 'numpy', 'torchvision', 'timm'} & set(sys.modules), 'a heavy import'"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, env={**os.environ, "PYTHONPATH": str(REPO)})
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "exclude"),
     [
         ({"on_bad_image": "exclude", "root": "/images"}, "/images/verified_images.json"),
-        ({"on_bad_image": "exclude", "manifest": None, "root": "/images"}, "/images/verified_images.json"),
+        (
+            {"on_bad_image": "exclude", "manifest": None, "root": "/images"},
+            "/images/verified_images.json",
+        ),
         ({"on_bad_image": "exclude", "manifest": "a.json"}, "a.json"),
         ({"on_bad_image": "error", "manifest": "a.json"}, None),
         ({"on_bad_image": "exclude", "exclude": "b.json"}, "b.json"),
     ],
 )
-def test_removed_keys_are_read_with_a_warning(values: dict[str, str | None], exclude: str | None) -> None:
+def test_removed_keys_are_read_with_a_warning(
+    values: dict[str, str | None], exclude: str | None
+) -> None:
     overrides = [f"data.{key}={'' if value is None else value}" for key, value in values.items()]
     loaded = load(LR, *overrides)
     assert loaded.config.data.exclude == exclude
-    removed = [override for override in overrides if "on_bad_image" in override or "manifest" in override]
-    assert [line.partition(": ")[0] for line in loaded.warnings] == [f"command line {word!r}" for word in removed]
+    removed = [
+        override for override in overrides if "on_bad_image" in override or "manifest" in override
+    ]
+    assert [line.partition(": ")[0] for line in loaded.warnings] == [
+        f"command line {word!r}" for word in removed
+    ]
     assert all("replaced by data.exclude" in line for line in loaded.warnings)
     assert config_from_dict({"optimizer": {"lr": 1}, "data": values}).data.exclude == exclude
 
 
 def test_delete_replaces_a_section_of_the_base() -> None:
-    write("base.yaml", LR + "augment: {color_jitter: {hue: 0.1}, hflip_prob: 0.1}\nmodel: {name: a, kwargs: {x: 1}}\n")
+    write(
+        "base.yaml",
+        LR
+        + "augment: {color_jitter: {hue: 0.1}, hflip_prob: 0.1}\nmodel: {name: a, kwargs: {x: 1}}\n",
+    )
     section = "{_delete_: true, lr: 0.2}"
-    loaded = load(f"_base_: base.yaml\noptimizer: {section}\naugment: {{_delete_: true, vflip_prob: 0.2}}\n")
+    loaded = load(
+        f"_base_: base.yaml\noptimizer: {section}\naugment: {{_delete_: true, vflip_prob: 0.2}}\n"
+    )
     assert loaded.config.augment.color_jitter.hue == 0 and loaded.config.augment.vflip_prob == 0.2
     assert loaded.config.optimizer.kwargs == {"momentum": 0.9} and loaded.config.optimizer.lr == 0.2
-    loaded = load("_base_: base.yaml\nmodel: {kwargs: {_delete_: true, y: 2}}\naugment: {_delete_: false}\n")
+    loaded = load(
+        "_base_: base.yaml\nmodel: {kwargs: {_delete_: true, y: 2}}\naugment: {_delete_: false}\n"
+    )
     assert loaded.config.model.kwargs == {"y": 2} and loaded.config.augment.hflip_prob == 0.1

@@ -18,14 +18,22 @@ DEMO = str(REPO / "configs" / "demo.yaml")
 
 def test_tool_prints_a_config_that_loads(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "tools" / "print_config.py"), DEMO, "seed=9"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": "/usr/bin"})
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": "/usr/bin"}
+    )
     assert (done.returncode, done.stderr) == (0, "")
     (tmp_path / "printed.yaml").write_text(done.stdout)
     assert load_config(tmp_path / "printed.yaml").config == load_config(DEMO, ["seed=9"]).config
 
 
 def test_origin_prints_place_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(print_config_command, [write("x.yaml", f"{LR}train: {{epochs: 9}}\n"), "--origin", "seed=3"]) == 0
+    assert (
+        main(
+            print_config_command,
+            [write("x.yaml", f"{LR}train: {{epochs: 9}}\n"), "--origin", "seed=3"],
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     places = dict(line.split(":", 1) for line in printed.splitlines())
     assert "# command line 'seed=3'" in places["seed"]
@@ -34,8 +42,16 @@ def test_origin_prints_place_of_each_value(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_diff_prints_both_values_of_each_difference(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(print_config_command, [DEMO, "seed=3", "optimizer.kwargs.nesterov=true", "--diff", DEMO]) == 0
-    assert capsys.readouterr().out.splitlines() == ["optimizer.kwargs.nesterov: true | (absent)", "seed: 3 | 0"]
+    assert (
+        main(
+            print_config_command, [DEMO, "seed=3", "optimizer.kwargs.nesterov=true", "--diff", DEMO]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "optimizer.kwargs.nesterov: true | (absent)",
+        "seed: 3 | 0",
+    ]
     assert main(print_config_command, [DEMO, "model.kwargs.a=1", "--diff", DEMO]) == 0
     assert capsys.readouterr().out == "model.kwargs.a: 1 | (absent)\n"
     assert main(print_config_command, [DEMO, "--diff", DEMO]) == 0
@@ -45,6 +61,9 @@ def test_diff_prints_both_values_of_each_difference(capsys: pytest.CaptureFixtur
 def test_errors_are_lines_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(print_config_command, [DEMO, "sead=9", "train.epochs=x"]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and {line.split(": ")[1] for line in printed.err.splitlines()} == {"sead", "train.epochs"}
+    assert printed.out == "" and {line.split(": ")[1] for line in printed.err.splitlines()} == {
+        "sead",
+        "train.epochs",
+    }
     assert main(print_config_command, [DEMO.replace("demo", "demoo")]) == 2
     assert "did you mean 'demo.yaml'" in capsys.readouterr().err

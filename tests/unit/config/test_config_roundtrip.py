@@ -12,21 +12,49 @@ from imagenet_cls.config.load import config_from_dict, dump_yaml, load_config
 
 # Not `${`, which begins an interpolation, and not `???`, which means a missing value.
 TEXT = st.text(max_size=20).filter(lambda text: "${" not in text and text != "???")
-TRAPS = ["no", "null", "~", "1e-4", "010", "1:30", "0x1F", "2020-01-01", "<<", "=", "a: b", "# x", "", " ", "- a"]
+TRAPS = [
+    "no",
+    "null",
+    "~",
+    "1e-4",
+    "010",
+    "1:30",
+    "0x1F",
+    "2020-01-01",
+    "<<",
+    "=",
+    "a: b",
+    "# x",
+    "",
+    " ",
+    "- a",
+]
 TEXTS = TEXT | st.sampled_from([*TRAPS, "a\x85b", "\u2028", "\u2029 "])
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 PLAIN = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | FLOATS | TEXTS
-NAMES = st.text(min_size=1, max_size=8).filter(lambda text: "${" not in text and text not in ("???", "<<"))
+NAMES = st.text(min_size=1, max_size=8).filter(
+    lambda text: "${" not in text and text not in ("???", "<<")
+)
 KWARGS = st.dictionaries(
     NAMES,
-    st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3)),
+    st.recursive(
+        PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3)
+    ),
     max_size=4,
 )
-SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SETTINGS = settings(
+    max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 
 
 @SETTINGS
-@given(KWARGS, st.none() | TEXTS, st.lists(TEXTS, max_size=3), st.integers(0, 2**63 - 1), st.floats(0, 1e9))
+@given(
+    KWARGS,
+    st.none() | TEXTS,
+    st.lists(TEXTS, max_size=3),
+    st.integers(0, 2**63 - 1),
+    st.floats(0, 1e9),
+)
 def test_config_roundtrip_through_yaml_and_json(
     kwargs: dict[str, Any], text: str | None, texts: list[str], seed: int, number: float
 ) -> None:

@@ -36,11 +36,15 @@ from imagenet_cls.errors import DataError
 
 def files_of(folder: Path) -> list[tuple[str, bytes]]:
     """Names below `folder` and contents, in an order that is not the sorted one."""
-    paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name[::-1])
+    paths = sorted(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name[::-1]
+    )
     return [(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
 
 
-def write_tar(path: Path, files: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT, **fields: Any) -> Path:
+def write_tar(
+    path: Path, files: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT, **fields: Any
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=form) as tar:
         for name, content in files:
@@ -52,7 +56,9 @@ def write_tar(path: Path, files: Iterable[tuple[str, bytes]], form: int = tarfil
     return path
 
 
-def write_zip(path: Path, files: Iterable[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> Path:
+def write_zip(
+    path: Path, files: Iterable[tuple[str, bytes]], method: int = zipfile.ZIP_STORED
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, content in files:
@@ -60,31 +66,46 @@ def write_zip(path: Path, files: Iterable[tuple[str, bytes]], method: int = zipf
     return path
 
 
-def write_shards(folder: Path, files: list[tuple[str, bytes]], labels: Callable[[str], str], count: int = 3) -> None:
+def write_shards(
+    folder: Path, files: list[tuple[str, bytes]], labels: Callable[[str], str], count: int = 3
+) -> None:
     """Shards of one sample after the other: an image and its .cls."""
     for number in range(count):
         members = []
         for name, content in files[number::count]:
             members += [(name, content), (name.rpartition(".")[0] + ".cls", labels(name).encode())]
-        write_tar(folder / f"s-{number:04d}.tar", members, mtime=1.5)  # as WebDataset's writer: a pax header for each
+        write_tar(
+            folder / f"s-{number:04d}.tar", members, mtime=1.5
+        )  # as WebDataset's writer: a pax header for each
 
 
 def write_imagenet(root: Path, image_folder: Path) -> None:
     """ImageNet's archives: a tar of class tars, a flat tar, and the devkit."""
     outer = []
     for folder in sorted((image_folder / "train").iterdir()):
-        outer.append((f"{folder.name}.tar", write_tar(root / "class.tar", files_of(folder)).read_bytes()))
+        outer.append(
+            (f"{folder.name}.tar", write_tar(root / "class.tar", files_of(folder)).read_bytes())
+        )
     (root / "class.tar").unlink()
     write_tar(root / TRAIN_TAR, outer, tarfile.USTAR_FORMAT)
     wnids = sorted(path.name for path in (image_folder / "train").iterdir())
-    images = sorted((image_folder / "val").rglob("*.JPEG"), key=lambda path: (path.name, path.parent.name))
-    names = [(f"ILSVRC2012_val_{i:08d}.JPEG", path.read_bytes()) for i, path in enumerate(images, 1)]
+    images = sorted(
+        (image_folder / "val").rglob("*.JPEG"), key=lambda path: (path.name, path.parent.name)
+    )
+    names = [
+        (f"ILSVRC2012_val_{i:08d}.JPEG", path.read_bytes()) for i, path in enumerate(images, 1)
+    ]
     write_tar(root / VAL_TAR, names, tarfile.USTAR_FORMAT)
-    table = np.array([(i, wnid) for i, wnid in enumerate(wnids, 1)], [("ILSVRC2012_ID", "f8"), ("WNID", "O")])
+    table = np.array(
+        [(i, wnid) for i, wnid in enumerate(wnids, 1)], [("ILSVRC2012_ID", "f8"), ("WNID", "O")]
+    )
     meta = io.BytesIO()
     savemat(meta, {"synsets": table})
     numbers = "".join(f"{wnids.index(path.parent.name) + 1}\n" for path in images)
-    devkit = [(f"{DEVKIT}/data/meta.mat", meta.getvalue()), (f"{DEVKIT}/data/{GROUND_TRUTH}", numbers.encode())]
+    devkit = [
+        (f"{DEVKIT}/data/meta.mat", meta.getvalue()),
+        (f"{DEVKIT}/data/{GROUND_TRUTH}", numbers.encode()),
+    ]
     write_tar(root / f"{DEVKIT}.tar", devkit)
     with tarfile.open(root / f"{DEVKIT}.tar.gz", "w:gz") as tar:
         for name, content in devkit:
@@ -111,7 +132,9 @@ def below(prefix: str, files: list[tuple[str, bytes]]) -> list[tuple[str, bytes]
 
 
 def whole_zip(root: Path, image_folder: Path) -> DataConfig:
-    return DataConfig(root=str(write_zip(root / "imagenet.zip", below("some folder/", files_of(image_folder)))))
+    return DataConfig(
+        root=str(write_zip(root / "imagenet.zip", below("some folder/", files_of(image_folder))))
+    )
 
 
 def class_tars(root: Path, image_folder: Path) -> DataConfig:
@@ -140,12 +163,16 @@ FOLDERS: dict[str, Make] = {
 
 def contents(source: Any) -> list[tuple[str, int, bytes]]:
     assert isinstance(source, FolderSource)
-    return [(source.name(i), int(source.index.targets[i]), source.read(i)) for i in range(len(source))]
+    return [
+        (source.name(i), int(source.index.targets[i]), source.read(i)) for i in range(len(source))
+    ]
 
 
 def described(opened: DataSets) -> list[object]:
     parts = [opened.train, opened.val]
-    return [[part.digest(), describe_sizes(part), part.classes] for part in parts if part is not None]
+    return [
+        [part.digest(), describe_sizes(part), part.classes] for part in parts if part is not None
+    ]
 
 
 @pytest.fixture
@@ -164,18 +191,26 @@ def odd_folder(tmp_path: Path, image_folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_archives_of_class_folders_equal_the_folders(name: str, image_folder: Path, tmp_path: Path) -> None:
+def test_archives_of_class_folders_equal_the_folders(
+    name: str, image_folder: Path, tmp_path: Path
+) -> None:
     data = FOLDERS[name](tmp_path / "archives", image_folder)
     check_paths(data)
     opened, expected = open_datasets(data), open_datasets(DataConfig(root=str(image_folder)))
     assert contents(opened.train) == contents(expected.train)
     if name == "ImageNet's archives":  # other names in validation
-        assert sorted(c[1:] for c in contents(opened.val)) == sorted(c[1:] for c in contents(expected.val))
+        assert sorted(c[1:] for c in contents(opened.val)) == sorted(
+            c[1:] for c in contents(expected.val)
+        )
         return
-    assert contents(opened.val) == contents(expected.val) and described(opened) == described(expected)
+    assert contents(opened.val) == contents(expected.val) and described(opened) == described(
+        expected
+    )
     held_out = {"val": None, "val_fraction": 0.3}
     split = open_datasets(replace(data, **held_out))
-    assert described(split) == described(open_datasets(DataConfig(root=str(image_folder), **held_out)))
+    assert described(split) == described(
+        open_datasets(DataConfig(root=str(image_folder), **held_out))
+    )
     val_only = open_datasets(data, ("val",))
     assert val_only.val is not None and val_only.val.digest() == expected.val.digest()  # type: ignore[union-attr]
 
@@ -190,14 +225,20 @@ def test_odd_names_are_those_of_the_folders(name: str, odd_folder: Path, tmp_pat
         open_datasets(files(tmp_path / "archives", odd_folder)),
         open_datasets(DataConfig(root=str(odd_folder))),
     )
-    assert contents(opened.train) == contents(expected.train) and described(opened) == described(expected)
+    assert contents(opened.train) == contents(expected.train) and described(opened) == described(
+        expected
+    )
 
 
 @pytest.mark.parametrize("labels", ["names", "numbers", "json"])
-def test_shards_keep_their_order_and_take_labels(labels: str, image_folder: Path, tmp_path: Path) -> None:
+def test_shards_keep_their_order_and_take_labels(
+    labels: str, image_folder: Path, tmp_path: Path
+) -> None:
     classes = ["cat", "dog", "eel"]
     files = files_of(image_folder / "train")
-    label_of = {"names": lambda n: n[:3], "numbers": lambda n: f"{classes.index(n[:3])}\n"}.get(labels)
+    label_of = {"names": lambda n: n[:3], "numbers": lambda n: f"{classes.index(n[:3])}\n"}.get(
+        labels
+    )
     if label_of is not None:
         write_shards(tmp_path / "train", files, label_of)
     else:
@@ -207,7 +248,9 @@ def test_shards_keep_their_order_and_take_labels(labels: str, image_folder: Path
                 more = json.dumps({"label": classes.index(n[:3]), "more": "x" * 600})
                 members += [(n, c), (n.replace("JPEG", "json"), more.encode())]
             write_tar(tmp_path / "train" / f"s-{number:04d}.tar", members)
-    opened = open_datasets(DataConfig(root=str(tmp_path), val=None, val_fraction=0.2, train="train/s-{0000..0002}.tar"))
+    opened = open_datasets(
+        DataConfig(root=str(tmp_path), val=None, val_fraction=0.2, train="train/s-{0000..0002}.tar")
+    )
     whole = open_datasets(DataConfig(root=str(tmp_path), val="train"), ("val",)).val
     assert whole is not None
     expected = [(n, classes.index(n[:3]), c) for number in range(3) for n, c in files[number::3]]
@@ -216,7 +259,9 @@ def test_shards_keep_their_order_and_take_labels(labels: str, image_folder: Path
     both = [row for row in expected if row in contents(opened.train) + contents(opened.val)]
     assert both == expected and len(contents(opened.val)) == 8
     (tmp_path / "train" / "classes.txt").write_text("cat\ndog\neel\n")
-    named = open_datasets(DataConfig(root=str(tmp_path), train="train/*.tar", val=str(image_folder / "val")))
+    named = open_datasets(
+        DataConfig(root=str(tmp_path), train="train/*.tar", val=str(image_folder / "val"))
+    )
     assert named.train is not None and named.train.classes == tuple(classes)
     assert contents(named.train) == expected
 
@@ -271,9 +316,13 @@ def test_large_zip_is_read_by_its_64_bit_directory(
     data = file.getvalue()
     (tmp_path / "train.zip").write_bytes(b"a program that unpacks itself" + data)
     assert b"PK\6\6" in data and len(data) > 20_000
-    opened = open_datasets(DataConfig(root=str(tmp_path), train="train.zip", val=None, val_fraction=0.5))
+    opened = open_datasets(
+        DataConfig(root=str(tmp_path), train="train.zip", val=None, val_fraction=0.5)
+    )
     expected = open_datasets(DataConfig(root=str(image_folder), val=None, val_fraction=0.5))
-    assert contents(opened.train) == contents(expected.train) and described(opened) == described(expected)
+    assert contents(opened.train) == contents(expected.train) and described(opened) == described(
+        expected
+    )
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -412,7 +461,9 @@ def test_bad_archive_is_an_error_with_its_name(name: str, tmp_path: Path) -> Non
     assert len(lines) <= 3 and str(tmp_path / "train") in lines[0]
 
 
-def test_validation_archive_without_its_labels_is_an_error(image_folder: Path, tmp_path: Path) -> None:
+def test_validation_archive_without_its_labels_is_an_error(
+    image_folder: Path, tmp_path: Path
+) -> None:
     write_imagenet(tmp_path, image_folder)
     (tmp_path / f"{DEVKIT}.tar.gz").unlink()
     with pytest.raises(DataError, match=f"{VAL_TAR}: its labels"):
@@ -564,7 +615,9 @@ def test_damaged_data_in_a_zip_is_an_error(image_folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["zip, stored", "tar, pax", "ImageNet's archives"])
-def test_bad_image_in_an_archive_is_listed_and_left_out(name: str, image_folder: Path, tmp_path: Path) -> None:
+def test_bad_image_in_an_archive_is_listed_and_left_out(
+    name: str, image_folder: Path, tmp_path: Path
+) -> None:
     folders = tmp_path / "folders"
     shutil.copytree(image_folder, folders)
     (folders / "train" / "dog" / "004.JPEG").write_bytes(b"")
@@ -576,7 +629,9 @@ def test_bad_image_in_an_archive_is_listed_and_left_out(name: str, image_folder:
     bad = Path(data.root) / "bad_images.txt"
     assert bad.read_text().startswith(f"{data.train}/dog/004.JPEG\tan empty file")
     opened = open_datasets(replace(data, exclude=str(bad)))
-    assert opened.train is not None and len(opened.train) == 39 and "dog/004.JPEG" in str(opened.note)
+    assert (
+        opened.train is not None and len(opened.train) == 39 and "dog/004.JPEG" in str(opened.note)
+    )
     (folders / "train" / "dog" / "004.JPEG").unlink()
     assert opened.train.digest() == open_datasets(DataConfig(root=str(folders))).train.digest()  # type: ignore[union-attr]
     with bad.open("a") as file:
@@ -592,7 +647,12 @@ def test_verify_data_takes_archives_without_a_config(
     FOLDERS["ImageNet's archives"](tmp_path / "own", image_folder)
     whole_zip(tmp_path / "whole", image_folder)
     write_shards(tmp_path / "shards", files_of(image_folder / "train"), lambda name: name[:3])
-    for name, count in (("zips/train.zip", 40), ("own", 49), ("whole/imagenet.zip", 49), ("shards", 40)):
+    for name, count in (
+        ("zips/train.zip", 40),
+        ("own", 49),
+        ("whole/imagenet.zip", 49),
+        ("shards", 40),
+    ):
         code, out, _ = call(verify_command, tmp_path / name)
         assert code == 0 and f"{count} images, 0 bad" in out, name
 
@@ -608,7 +668,12 @@ def test_verify_data_reads_archives_beside_images(
     write_zip(tmp_path / "notes.zip", [("notes.txt", b"")])
     (tmp_path / "image.jpg").write_bytes(files[0][1])
     code, out, error = call(verify_command, tmp_path)
-    assert code == 3 and "52 images, 1 bad" in out and f"(in {tmp_path / 'bad.zip'})" in out and "CONFIG" in error
+    assert (
+        code == 3
+        and "52 images, 1 bad" in out
+        and f"(in {tmp_path / 'bad.zip'})" in out
+        and "CONFIG" in error
+    )
 
 
 def test_verify_data_reads_images_of_the_same_key_in_all_shards(
@@ -616,8 +681,14 @@ def test_verify_data_reads_images_of_the_same_key_in_all_shards(
 ) -> None:
     files = files_of(image_folder / "train")
     for shard in range(2):
-        samples = [(f"{i:04d}.jpg", files[i][1][: 900 if (shard, i) == (0, 5) else None]) for i in range(20)]
-        write_tar(tmp_path / f"train-{shard}.tar", [s for n, d in samples for s in ((n, d), (f"{n[:4]}.cls", b"0"))])
+        samples = [
+            (f"{i:04d}.jpg", files[i][1][: 900 if (shard, i) == (0, 5) else None])
+            for i in range(20)
+        ]
+        write_tar(
+            tmp_path / f"train-{shard}.tar",
+            [s for n, d in samples for s in ((n, d), (f"{n[:4]}.cls", b"0"))],
+        )
     config = tmp_path / "config.yaml"
     fields = {"root": str(tmp_path), "train": "train-*.tar", "val": "train-1.tar"}
     config.write_text(json.dumps({"data": fields, "optimizer": {"lr": 0.1}}))
@@ -638,7 +709,9 @@ def test_cached_archives_are_listed_again_after_a_change(
     monkeypatch.setenv("IMAGENET_CLS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(index_cache, "MIN_IMAGES", 1)
     monkeypatch.setattr(index_cache, "MIN_AGE_SEC", -3600)
-    monkeypatch.setattr(index_cache, "FILE_SYSTEMS", index_cache.FILE_SYSTEMS | {"overlay", "unknown"})
+    monkeypatch.setattr(
+        index_cache, "FILE_SYSTEMS", index_cache.FILE_SYSTEMS | {"overlay", "unknown"}
+    )
     write_shards(tmp_path / "train", files_of(image_folder / "train"), lambda name: name[:3])
     write_zip(tmp_path / "val.zip", files_of(image_folder / "val"))
     data = DataConfig(root=str(tmp_path), val="val.zip")
@@ -654,7 +727,11 @@ def test_cached_archives_are_listed_again_after_a_change(
     (tmp_path / "train" / "s-0002.tar").unlink()
     opened = open_datasets(data)
     assert contents(opened.val) == listed[1]
-    assert contents(opened.train) == [row for row in listed[0] if row in contents(opened.train)] != listed[0]
+    assert (
+        contents(opened.train)
+        == [row for row in listed[0] if row in contents(opened.train)]
+        != listed[0]
+    )
 
 
 SOURCE: FolderSource
@@ -690,21 +767,29 @@ def test_class_tar_with_subfolders_is_one_class(tmp_path: Path, image_folder: Pa
     assert len(data.train) + len(data.val) == 20
 
 
-def test_class_tars_beside_other_class_folders_are_an_error(tmp_path: Path, image_folder: Path) -> None:
+def test_class_tars_beside_other_class_folders_are_an_error(
+    tmp_path: Path, image_folder: Path
+) -> None:
     shutil.copytree(image_folder / "train" / "cat", tmp_path / "train" / "cat")
     write_tar(tmp_path / "train" / "dog.tar", files_of(image_folder / "train" / "dog"))
     with pytest.raises(DataError, match=r"dog\.tar"):
         held_out(tmp_path, "train")
-    shutil.copytree(image_folder / "train" / "dog", tmp_path / "train" / "dog")  # unpacked, and not removed
+    shutil.copytree(
+        image_folder / "train" / "dog", tmp_path / "train" / "dog"
+    )  # unpacked, and not removed
     assert held_out(tmp_path, "train").classes == ("cat", "dog")
 
 
 @pytest.mark.parametrize("prefixes", [("train/", "val/"), ("a/b/", "a/b/")])
-def test_classes_a_level_deeper_are_an_error(tmp_path: Path, image_folder: Path, prefixes: tuple[str, str]) -> None:
+def test_classes_a_level_deeper_are_an_error(
+    tmp_path: Path, image_folder: Path, prefixes: tuple[str, str]
+) -> None:
     files = [
         file
         for part, prefix in zip(("train", "val"), prefixes, strict=True)
-        for file in below(f"{prefix}{part}_" if prefix[0] == "a" else prefix, files_of(image_folder / part))
+        for file in below(
+            f"{prefix}{part}_" if prefix[0] == "a" else prefix, files_of(image_folder / part)
+        )
     ]
     write_zip(tmp_path / "both.zip", files)
     with pytest.raises(DataError, match="deeper"):
@@ -726,7 +811,11 @@ def test_files_that_are_no_images_are_counted_as_in_folders(form: str, tmp_path:
     data = DataConfig(root=str(tmp_path / f"all.{form}"), val="train")
     if form == "class tars":
         for name in "ab":
-            chosen = [(file.removeprefix(f"train/{name}/"), IMAGE) for file, _ in files if f"/{name}/" in file]
+            chosen = [
+                (file.removeprefix(f"train/{name}/"), IMAGE)
+                for file, _ in files
+                if f"/{name}/" in file
+            ]
             write_tar(tmp_path / "tars" / "train" / f"{name}.tar", chosen)
         data = DataConfig(root=str(tmp_path / "tars"), val="train")
     else:
@@ -743,13 +832,19 @@ def test_files_of_shards_beside_images_and_labels_are_counted(tmp_path: Path) ->
 
 
 def test_tar_of_class_folders_may_hold_other_files(tmp_path: Path, image_folder: Path) -> None:
-    files = [*files_of(image_folder / "train"), ("cat/000.json", b'{"width": 3}'), ("dog/000.json", b"[" * 100_000)]
+    files = [
+        *files_of(image_folder / "train"),
+        ("cat/000.json", b'{"width": 3}'),
+        ("dog/000.json", b"[" * 100_000),
+    ]
     write_tar(tmp_path / "train.tar", files)
     assert held_out(tmp_path, "train.tar").classes == ("cat", "dog", "eel")
 
 
 def test_patterns_may_be_absolute(tmp_path: Path, image_folder: Path) -> None:
-    write_shards(tmp_path / "shards", files_of(image_folder / "train"), lambda name: name.partition("/")[0])
+    write_shards(
+        tmp_path / "shards", files_of(image_folder / "train"), lambda name: name.partition("/")[0]
+    )
     data = held_out(tmp_path / "elsewhere", f"{tmp_path}/shards/s-*.tar")
     assert data.classes == ("cat", "dog", "eel")
     with pytest.raises(DataError, match="no such file"):
@@ -757,7 +852,12 @@ def test_patterns_may_be_absolute(tmp_path: Path, image_folder: Path) -> None:
 
 
 def test_root_may_be_an_archive_of_class_folders(tmp_path: Path, image_folder: Path) -> None:
-    assert held_out(write_zip(tmp_path / "train.zip", files_of(image_folder / "train")), ".").classes[0] == "cat"
+    assert (
+        held_out(write_zip(tmp_path / "train.zip", files_of(image_folder / "train")), ".").classes[
+            0
+        ]
+        == "cat"
+    )
 
 
 def test_sparse_members_are_an_error(tmp_path: Path, image_folder: Path) -> None:
@@ -771,7 +871,9 @@ def test_sparse_members_are_an_error(tmp_path: Path, image_folder: Path) -> None
 def test_shard_with_double_slashes_in_its_names_is_read(tmp_path: Path) -> None:
     """As GNU tar writes them for `tar -cf train.tar 0//`."""
     samples = [(f"0//{i}", str(i % 2).encode()) for i in range(10)]
-    files = [file for key, label in samples for file in ((f"{key}.jpg", IMAGE), (f"{key}.cls", label))]
+    files = [
+        file for key, label in samples for file in ((f"{key}.jpg", IMAGE), (f"{key}.cls", label))
+    ]
     write_tar(tmp_path / "train.tar", files)
     source = open_datasets(DataConfig(root=str(tmp_path), train="train.tar", val="train.tar")).train
     assert contents(source) == [(f"0/{i}.jpg", i % 2, IMAGE) for i in range(10)]

@@ -7,7 +7,12 @@ import pytest
 import torch
 from test_data_loader import same
 
-from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, ErasingConfig, ProgressiveConfig
+from imagenet_cls.config.schema import (
+    AugmentConfig,
+    ColorJitterConfig,
+    ErasingConfig,
+    ProgressiveConfig,
+)
 from imagenet_cls.data.builtin import SyntheticLoader
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions
@@ -21,7 +26,10 @@ from imagenet_cls.seeding import hash_key, seed_generators
     "policy",
     [
         *("rand-m9-mstd0.5-inc1", "torchvision:aug_mix", "test_data_policies:sprinkle"),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("original-mstd0.5", "v0", "augmix-m3-w3", "3a")),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("original-mstd0.5", "v0", "augmix-m3-w3", "3a")
+        ),
         *(
             pytest.param(f"torchvision:{name}", marks=pytest.mark.nightly)
             for name in ("rand_augment", "trivial_augment_wide", "auto_augment")
@@ -41,22 +49,35 @@ def test_policy_same_bits_for_any_number_of_workers(image_folder: Path, policy: 
 
     def epoch(num_workers: int) -> list[TrainBatch]:
         sampler = EpochSampler(len(source), 4, 0, 1, seed=5, repeats=2)
-        loader = TrainLoader(source, TrainTransform(augment), sampler, 5, WorkerOptions(num_workers))
+        loader = TrainLoader(
+            source, TrainTransform(augment), sampler, 5, WorkerOptions(num_workers)
+        )
         batches = list(loader.epoch(1))
         loader.close()
         return batches
 
     alone = epoch(0)
     assert same(alone, epoch(2)) and len(alone) == 10
-    images, boxes = torch.cat([batch.images for batch in alone]), torch.cat([batch.boxes for batch in alone])
+    images, boxes = (
+        torch.cat([batch.images for batch in alone]),
+        torch.cat([batch.boxes for batch in alone]),
+    )
     keys = torch.cat([batch.keys for batch in alone])
     assert keys.dtype == torch.int64 and len(set(keys.tolist())) == 40
-    assert boxes.dtype == torch.int32 and boxes.shape == (40, 2, 4) and 8 <= boxes.any(-1).any(-1).sum() <= 32
-    assert not any(torch.equal(one, other) for one, other in zip(images[::2], images[1::2], strict=True)), "repeats"
+    assert (
+        boxes.dtype == torch.int32
+        and boxes.shape == (40, 2, 4)
+        and 8 <= boxes.any(-1).any(-1).sum() <= 32
+    )
+    assert not any(
+        torch.equal(one, other) for one, other in zip(images[::2], images[1::2], strict=True)
+    ), "repeats"
 
 
 def test_ranks_make_the_same_samples_and_boxes(image_folder: Path) -> None:
-    augment = AugmentConfig(size_px=16, policy="rand-m9", erasing=ErasingConfig(prob=0.5, mode="pixel"), splits=2)
+    augment = AugmentConfig(
+        size_px=16, policy="rand-m9", erasing=ErasingConfig(prob=0.5, mode="pixel"), splits=2
+    )
     source = FolderSource(index_folder(image_folder / "train"))
 
     def samples(rank: int, size: int) -> dict[int, tuple[list[int], list[int]]]:
@@ -76,12 +97,16 @@ def test_ranks_make_the_same_samples_and_boxes(image_folder: Path) -> None:
 
 
 def test_splits_are_view_major_and_only_later_ones_are_augmented(image_folder: Path) -> None:
-    augment = AugmentConfig(size_px=24, policy="rand-m9", erasing=ErasingConfig(prob=1.0, mode="rand"), splits=3)
+    augment = AugmentConfig(
+        size_px=24, policy="rand-m9", erasing=ErasingConfig(prob=1.0, mode="rand"), splits=3
+    )
     source, transform = FolderSource(index_folder(image_folder / "train")), TrainTransform(augment)
     order = EpochSampler(40, 4, 0, 1, 5, repeats=2)
     order.set_epoch(1)
     samples = list(order)
-    loader = TrainLoader(source, transform, EpochSampler(40, 4, 0, 1, 5, repeats=2), 5, WorkerOptions())
+    loader = TrainLoader(
+        source, transform, EpochSampler(40, 4, 0, 1, 5, repeats=2), 5, WorkerOptions()
+    )
     for number, batch in enumerate(loader.epoch(1)):
         assert batch.images.shape == (12, 3, 24, 24) and batch.targets.shape == (4,)
         assert batch.boxes is not None and batch.keys is not None
@@ -102,29 +127,46 @@ def test_splits_are_view_major_and_only_later_ones_are_augmented(image_folder: P
 
 def test_image_size_grows_between_epochs_with_the_same_workers(image_folder: Path) -> None:
     augment = AugmentConfig(
-        size_px=32, policy="3a", progressive=ProgressiveConfig([0.0, 2.0], [16, 32], 8), erasing=ErasingConfig(prob=0.9)
+        size_px=32,
+        policy="3a",
+        progressive=ProgressiveConfig([0.0, 2.0], [16, 32], 8),
+        erasing=ErasingConfig(prob=0.9),
     )
     source = FolderSource(index_folder(image_folder / "train"))
     ours, alone = (
-        TrainLoader(source, TrainTransform(augment), EpochSampler(40, 4, 0, 1, 5), 5, WorkerOptions(num_workers))
+        TrainLoader(
+            source,
+            TrainTransform(augment),
+            EpochSampler(40, 4, 0, 1, 5),
+            5,
+            WorkerOptions(num_workers),
+        )
         for num_workers in (2, 0)
     )
     for epoch, side in enumerate((16, 24, 32, 32)):
         batches = list(ours.epoch(epoch, start_step=epoch))
         assert {batch.images.shape[2:] for batch in batches} == {(side, side)}
-        assert max(int(batch.boxes[..., :2].add(batch.boxes[..., 2:]).max()) for batch in batches) <= side  # type: ignore[index]
+        assert (
+            max(int(batch.boxes[..., :2].add(batch.boxes[..., 2:]).max()) for batch in batches)
+            <= side
+        )  # type: ignore[index]
         assert same(batches, list(alone.epoch(epoch, start_step=epoch)))
     ours.close()
 
 
 def test_synthetic_batches_have_sizes_views_and_boxes() -> None:
     augment = AugmentConfig(
-        size_px=32, progressive=ProgressiveConfig([0.0, 1.0], [16, 32], 16), splits=2, erasing=ErasingConfig(prob=0.5)
+        size_px=32,
+        progressive=ProgressiveConfig([0.0, 1.0], [16, 32], 16),
+        splits=2,
+        erasing=ErasingConfig(prob=0.5),
     )
     device = torch.device("cpu")
 
     def loader() -> SyntheticLoader:
-        return SyntheticLoader(10, EpochSampler(64, 16, 0, 1, 1, accumulation=2), augment, 1, device)
+        return SyntheticLoader(
+            10, EpochSampler(64, 16, 0, 1, 1, accumulation=2), augment, 1, device
+        )
 
     seed_generators(3)
     expected = random.random()
@@ -135,11 +177,22 @@ def test_synthetic_batches_have_sizes_views_and_boxes() -> None:
         assert len(batches) == 8 and same(batches, list(loader().epoch(epoch)))
         for images, targets, boxes, keys in batches:
             assert images.shape == (16, 3, side, side) and targets.shape == (8,)
-            assert boxes is not None and boxes.shape == (16, 1, 4) and not boxes[:8].any() and boxes[8:].any()
+            assert (
+                boxes is not None
+                and boxes.shape == (16, 1, 4)
+                and not boxes[:8].any()
+                and boxes[8:].any()
+            )
             assert keys is not None and len(set(keys.tolist())) == 16
     assert random.random() == expected
     assert len(list(ours.epoch(0, 2))) == 4
     uneven = SyntheticLoader(10, EpochSampler(64, 15, 0, 2, 1, accumulation=2), augment, 1, device)
-    assert [(len(batch.targets), len(batch.images)) for batch in uneven.epoch(0, 2)] == [(4, 8), (4, 8)] * 2
+    assert [(len(batch.targets), len(batch.images)) for batch in uneven.epoch(0, 2)] == [
+        (4, 8),
+        (4, 8),
+    ] * 2
     uneven = SyntheticLoader(10, EpochSampler(64, 15, 1, 2, 1, accumulation=2), augment, 1, device)
-    assert [(len(batch.targets), len(batch.images)) for batch in uneven.epoch(0, 2)] == [(4, 8), (3, 6)] * 2
+    assert [(len(batch.targets), len(batch.images)) for batch in uneven.epoch(0, 2)] == [
+        (4, 8),
+        (3, 6),
+    ] * 2

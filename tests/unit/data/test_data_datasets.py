@@ -37,7 +37,9 @@ class Own:
 
 def gray(root: str, part: str, size: int = 8) -> Own:
     assert root.endswith("somewhere")
-    return Own((Image.new("L", (size, size), 15), 1), 10 if part == "fit" else 4, classes=["even", "odd"])
+    return Own(
+        (Image.new("L", (size, size), 15), 1), 10 if part == "fit" else 4, classes=["even", "odd"]
+    )
 
 
 def tensors(root: str, part: str) -> Own:
@@ -61,7 +63,9 @@ def wrong(root: str, part: str, kind: str) -> Any:
 
 
 def test_open_factory_returns_train_and_val() -> None:
-    data = DataConfig(name="test_data_datasets:gray", root="somewhere", train="fit", kwargs={"size": 6})
+    data = DataConfig(
+        name="test_data_datasets:gray", root="somewhere", train="fit", kwargs={"size": 6}
+    )
     assert data_problems(data) == []
     opened = open_datasets(data)
     assert opened.train is not None and opened.val is not None
@@ -76,7 +80,9 @@ def test_open_factory_returns_train_and_val() -> None:
 @pytest.mark.parametrize("kind", WRONG)
 def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
     with pytest.raises(UserError):
-        open_datasets(DataConfig(name="test_data_datasets:wrong", kwargs={"kind": kind})).train.load(0)  # type: ignore[union-attr]
+        open_datasets(
+            DataConfig(name="test_data_datasets:wrong", kwargs={"kind": kind})
+        ).train.load(0)  # type: ignore[union-attr]
 
 
 # ------------------------------------------------------------------------------------------------------ files
@@ -90,7 +96,12 @@ def names(source: ImageSource | None) -> list[str]:
 def test_open_folder_returns_train_and_val(image_folder: Path) -> None:
     opened = open_datasets(DataConfig(root=str(image_folder)))
     assert opened.classes == ("cat", "dog", "eel")
-    assert opened.train is not None and opened.val is not None and len(opened.train) == 40 and len(opened.val) == 9
+    assert (
+        opened.train is not None
+        and opened.val is not None
+        and len(opened.train) == 40
+        and len(opened.val) == 9
+    )
     image, target = opened.train.load(39)
     expected = np.array(Image.open(image_folder / "train" / "eel" / "019.JPEG").convert("RGB"))
     assert np.array_equal(image.permute(1, 2, 0).numpy(), expected) and target == 2
@@ -107,7 +118,9 @@ def test_open_folder_with_val_fraction(image_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [("train", "val"), ("val",)])
-def test_open_folder_with_other_validation_classes_raises(tmp_path: Path, parts: tuple[str, ...]) -> None:
+def test_open_folder_with_other_validation_classes_raises(
+    tmp_path: Path, parts: tuple[str, ...]
+) -> None:
     for name in ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(b"x")
@@ -122,7 +135,11 @@ def test_open_list_returns_train_and_val(image_folder: Path, tmp_path: Path) -> 
     data = DataConfig(name="list", root=str(image_folder), train=train, val=val)
     for parts in (("train", "val"), ("val",)):
         opened = open_datasets(data, parts)
-        assert opened.classes == ("meow", "woof") and opened.val is not None and opened.val.load(0)[1] == 0
+        assert (
+            opened.classes == ("meow", "woof")
+            and opened.val is not None
+            and opened.val.load(0)[1] == 0
+        )
 
 
 def test_open_digits_returns_train_and_val(tmp_path: Path) -> None:
@@ -156,14 +173,19 @@ def test_write_digits_by_several_processes_at_once(tmp_path: Path) -> None:
 
 
 def test_open_synthetic_returns_train_and_val() -> None:
-    data = DataConfig(name="synthetic", kwargs={"train_images": 30, "val_images": 7, "num_classes": 5, "size_px": 16})
+    data = DataConfig(
+        name="synthetic",
+        kwargs={"train_images": 30, "val_images": 7, "num_classes": 5, "size_px": 16},
+    )
     assert data_problems(data) == []
     opened = open_datasets(data)
     assert isinstance(opened.train, SyntheticSource) and opened.val is not None
     assert (len(opened.train), len(opened.val), len(opened.classes)) == (30, 7, 5)
     image, target = opened.train.load(3)
     assert image.shape == (3, 16, 16) and image.dtype == torch.uint8 and 0 <= target < 5
-    assert torch.equal(image, opened.train.load(3)[0]) and not torch.equal(image, opened.val.load(3)[0])
+    assert torch.equal(image, opened.train.load(3)[0]) and not torch.equal(
+        image, opened.val.load(3)[0]
+    )
 
 
 # ------------------------------------------------------------------------------------------- torchvision's sets
@@ -175,7 +197,11 @@ class WithTrainFlag(Own):
     def __init__(self, root: str, train: bool = True, download: bool = False):
         if not download:
             raise RuntimeError("Dataset not found or corrupted.")
-        super().__init__((Image.new("RGB", (8, 8)), 1), 20 if train else 10, targets=[0, 1] * (10 if train else 5))
+        super().__init__(
+            (Image.new("RGB", (8, 8)), 1),
+            20 if train else 10,
+            targets=[0, 1] * (10 if train else 5),
+        )
 
 
 class WithSplit(Own):
@@ -186,20 +212,30 @@ class WithSplit(Own):
             raise ValueError(f"Unknown value '{split}' for argument split.")
         if root == "nowhere":
             raise RuntimeError("Dataset not found or corrupted.")
-        super().__init__((Image.new("RGB", (8, 8)), 1), 20 if split == "train" else 10, num_classes=2)
+        super().__init__(
+            (Image.new("RGB", (8, 8)), 1), 20 if split == "train" else 10, num_classes=2
+        )
 
 
 @pytest.mark.parametrize("factory", [WithTrainFlag, WithSplit])
-def test_open_torchvision_part_by_flag_or_split(monkeypatch: pytest.MonkeyPatch, factory: type) -> None:
+def test_open_torchvision_part_by_flag_or_split(
+    monkeypatch: pytest.MonkeyPatch, factory: type
+) -> None:
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", factory)
     opened = open_datasets(DataConfig(name="torchvision:CIFAR10", root="somewhere"))
-    assert (len(names(opened.train)), len(names(opened.val)), opened.classes) == (20, 10, ("0", "1"))
+    assert (len(names(opened.train)), len(names(opened.val)), opened.classes) == (
+        20,
+        10,
+        ("0", "1"),
+    )
     data = DataConfig(name="torchvision:CIFAR10", root="somewhere", val=None, val_fraction=0.5)
     assert len(names(open_datasets(data).val)) == 10
 
 
 @pytest.mark.parametrize("change", [{"root": "nowhere"}, {"train": "unknown"}])
-def test_open_torchvision_without_files_or_part_raises(monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
+def test_open_torchvision_without_files_or_part_raises(
+    monkeypatch: pytest.MonkeyPatch, change: dict
+) -> None:
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", WithSplit)
     with pytest.raises(DataError):
         open_datasets(DataConfig(name="torchvision:CIFAR10", **change))
@@ -207,7 +243,9 @@ def test_open_torchvision_without_files_or_part_raises(monkeypatch: pytest.Monke
 
 def test_open_torchvision_without_parts(tmp_path: Path) -> None:
     kwargs = {"size": 12, "image_size": [3, 9, 8], "num_classes": 4}
-    data = DataConfig("torchvision:FakeData", root=str(tmp_path), val=None, val_fraction=0.25, kwargs=kwargs)
+    data = DataConfig(
+        "torchvision:FakeData", root=str(tmp_path), val=None, val_fraction=0.25, kwargs=kwargs
+    )
     assert data_problems(data) == []
     opened = open_datasets(data)
     assert opened.train is not None and opened.val is not None

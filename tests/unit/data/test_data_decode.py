@@ -12,7 +12,13 @@ import torch
 from PIL import Image, ImageOps
 
 from imagenet_cls.data import decode
-from imagenet_cls.data.decode import decode_region, decode_rgb, decode_upright, exif_orientation, rgb_tensor
+from imagenet_cls.data.decode import (
+    decode_region,
+    decode_rgb,
+    decode_upright,
+    exif_orientation,
+    rgb_tensor,
+)
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
 
@@ -49,7 +55,9 @@ def fixtures(photograph: Image.Image) -> dict[str, bytes]:
         "png palette with alpha": encode(palette, "PNG", transparency=bytes(range(0, 256, 16))),
         "png bilevel": encode(image.convert("1"), "PNG"),
         "gif": encode(palette, "GIF"),
-        "gif of two frames": encode(palette, "GIF", save_all=True, append_images=[palette.rotate(180)]),
+        "gif of two frames": encode(
+            palette, "GIF", save_all=True, append_images=[palette.rotate(180)]
+        ),
         "bmp": encode(image, "BMP"),
         "webp": encode(image, "WEBP"),
         "tiff": encode(image, "TIFF"),
@@ -70,7 +78,9 @@ def test_decode_rgb_divides_gray_images_of_16_bits_by_256(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_decode_upright_equals_pillows_exif_transpose(photographs: list[Image.Image], kind: str) -> None:
+def test_decode_upright_equals_pillows_exif_transpose(
+    photographs: list[Image.Image], kind: str
+) -> None:
     for orientation in range(10):  # of which 0 and 9 do not exist
         exif = Image.Exif()
         exif[0x0112] = orientation
@@ -84,7 +94,9 @@ def test_decode_upright_equals_pillows_exif_transpose(photographs: list[Image.Im
             asked.append((height, width))
             return Box(height // 2, width // 3, height // 4, width // 4)
 
-        image, (top, left, height, width) = decode_region(data, choose, find_turbojpeg(), exif="apply")
+        image, (top, left, height, width) = decode_region(
+            data, choose, find_turbojpeg(), exif="apply"
+        )
         assert asked == [expected.shape[1:]]
         rows, columns = slice(top, top + height), slice(left, left + width)
         assert torch.equal(image[:, rows, columns], expected[:, rows, columns]), orientation
@@ -98,7 +110,9 @@ def test_broken_or_missing_exif_block_is_no_orientation(photographs: list[Image.
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_decode_rgb_gives_pillows_pixels(photographs: list[Image.Image], recwarn: pytest.WarningsRecorder) -> None:
+def test_decode_rgb_gives_pillows_pixels(
+    photographs: list[Image.Image], recwarn: pytest.WarningsRecorder
+) -> None:
     for kind, data in fixtures(photographs[0]).items():
         recwarn.clear()
         pixels = decode_rgb(data)
@@ -111,7 +125,9 @@ def test_decode_rgb_gives_pillows_pixels(photographs: list[Image.Image], recwarn
 def test_decode_rgb_ordinary_jpeg_does_not_use_pillow(
     photographs: list[Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "_decode_with_pillow", lambda data: pytest.fail("went through Pillow"))
+    monkeypatch.setattr(
+        decode, "_decode_with_pillow", lambda data: pytest.fail("went through Pillow")
+    )
     for kind in ("4:2:0", "4:4:4", "progressive", "gray", "rotated", "broken exif", "thumbnail"):
         decode_rgb(fixtures(photographs[0])[kind])
 
@@ -125,7 +141,13 @@ def test_decode_rgb_truncated_image_raises(photographs: list[Image.Image]) -> No
 
 
 def test_decode_rgb_garbage_raises() -> None:
-    for data in (b"", b"\xff\xd8", b"\xff\xd8\xff\xe0", b"<html>404</html>", bytes(range(256)) * 20):
+    for data in (
+        b"",
+        b"\xff\xd8",
+        b"\xff\xd8\xff\xe0",
+        b"<html>404</html>",
+        bytes(range(256)) * 20,
+    ):
         with pytest.raises(DataError):
             decode_rgb(data)
 
@@ -135,7 +157,9 @@ def peak_kib() -> int:
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
-def test_decode_rgb_decompression_bomb_raises_and_takes_no_memory(photographs: list[Image.Image]) -> None:
+def test_decode_rgb_decompression_bomb_raises_and_takes_no_memory(
+    photographs: list[Image.Image],
+) -> None:
     """200 megapixels are 600 MB."""
     jpeg = bytearray(encode(photographs[0].resize((16, 16)), progressive=True))
     struct.pack_into(">HH", jpeg, jpeg.index(b"\xff\xc2") + 5, 20_000, 10_000)
@@ -150,10 +174,14 @@ def test_decode_rgb_decompression_bomb_raises_and_takes_no_memory(photographs: l
 
 
 @pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
-def test_decode_rgb_of_further_formats_equals_pillow(kind: str, photographs: list[Image.Image]) -> None:
+def test_decode_rgb_of_further_formats_equals_pillow(
+    kind: str, photographs: list[Image.Image]
+) -> None:
     data = encode(photographs[0].resize((161, 107)), kind)
     with Image.open(io.BytesIO(data)) as image:
-        assert np.array_equal(decode_rgb(data).permute(1, 2, 0).numpy(), np.array(image.convert("RGB")))
+        assert np.array_equal(
+            decode_rgb(data).permute(1, 2, 0).numpy(), np.array(image.convert("RGB"))
+        )
     for end in range(0, len(data), len(data) // 20):
         damaged = bytearray(data)
         damaged[end] ^= 255

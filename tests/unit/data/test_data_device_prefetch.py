@@ -20,9 +20,15 @@ def test_each_item_is_started_before_the_previous_one_is_yielded() -> None:
 def batches(count: int, read: list[int], pin: bool = False) -> Iterator[TrainBatch]:
     for number in range(count):
         read.append(number)
-        images = torch.full((4, 3, 64, 64), number, dtype=torch.uint8).to(memory_format=torch.channels_last)
+        images = torch.full((4, 3, 64, 64), number, dtype=torch.uint8).to(
+            memory_format=torch.channels_last
+        )
         targets = torch.full((4,), number)
-        yield TrainBatch(images.pin_memory(), targets.pin_memory()) if pin else TrainBatch(images, targets)
+        yield (
+            TrainBatch(images.pin_memory(), targets.pin_memory())
+            if pin
+            else TrainBatch(images, targets)
+        )
 
 
 def test_on_a_cpu_batches_are_unchanged_and_read_when_needed() -> None:

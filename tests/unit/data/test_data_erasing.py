@@ -24,7 +24,12 @@ def test_draw_boxes_are_within_the_image_and_share_the_area() -> None:
     boxes = boxes_for(list(range(400)), erasing, 40)
     assert boxes.dtype == torch.int32 and boxes.shape == (400, 3, 4)
     top, left, height, width = boxes.unbind(-1)
-    assert (top >= 0).all() and (left >= 0).all() and (top + height <= 40).all() and (left + width <= 40).all()
+    assert (
+        (top >= 0).all()
+        and (left >= 0).all()
+        and (top + height <= 40).all()
+        and (left + width <= 40).all()
+    )
     used = (height > 0).sum(1)
     assert set(used.tolist()) == {1, 2, 3}
     for count in (1, 2, 3):
@@ -35,7 +40,9 @@ def test_draw_boxes_are_within_the_image_and_share_the_area() -> None:
 
 def test_draw_boxes_without_chance_or_fitting_box_gives_none() -> None:
     assert not boxes_for(list(range(50)), ErasingConfig(prob=0.0), 32).any()
-    assert not boxes_for([1, 2], ErasingConfig(prob=1.0, scale=[1.0, 1.0], ratio=[1.0, 1.0]), 16).any()
+    assert not boxes_for(
+        [1, 2], ErasingConfig(prob=1.0, scale=[1.0, 1.0], ratio=[1.0, 1.0]), 16
+    ).any()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -45,7 +52,9 @@ def test_erase_fills_exactly_the_boxes_in_place(mode: str, channels_last: bool) 
     erasing = ErasingConfig(prob=0.7, mode=mode, max_count=2)  # type: ignore[arg-type]
     boxes = boxes_for(keys, erasing, 24)
     images = torch.full((8, 3, 24, 24), 7.0)
-    images = images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    images = images.contiguous(
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format
+    )
     assert erase(images, boxes, torch.tensor(keys), erasing.mode) is images
     inside = torch.zeros(8, 24, 24, dtype=torch.bool)
     for i, rows in enumerate(boxes.tolist()):
@@ -67,7 +76,9 @@ def test_erase_colors_depend_on_the_key_only(mode: str) -> None:
     keys = [11, 12, 13, 14]
     boxes = boxes_for(keys, ErasingConfig(prob=1.0), 32)
     whole = erase(torch.zeros(4, 3, 32, 32), boxes, torch.tensor(keys), mode)  # type: ignore[arg-type]
-    again = erase(torch.ones(4, 3, 32, 32), boxes[[2, 0, 1, 3]], torch.tensor(keys)[[2, 0, 1, 3]], mode)  # type: ignore[arg-type]
+    again = erase(
+        torch.ones(4, 3, 32, 32), boxes[[2, 0, 1, 3]], torch.tensor(keys)[[2, 0, 1, 3]], mode
+    )  # type: ignore[arg-type]
     for place, row in enumerate([2, 0, 1, 3]):
         filled = whole[row] != 0
         assert torch.equal(again[place][filled], whole[row][filled])
@@ -82,7 +93,9 @@ def test_erase_colors_are_standard_normal() -> None:
     colors = erase(torch.zeros(300, 3, 64, 64), boxes, keys, "rand")[:, :, 0, 0]
     for draws, error in ((pixels, 0.005), (colors, 0.15)):
         assert abs(float(draws.mean())) < error and abs(float(draws.std()) - 1) < error
-    assert abs(torch.corrcoef(torch.stack([colors[:-1].flatten(), colors[1:].flatten()]))[0, 1]) < 0.15
+    assert (
+        abs(torch.corrcoef(torch.stack([colors[:-1].flatten(), colors[1:].flatten()]))[0, 1]) < 0.15
+    )
 
 
 @pytest.mark.gpu

@@ -35,24 +35,64 @@ def touch(root: Path, *names: str) -> Path:
 def test_index_folder_equals_image_folder(tmp_path: Path) -> None:
     touch(
         tmp_path,
-        *("b/2.JPEG", "b/10.jpeg", "b/sub/1.PNG", "b/sub/deep/x.bmp", "b/a-sub/9.jpg", "b/notes.txt"),
-        *("B/1.webp", "a10/ä ö.jpg", "a10/z.tiff", "a2/1.pgm", "a2/b.c/1.ppm", "a2/b/1.tif", "a2/b-d/1.jpg"),
+        *(
+            "b/2.JPEG",
+            "b/10.jpeg",
+            "b/sub/1.PNG",
+            "b/sub/deep/x.bmp",
+            "b/a-sub/9.jpg",
+            "b/notes.txt",
+        ),
+        *(
+            "B/1.webp",
+            "a10/ä ö.jpg",
+            "a10/z.tiff",
+            "a2/1.pgm",
+            "a2/b.c/1.ppm",
+            "a2/b/1.tif",
+            "a2/b-d/1.jpg",
+        ),
     )
     index, reference = index_folder(tmp_path), ImageFolder(str(tmp_path))
     assert list(index.classes) == reference.classes
-    assert [(str(index.path(i)), int(index.targets[i])) for i in range(len(index))] == reference.samples
+    assert [
+        (str(index.path(i)), int(index.targets[i])) for i in range(len(index))
+    ] == reference.samples
     assert len(index) == 12 and index.targets.dtype == np.int64 and index.names.dtype.kind == "S"
 
 
 def test_index_folder_skips_hidden_files_and_takes_gif(tmp_path: Path) -> None:
-    touch(tmp_path, "a/1.gif", "a/._1.jpg", "a/.cache/2.jpg", ".ipynb_checkpoints/3.jpg", "b/1.jpg", "b/._2.jpg")
+    touch(
+        tmp_path,
+        "a/1.gif",
+        "a/._1.jpg",
+        "a/.cache/2.jpg",
+        ".ipynb_checkpoints/3.jpg",
+        "b/1.jpg",
+        "b/._2.jpg",
+    )
     index = index_folder(tmp_path)
     assert [index.name(i) for i in range(len(index))] == ["a/1.gif", "b/1.jpg"]
 
 
 def test_files_that_are_no_images_are_counted_by_suffix(tmp_path: Path) -> None:
-    touch(tmp_path, *(f"a/{name}" for name in ("1.jfif", "2.JPE", "3.avif", "4.jp2", "5.J2K", "6.heic", "7.HEIF")))
-    touch(tmp_path, "a/1.TXT", "b/deep/2.txt", "b/README", "b/.hidden.svg", "b/x.eps", "b/1.jpg", "notes.csv")
+    touch(
+        tmp_path,
+        *(
+            f"a/{name}"
+            for name in ("1.jfif", "2.JPE", "3.avif", "4.jp2", "5.J2K", "6.heic", "7.HEIF")
+        ),
+    )
+    touch(
+        tmp_path,
+        "a/1.TXT",
+        "b/deep/2.txt",
+        "b/README",
+        "b/.hidden.svg",
+        "b/x.eps",
+        "b/1.jpg",
+        "notes.csv",
+    )
     index = index_folder(tmp_path)
     assert len(index) == 8
     assert index.unread == {b".txt": 2, b"": 1, b".eps": 1}
@@ -88,7 +128,9 @@ def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) 
 
 
 def test_index_folder_matches_given_classes_by_name(tmp_path: Path) -> None:
-    index = index_folder(touch(tmp_path, "a/1.jpg", "b/1.jpg", "c/1.jpg", "c/2.jpg"), classes=["c", "a", "b"])
+    index = index_folder(
+        touch(tmp_path, "a/1.jpg", "b/1.jpg", "c/1.jpg", "c/2.jpg"), classes=["c", "a", "b"]
+    )
     assert index.targets.tolist() == [1, 2, 0, 0] and index.classes == ("c", "a", "b")
 
 
@@ -102,9 +144,17 @@ def test_index_folder_with_other_classes_raises(tmp_path: Path, classes: str, na
 @pytest.mark.parametrize(
     ("names", "folder", "expected"),
     [
-        (["ILSVRC2012_val_00000001.JPEG", "2.JPEG"], "", "holds 2 images .*\n.*tools/prepare_imagenet.py"),
+        (
+            ["ILSVRC2012_val_00000001.JPEG", "2.JPEG"],
+            "",
+            "holds 2 images .*\n.*tools/prepare_imagenet.py",
+        ),
         (["1.JPEG", "2.JPEG"], "", "holds 2 images .*\n(?!.*prepare_imagenet)"),
-        (["train/n1/1.jpg", "train/n2/1.jpg"], "", "a level deeper\n.*data.train=train data.val=null"),
+        (
+            ["train/n1/1.jpg", "train/n2/1.jpg"],
+            "",
+            "a level deeper\n.*data.train=train data.val=null",
+        ),
         (["images/n1/1.jpg", "images/n2/1.jpg"], "", "a level deeper\n.*data.train=FOLDER"),
         (
             ["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"],
@@ -140,7 +190,9 @@ def test_class_in_another_unicode_normalization_is_shown_by_code_points(tmp_path
 
 
 def test_split_is_stratified_and_a_function_of_names(tmp_path: Path) -> None:
-    names = [f"{c}/{i}.jpg" for c, n in (("a", 10), ("b", 25), ("c", 2), ("d", 1)) for i in range(n)]
+    names = [
+        f"{c}/{i}.jpg" for c, n in (("a", 10), ("b", 25), ("c", 2), ("d", 1)) for i in range(n)
+    ]
     index = index_folder(touch(tmp_path / "one", *names))
     train, val = split(index)
     assert np.bincount(val.targets, minlength=4).tolist() == [2, 5, 1, 0]

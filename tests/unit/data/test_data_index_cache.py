@@ -22,7 +22,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("IMAGENET_CLS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(index_cache, "MIN_IMAGES", 1)
     monkeypatch.setattr(index_cache, "MIN_AGE_SEC", -3600)
-    monkeypatch.setattr(index_cache, "FILE_SYSTEMS", index_cache.FILE_SYSTEMS | {"overlay", "unknown"})
+    monkeypatch.setattr(
+        index_cache, "FILE_SYSTEMS", index_cache.FILE_SYSTEMS | {"overlay", "unknown"}
+    )
     return tmp_path / "cache"
 
 
@@ -30,7 +32,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def root(tmp_path: Path) -> Path:
     """Classes a and b, one with a folder of images in it, and c, a link to a folder elsewhere."""
     root = tmp_path / "train"
-    for name in ("a/1.jpg", "a/2.JPEG", "b/1.png", "b/more/3.jpg", "b/.hidden/4.jpg", "b/notes.txt"):
+    for name in (
+        "a/1.jpg",
+        "a/2.JPEG",
+        "b/1.png",
+        "b/more/3.jpg",
+        "b/.hidden/4.jpg",
+        "b/notes.txt",
+    ):
         touch(root / name)
     touch(tmp_path / "elsewhere" / "ü \udcff.jpg")
     touch(tmp_path / "other" / "ü \udcff.jpg")
@@ -57,9 +66,13 @@ def content(index: ImageIndex) -> tuple[list[bytes], list[int], tuple[str, ...],
     return index.names.tolist(), index.targets.tolist(), index.classes, index.digest
 
 
-def test_cached_index_equals_the_scanned_one(cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_index_equals_the_scanned_one(
+    cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = content(index_folder(root))
-    assert expected[0] == [os.fsencode(n) for n in ("a/1.jpg", "a/2.JPEG", "b/1.png", "b/more/3.jpg", "c/ü \udcff.jpg")]
+    assert expected[0] == [
+        os.fsencode(n) for n in ("a/1.jpg", "a/2.JPEG", "b/1.png", "b/more/3.jpg", "c/ü \udcff.jpg")
+    ]
     reversed_classes = content(index_folder(root, ["c", "b", "a"]))
     monkeypatch.setattr(index, "scan_classes", None)  # a call is an error
     assert content(index_folder(root)) == expected
@@ -98,7 +111,9 @@ def restore_time(folder: Path, change: Callable[[], None]) -> None:
         lambda root: restore_time(root / "a", lambda: touch(root / "a" / "3.jpg")),
     ],
 )  # fmt: skip
-def test_changed_folders_are_listed_again(cache: Path, root: Path, change: Callable[[Path], object]) -> None:
+def test_changed_folders_are_listed_again(
+    cache: Path, root: Path, change: Callable[[Path], object]
+) -> None:
     index_folder(root)
     assert read_scan(root)
     wait_for_clock(root.parent)
@@ -132,7 +147,8 @@ def test_link_that_may_become_a_folder_is_not_cached(cache: Path, root: Path, pl
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("MIN_IMAGES", 6), ("MIN_AGE_SEC", 60), ("FILE_SYSTEMS", frozenset({"vfat"}))]
+    ("setting", "value"),
+    [("MIN_IMAGES", 6), ("MIN_AGE_SEC", 60), ("FILE_SYSTEMS", frozenset({"vfat"}))],
 )
 def test_small_changing_or_unreliable_datasets_are_not_cached(
     cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: object
@@ -169,7 +185,9 @@ def replace_by_pickle(file: Path) -> None:
         lambda file: (file.unlink(), os.mkfifo(file)),
     ],
 )
-def test_damaged_cache_is_ignored_and_replaced(cache: Path, root: Path, damage: Callable[[Path], object]) -> None:
+def test_damaged_cache_is_ignored_and_replaced(
+    cache: Path, root: Path, damage: Callable[[Path], object]
+) -> None:
     expected = content(index_folder(root))
     (file,) = cache.iterdir()
     damage(file)
@@ -197,7 +215,9 @@ def test_cache_with_a_damaged_header_of_an_array_is_ignored(cache: Path, root: P
             assert read_scan(root) is None, bit
 
 
-def test_cache_of_other_code_is_ignored(cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_other_code_is_ignored(
+    cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index_folder(root)
     monkeypatch.setattr(index_cache, "__file__", str(root.parent / "data" / "index_cache.py"))
     for name in ("index.py", "index_cache.py", "archives.py"):
@@ -214,7 +234,9 @@ def test_cache_folder_that_cannot_be_made_is_no_error(
     assert len(index_folder(root)) == len(index_folder(root)) == 5
 
 
-def test_full_disk_leaves_no_file(disk: Path, cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_file(
+    disk: Path, cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("IMAGENET_CLS_CACHE", str(disk))
     (disk / "filled").write_bytes(bytes(990_000))
     for number in range(3000):
@@ -223,10 +245,16 @@ def test_full_disk_leaves_no_file(disk: Path, cache: Path, root: Path, monkeypat
     assert [path.name for path in disk.iterdir()] == ["filled"]
 
 
-def test_default_place_is_the_cache_of_the_user(cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_place_is_the_cache_of_the_user(
+    cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("IMAGENET_CLS_CACHE")
     monkeypatch.setenv("HOME", str(root.parent / "home"))
-    for variable, place in (("", "home/.cache"), ("relative", "home/.cache"), (str(root.parent / "xdg"), "xdg")):
+    for variable, place in (
+        ("", "home/.cache"),
+        ("relative", "home/.cache"),
+        (str(root.parent / "xdg"), "xdg"),
+    ):
         monkeypatch.setenv("XDG_CACHE_HOME", variable)
         index_folder(root)
         (file,) = (root.parent / place / "imagenet-cls").iterdir()
@@ -246,4 +274,8 @@ def test_writers_and_readers_at_once_get_the_whole_scan(cache: Path, root: Path)
         reads = [pool.submit(lambda: content(index_folder(root))) for _ in range(40)]
     assert [write.result() for write in writes] == [None] * 40
     assert all(read.result() == expected for read in reads)
-    assert read_scan(root) and sorted(path.suffix for path in cache.iterdir()) == ["", ".npz"] and new.exists()
+    assert (
+        read_scan(root)
+        and sorted(path.suffix for path in cache.iterdir()) == ["", ".npz"]
+        and new.exists()
+    )

@@ -23,7 +23,10 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def test_index_list_of_names_and_paths_with_spaces(folder: Path) -> None:
-    index = index_list(write(folder, "t.txt", "images/a 1.jpg dog\n\nimages/b.jpg\tcat\nimages/c.jpg dog\n"), folder)
+    index = index_list(
+        write(folder, "t.txt", "images/a 1.jpg dog\n\nimages/b.jpg\tcat\nimages/c.jpg dog\n"),
+        folder,
+    )
     assert index.classes == ("cat", "dog") and index.targets.tolist() == [1, 0, 1]
     assert index.name(0) == "images/a 1.jpg" and index.path(0).is_file()
 
@@ -46,14 +49,21 @@ def test_index_list_csv(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("labels", "given", "classes", "targets"),
     [
-        ("0 1 2 3 4 5 6 7 8 9 10", None, "0 1 2 3 4 5 6 7 8 9 10", [*range(11)]),  # sorted as numbers
+        (
+            "0 1 2 3 4 5 6 7 8 9 10",
+            None,
+            "0 1 2 3 4 5 6 7 8 9 10",
+            [*range(11)],
+        ),  # sorted as numbers
         ("2 0", "zebra apple mole", "zebra apple mole", [2, 0]),  # positions in classes
         ("mole apple", "zebra apple mole", "zebra apple mole", [2, 1]),
         ("10 2", "0 1 10 2", "0 1 10 2", [2, 3]),  # names that are numbers
         ("x1 2", None, "2 x1", [1, 0]),
     ],
 )
-def test_index_list_labels(folder: Path, labels: str, given: str | None, classes: str, targets: list[int]) -> None:
+def test_index_list_labels(
+    folder: Path, labels: str, given: str | None, classes: str, targets: list[int]
+) -> None:
     file = write(folder, "t.txt", "".join(f"images/b.jpg {label}\n" for label in labels.split()))
     index = index_list(file, folder, given and given.split())
     assert index.classes == tuple(classes.split()) and index.targets.tolist() == targets
@@ -92,7 +102,9 @@ def test_index_list_malformed_list_raises(
 
 
 def test_index_list_numbers_too_long_to_convert_are_names(folder: Path) -> None:
-    index = index_list(write(folder, "t.txt", f"images/b.jpg {LONG}\nimages/c.jpg {LONG}1\n"), folder)
+    index = index_list(
+        write(folder, "t.txt", f"images/b.jpg {LONG}\nimages/c.jpg {LONG}1\n"), folder
+    )
     assert index.classes == (LONG, f"{LONG}1")
 
 
@@ -127,7 +139,9 @@ def test_index_list_missing_file_or_repeated_class_raises(folder: Path) -> None:
         ({"-0", "0", "1"}, None),
     ],
 )
-def test_numbers_that_may_be_names_are_an_error(labels: set[str], classes: list[str] | None) -> None:
+def test_numbers_that_may_be_names_are_an_error(
+    labels: set[str], classes: list[str] | None
+) -> None:
     with pytest.raises(DataError, match="labels"):
         label_positions(labels, classes, "list.csv")
 

@@ -27,7 +27,9 @@ AUGMENT = AugmentConfig(size_px=24, color_jitter=ColorJitterConfig(brightness=0.
 EVAL = EvalConfig(crop_px=24)
 
 
-def train_loader(folder: Path, num_workers: int, prefetch_batches: int = 2, num_epochs: int = 0) -> TrainLoader:
+def train_loader(
+    folder: Path, num_workers: int, prefetch_batches: int = 2, num_epochs: int = 0
+) -> TrainLoader:
     source = FolderSource(index_folder(folder / "train"))
     sampler = EpochSampler(len(source), 8, 0, 1, seed=5, accumulation=2)
     options = WorkerOptions(num_workers, prefetch_batches)
@@ -56,7 +58,10 @@ def reference(image_folder: Path) -> list[tuple[torch.Tensor, ...]]:
         seed_generators(key)
         samples.append((transform(image, epoch, [key])[0][0], target))
     chunks = [samples[i : i + 4] for i in range(0, len(samples), 4)]
-    return [TrainBatch(torch.stack([image for image, _ in c]), torch.tensor([t for _, t in c])) for c in chunks]
+    return [
+        TrainBatch(torch.stack([image for image, _ in c]), torch.tensor([t for _, t in c]))
+        for c in chunks
+    ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -104,17 +109,23 @@ def test_loader_leaves_the_default_generators_alone(image_folder: Path, num_work
     list(loader.epoch(0))
     loader.close()
     source = FolderSource(index_folder(image_folder / "val"))
-    list(eval_batches(source, EvalTransform(EVAL), range(len(source)), 4, WorkerOptions(num_workers)))
+    list(
+        eval_batches(source, EvalTransform(EVAL), range(len(source)), 4, WorkerOptions(num_workers))
+    )
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_with_a_bad_image_raises_data_error(tmp_path: Path, image_folder: Path, num_workers: int) -> None:
+def test_loader_with_a_bad_image_raises_data_error(
+    tmp_path: Path, image_folder: Path, num_workers: int
+) -> None:
     images = sorted((image_folder / "train" / "eel").iterdir())
     for number, image in enumerate(images[:16]):
         (tmp_path / "train" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
         content = image.read_bytes()
-        (tmp_path / "train" / "ab"[number % 2] / image.name).write_bytes(content[:200] if number == 11 else content)
+        (tmp_path / "train" / "ab"[number % 2] / image.name).write_bytes(
+            content[:200] if number == 11 else content
+        )
     bad = f"{tmp_path}/train/b/011.JPEG (image 13)"
     loader = train_loader(tmp_path, num_workers)
     for _ in range(2):  # the loader can be used again
@@ -129,12 +140,16 @@ def test_loader_with_a_bad_image_raises_data_error(tmp_path: Path, image_folder:
 
 
 @pytest.mark.parametrize(("num_workers", "world_size"), [(0, 1), (2, 2)])
-def test_eval_batches_have_every_image_once(image_folder: Path, num_workers: int, world_size: int) -> None:
+def test_eval_batches_have_every_image_once(
+    image_folder: Path, num_workers: int, world_size: int
+) -> None:
     source, transform = FolderSource(index_folder(image_folder / "val")), EvalTransform(EVAL)
     seen: list[int] = []
     for rank in range(world_size):
         shard = shard_for_eval(len(source), rank, world_size)
-        for images, targets, indices in eval_batches(source, transform, shard, 4, WorkerOptions(num_workers)):
+        for images, targets, indices in eval_batches(
+            source, transform, shard, 4, WorkerOptions(num_workers)
+        ):
             assert len(images) == len(targets) == len(indices) <= 4
             for image, target, index in zip(images, targets, indices.tolist(), strict=True):
                 pixels, expected = source.load(index)
@@ -164,12 +179,22 @@ def test_synthetic_batches_are_a_function_of_their_key() -> None:
 
     def epoch(rank: int, seed: int, number: int = 0, start: int = 0) -> list[TrainBatch]:
         sampler = EpochSampler(1000, 16, rank, 2, seed, accumulation=2)
-        return list(SyntheticLoader(10, sampler, AugmentConfig(16), seed, device).epoch(number, start))
+        return list(
+            SyntheticLoader(10, sampler, AugmentConfig(16), seed, device).epoch(number, start)
+        )
 
     first = epoch(0, 1)
-    assert len(first) == 62 * 2 and first[0][0].shape == (4, 3, 16, 16) and first[0][0].dtype == torch.uint8
+    assert (
+        len(first) == 62 * 2
+        and first[0][0].shape == (4, 3, 16, 16)
+        and first[0][0].dtype == torch.uint8
+    )
     assert same(first, epoch(0, 1)) and same(first[10:], epoch(0, 1, start=5))
-    assert not same(first, epoch(1, 1)) and not same(first, epoch(0, 2)) and not same(first, epoch(0, 1, number=1))
+    assert (
+        not same(first, epoch(1, 1))
+        and not same(first, epoch(0, 2))
+        and not same(first, epoch(0, 1, number=1))
+    )
     assert len({tuple(batch.images.flatten().tolist()) for batch in first}) == 4
     batches = list(synthetic_eval_batches(10, range(3, 13), 4, 16, 1, device))
     assert [len(images) for images, _, _ in batches] == [4, 4, 2]

@@ -22,10 +22,14 @@ def mixed(
     step: int, epoch: int = 0, rank: int = 0, off_epoch: int | None = None, size: int = 6, **options
 ) -> tuple[Tensor, Tensor]:
     mixing = build_mixing(MixConfig(**options), 5)
-    return TrainPreprocess(PREPROCESS, ErasingConfig(), mixing, 1, rank, off_epoch)(batch(size), epoch, step, 0)
+    return TrainPreprocess(PREPROCESS, ErasingConfig(), mixing, 1, rank, off_epoch)(
+        batch(size), epoch, step, 0
+    )
 
 
-@pytest.mark.parametrize("options", [{"mixup_alpha": 0.1}, {"cutmix_alpha": 1.0}, {"cutmix_minmax": [0.2, 0.8]}])
+@pytest.mark.parametrize(
+    "options", [{"mixup_alpha": 0.1}, {"cutmix_alpha": 1.0}, {"cutmix_minmax": [0.2, 0.8]}]
+)
 def test_build_mixing_is_none_without_alphas(options: dict) -> None:
     assert build_mixing(MixConfig(), 5) is None
     assert build_mixing(MixConfig(**options), 5) is not None
@@ -50,7 +54,9 @@ def test_mixing_from_off_epoch_changes_nothing() -> None:
 
 def test_mixing_with_prob_0_returns_one_hot_targets() -> None:
     images, targets = mixed(1, mixup_alpha=1.0, prob=0.0)
-    assert torch.equal(images, PREPROCESS(batch().images)) and torch.equal(targets, torch.eye(5)[batch().targets])
+    assert torch.equal(images, PREPROCESS(batch().images)) and torch.equal(
+        targets, torch.eye(5)[batch().targets]
+    )
 
 
 @pytest.mark.parametrize("options", [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}])
@@ -65,7 +71,9 @@ def test_mixing_of_an_odd_batch_leaves_the_middle_image(mode: str, options: dict
         torch.testing.assert_close(images[middle], originals[middle])
         for place, target in enumerate(targets):
             pair = nn.functional.one_hot(labels[[place, size - 1 - place]], 5).float()
-            share = target[labels[place]] if place != middle and len(pair.unique(dim=0)) > 1 else 1.0
+            share = (
+                target[labels[place]] if place != middle and len(pair.unique(dim=0)) > 1 else 1.0
+            )
             torch.testing.assert_close(target, share * pair[0] + (1 - share) * pair[1])
             if place != middle and "mixup_alpha" in options:
                 assert not torch.equal(images[place], originals[place])

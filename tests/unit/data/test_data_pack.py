@@ -37,7 +37,9 @@ def test_classes_that_are_numbers_survive(image_folder: Path, tmp_path: Path, ca
             target.parent.mkdir(parents=True)
             target.write_bytes(path.read_bytes())
     assert call(pack_command, tmp_path / "data", tmp_path / "out")[0] == 0
-    packed, folder = (open_datasets(DataConfig(root=str(tmp_path / name))).train for name in ("out", "data"))
+    packed, folder = (
+        open_datasets(DataConfig(root=str(tmp_path / name))).train for name in ("out", "data")
+    )
     assert packed is not None and folder is not None and packed.digest() == folder.digest()
 
 
@@ -50,9 +52,14 @@ def test_packed_folder_is_the_same_dataset(image_folder: Path, tmp_path: Path, c
     )
     for name in ("train", "val"):
         ours, theirs = getattr(packed, name), getattr(folder, name)
-        assert ours.classes == theirs.classes and ours.index.targets.tolist() == theirs.index.targets.tolist()
+        assert (
+            ours.classes == theirs.classes
+            and ours.index.targets.tolist() == theirs.index.targets.tolist()
+        )
         for i in range(len(ours)):
-            assert ours.name(i) == theirs.name(i).replace(".JPEG", ".jpg") and ours.read(i) == theirs.read(i)
+            assert ours.name(i) == theirs.name(i).replace(".JPEG", ".jpg") and ours.read(
+                i
+            ) == theirs.read(i)
     before = shards_in(tmp_path / "out")
     assert call(pack_command, image_folder, tmp_path / "out", "--images-per-shard", 16)[0] == 0
     assert shards_in(tmp_path / "out") == before
@@ -60,20 +67,36 @@ def test_packed_folder_is_the_same_dataset(image_folder: Path, tmp_path: Path, c
 
 
 @pytest.mark.nightly
-def test_pack_after_a_kill_continues_to_equal_bytes(image_folder: Path, tmp_path: Path, call: Call) -> None:
+def test_pack_after_a_kill_continues_to_equal_bytes(
+    image_folder: Path, tmp_path: Path, call: Call
+) -> None:
     expected, out = tmp_path / "expected", tmp_path / "out"
     words = ["--images-per-shard", "1"]
     assert call(pack_command, image_folder, expected, *words)[0] == 0
-    command = [sys.executable, str(REPOSITORY / "tools" / "pack.py"), str(image_folder), str(out), *words]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, cwd=REPOSITORY)
-    wait_for(lambda: len(list(out.rglob("*.tar"))) >= 3 or process.poll() is not None, "three shards")
+    command = [
+        sys.executable,
+        str(REPOSITORY / "tools" / "pack.py"),
+        str(image_folder),
+        str(out),
+        *words,
+    ]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, cwd=REPOSITORY
+    )
+    wait_for(
+        lambda: len(list(out.rglob("*.tar"))) >= 3 or process.poll() is not None, "three shards"
+    )
     process.send_signal(signal.SIGKILL)
     process.wait()
     finished = {path: path.stat().st_mtime_ns for path in out.rglob("train-*.tar")}
     assert call(pack_command, image_folder, out, *words)[0] == 0
     assert shards_in(out) == shards_in(expected)
     names = {path.name: time for path, time in finished.items()}
-    assert {path.name: path.stat().st_mtime_ns for path in out.rglob("train-*.tar") if path.name in names} == names
+    assert {
+        path.name: path.stat().st_mtime_ns
+        for path in out.rglob("train-*.tar")
+        if path.name in names
+    } == names
 
 
 def test_interrupted_pack_leaves_no_dataset(
@@ -86,7 +109,9 @@ def test_interrupted_pack_leaves_no_dataset(
     assert call(pack_command, image_folder, tmp_path)[0] == 0 and (tmp_path / "train").exists()
 
 
-def test_pack_shrinks_only_large_images(tmp_path: Path, photographs: list[Image.Image], call: Call) -> None:
+def test_pack_shrinks_only_large_images(
+    tmp_path: Path, photographs: list[Image.Image], call: Call
+) -> None:
     folder = tmp_path / "data" / "train" / "a class"
     folder.mkdir(parents=True)
     photographs[0].save(folder / "large.png")
@@ -97,7 +122,11 @@ def test_pack_shrinks_only_large_images(tmp_path: Path, photographs: list[Image.
     assert call(pack_command, config, tmp_path / "out", "--max-px", 128)[0] == 0
     source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
     assert isinstance(source, FolderSource) and source.classes == ("a class",)
-    assert [source.name(i) for i in range(3)] == ["a class/large.jpg", "a class/large_v2.jpg", "a class/small.png"]
+    assert [source.name(i) for i in range(3)] == [
+        "a class/large.jpg",
+        "a class/large_v2.jpg",
+        "a class/small.png",
+    ]
     assert source.read(2) == (folder / "small.PNG").read_bytes()
     for i in range(2):
         with Image.open(io.BytesIO(source.read(i))) as image:
@@ -113,7 +142,10 @@ def test_shrunk_images_keep_gray_of_16_bits_and_orientation(tmp_path: Path, call
         folder.mkdir(parents=True)
         Image.fromarray(gray).save(folder / "gray.png")
         Image.new("RGB", (200, 100)).save(folder / "turned.jpg", exif=orientation)
-    assert call(pack_command, tmp_path / "data", tmp_path / "out", "--max-px", 64, "--quality", 100)[0] == 0
+    assert (
+        call(pack_command, tmp_path / "data", tmp_path / "out", "--max-px", 64, "--quality", 100)[0]
+        == 0
+    )
     source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
     assert isinstance(source, FolderSource)
     pixels = source.load(0)[0][0].numpy()
@@ -136,7 +168,11 @@ def test_class_name_with_a_dot_at_its_start_is_packed(
     write_parquet([0, 1], [".net", "a"], "validation")
     assert call(pack_command, write_parquet([0, 1], [".net", "a"]), tmp_path / "out")[0] == 0
     source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
-    assert isinstance(source, FolderSource) and source.classes == (".net", "a") and source.name(0).startswith("_net/")
+    assert (
+        isinstance(source, FolderSource)
+        and source.classes == (".net", "a")
+        and source.name(0).startswith("_net/")
+    )
 
 
 # ------------------------------------------------------------------------------------------------- Parquet
@@ -147,12 +183,16 @@ def write_parquet(tmp_path: Path, image_folder: Path) -> Callable[..., Path]:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     files = sorted((image_folder / "train").rglob("*.JPEG"))
 
-    def write(labels: list[Any], names: list[str] | None = None, part: str = "train", **changes: Any) -> Path:
+    def write(
+        labels: list[Any], names: list[str] | None = None, part: str = "train", **changes: Any
+    ) -> Path:
         images = [{"bytes": files[i].read_bytes(), "path": None} for i in range(len(labels))]
         table = pyarrow.table({"image": images, "label": labels} | changes)
         if names is not None:
             features = {"label": {"names": names, "_type": "ClassLabel"}}
-            table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+            table = table.replace_schema_metadata(
+                {"huggingface": json.dumps({"info": {"features": features}})}
+            )
         folder = tmp_path / "hub" / "data"
         folder.mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, folder / f"{part}-00000-of-00001.parquet", row_group_size=4)
@@ -171,9 +211,15 @@ def test_parquet_becomes_shards_with_its_names(
     assert code == 0 and "5 images of 3 classes in 2 shards" in text
     opened = open_datasets(DataConfig(root=str(tmp_path / "out")))
     source, val = opened.train, opened.val
-    assert isinstance(source, FolderSource) and isinstance(val, FolderSource) and val.classes == tuple(names)
+    assert (
+        isinstance(source, FolderSource)
+        and isinstance(val, FolderSource)
+        and val.classes == tuple(names)
+    )
     assert source.classes == tuple(names) and source.index.targets.tolist() == [0, 2, 1, 2, 0]
-    assert source.name(0) == "tench, Tinca tinca/train-00000-of-00001-0-0.jpg" and source.name(2).startswith("a_b/")
+    assert source.name(0) == "tench, Tinca tinca/train-00000-of-00001-0-0.jpg" and source.name(
+        2
+    ).startswith("a_b/")
     files = sorted((image_folder / "train").rglob("*.JPEG"))
     assert [source.read(i) for i in range(5)] == [path.read_bytes() for path in files[:5]]
 
@@ -184,17 +230,30 @@ def encoded(form: str) -> bytes:
     return file.getvalue()
 
 
-def test_unnamed_mpo_file_of_parquet_is_a_jpeg(write_parquet: Callable[..., Path], tmp_path: Path, call: Call) -> None:
+def test_unnamed_mpo_file_of_parquet_is_a_jpeg(
+    write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
     image = [{"bytes": encoded("MPO"), "path": None}]
     write_parquet([0], ["a"], image=image)
-    assert call(pack_command, write_parquet([0], ["a"], "validation", image=image), tmp_path / "out")[0] == 0
+    assert (
+        call(pack_command, write_parquet([0], ["a"], "validation", image=image), tmp_path / "out")[
+            0
+        ]
+        == 0
+    )
     source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
     assert source is not None and source.name(0).endswith(".jpg")
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "PCX": ({"labels": [0], "names": ["a"], "image": [{"bytes": encoded("PCX"), "path": "x"}]}, "a pcx file"),
-    "label out of range": ({"labels": [0, 5], "names": ["a", "b"]}, "row 1 of row group 0: label 5"),
+    "PCX": (
+        {"labels": [0], "names": ["a"], "image": [{"bytes": encoded("PCX"), "path": "x"}]},
+        "a pcx file",
+    ),
+    "label out of range": (
+        {"labels": [0, 5], "names": ["a", "b"]},
+        "row 1 of row group 0: label 5",
+    ),
     "without a label": ({"labels": [0, -1], "names": ["a", "b"]}, "label -1"),
     "null label": ({"labels": [0, None], "names": ["a", "b"]}, "row 1 of row group 0: no label"),
     "null label, no names": ({"labels": [0, None]}, "row 1 of row group 0: no label"),
@@ -203,12 +262,27 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "label of 63 bits": ({"labels": [0, 1, 2**62]}, str(2**62)),
     "numbers that leave one out": ({"labels": ["0", "2"]}, "0 to 2"),
     "names are numbers": ({"labels": [0, 1], "names": [5, 6]}, "[5, 6]"),
-    "names are a mapping": ({"labels": [0, 1], "names": {"0": "a", "1": "b"}}, "not a list of strings"),
+    "names are a mapping": (
+        {"labels": [0, 1], "names": {"0": "a", "1": "b"}},
+        "not a list of strings",
+    ),
     "no rows": ({"labels": []}, "no rows in train-00000-of-00001.parquet"),
-    "no bytes": ({"labels": [0], "names": ["a"], "image": [{"bytes": b"", "path": "x"}]}, "no image"),
-    "image is text": ({"labels": [0], "names": ["a"], "image": ["x.jpg"]}, "`image` has type string"),
-    "image is binary": ({"labels": [0], "names": ["a"], "image": [b"x"]}, "column `image` has type binary"),
-    "null image": ({"labels": [0, 0], "names": ["a"], "image": [{"bytes": b"x", "path": "1.jpg"}, None]}, "row 1 of"),
+    "no bytes": (
+        {"labels": [0], "names": ["a"], "image": [{"bytes": b"", "path": "x"}]},
+        "no image",
+    ),
+    "image is text": (
+        {"labels": [0], "names": ["a"], "image": ["x.jpg"]},
+        "`image` has type string",
+    ),
+    "image is binary": (
+        {"labels": [0], "names": ["a"], "image": [b"x"]},
+        "column `image` has type binary",
+    ),
+    "null image": (
+        {"labels": [0, 0], "names": ["a"], "image": [{"bytes": b"x", "path": "1.jpg"}, None]},
+        "row 1 of",
+    ),
     "no image": (
         {"labels": [0], "names": ["a"], "image": [{"bytes": b"12345", "path": None}]},
         "row 0 of row group 0: not an",
@@ -233,7 +307,11 @@ def test_class_names_of_parquet_parts_are_matched(
     root = write_parquet([0, 1], ["b", "a"], "validation")
     assert call(pack_command, root, tmp_path / "out")[0] == 0
     val = open_datasets(DataConfig(root=str(tmp_path / "out"))).val
-    assert isinstance(val, FolderSource) and val.classes == ("a", "b") and val.index.targets.tolist() == [1, 0]
+    assert (
+        isinstance(val, FolderSource)
+        and val.classes == ("a", "b")
+        and val.index.targets.tolist() == [1, 0]
+    )
     write_parquet([0, 1], ["a", "c"], "validation")
     code, _, error = call(pack_command, root, tmp_path / "other")
     assert code == 3 and "validation-00000-of-00001.parquet" in error and "b, c" in error
@@ -250,7 +328,10 @@ def test_string_labels_and_a_test_part_are_packed(
     sets = open_datasets(DataConfig(root=str(tmp_path / "out")))
     assert isinstance(sets.train, FolderSource) and isinstance(sets.val, FolderSource)
     assert sets.train.classes == sets.val.classes == ("cat", "dog")
-    assert sets.train.index.targets.tolist() == [1, 0, 1] and sets.val.index.targets.tolist() == [1, 0]
+    assert sets.train.index.targets.tolist() == [1, 0, 1] and sets.val.index.targets.tolist() == [
+        1,
+        0,
+    ]
     write_parquet([-1, -1], part="test")
     code, out, _ = call(pack_command, write_parquet(["cat"], part="validation"), tmp_path / "other")
     assert code == 0 and "not packed: test-00000-of-00001.parquet" in out
@@ -283,7 +364,9 @@ def test_shards_have_the_suffixes_that_other_readers_expect(
         assert tar.getnames() == ["a/1.png" if suffix == "PNG" else "a/1.jpg", "a/1.cls"]
 
 
-def test_broken_parquet_files_are_errors(write_parquet: Callable[..., Path], tmp_path: Path, call: Call) -> None:
+def test_broken_parquet_files_are_errors(
+    write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
     root = write_parquet([0, 1])
     (file,) = root.rglob("*.parquet")
     os.truncate(file, file.stat().st_size - 100)

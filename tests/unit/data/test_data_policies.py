@@ -15,8 +15,23 @@ from imagenet_cls.data.policies import build_policy, policy_problems
 from imagenet_cls.seeding import seed_generators
 
 TIMM = (
-    *("rand-m9-mstd0.5-inc1", "rand-m9-mstd0.5", "rand-m7-n3-p0.8-mmax20-tweights", "rand-t3a", "rand-n1-t3aw-mstd101"),
-    *("augmix-m3-w3", "augmix-m5-w2-d2-b1", "original", "original-mstd0.5", "originalr", "v0", "v0r-mstd1", "3a"),
+    *(
+        "rand-m9-mstd0.5-inc1",
+        "rand-m9-mstd0.5",
+        "rand-m7-n3-p0.8-mmax20-tweights",
+        "rand-t3a",
+        "rand-n1-t3aw-mstd101",
+    ),
+    *(
+        "augmix-m3-w3",
+        "augmix-m5-w2-d2-b1",
+        "original",
+        "original-mstd0.5",
+        "originalr",
+        "v0",
+        "v0r-mstd1",
+        "3a",
+    ),
 )
 TORCHVISION = tuple("torchvision:" + name for name in policies.FROM_TORCHVISION)
 OWN = "test_data_policies:sprinkle"
@@ -91,35 +106,69 @@ def test_posterize_with_0_bits_is_black_else_pillows(photographs: list[Image.Ima
 
     small = photographs[1].resize((40, 30))
     assert np.asarray(policies.posterize(small, 0)).shape == (30, 40, 3)
-    assert not np.asarray(policies.posterize(small, 0)).any()  # what Pillow 12 made of 0 bits: each value & ~255
+    assert not np.asarray(
+        policies.posterize(small, 0)
+    ).any()  # what Pillow 12 made of 0 bits: each value & ~255
     for bits in range(1, 8):
         assert policies.posterize(small, bits) == ImageOps.posterize(small, bits)
     assert policies.posterize(small, 8) is small
 
 
 def test_timm_operations_all_found_and_posterize_replaced() -> None:
-    for name, count in (("rand-m9", 15), ("augmix-m3", 13), ("original", 50), ("v0", 50), ("3a", 3)):
+    for name, count in (
+        ("rand-m9", 15),
+        ("augmix-m3", 13),
+        ("original", 50),
+        ("v0", 50),
+        ("3a", 3),
+    ):
         operations = list(policies.timm_operations(built(name).policy))  # type: ignore[attr-defined]
         assert len(operations) == count
-        posterizing = [operation for operation in operations if operation.name.startswith("Posterize")]
+        posterizing = [
+            operation for operation in operations if operation.name.startswith("Posterize")
+        ]
         assert bool(posterizing) == (name != "3a")
         assert all(operation.aug_fn is policies.posterize for operation in posterizing)
 
 
 @pytest.mark.parametrize(
     ("crop", "asked", "expected"),
-    [("bicubic", {}, "bicubic"), ("random", {}, "bilinear"), ("bilinear", {"interpolation": "nearest"}, "nearest")],
+    [
+        ("bicubic", {}, "bicubic"),
+        ("random", {}, "bilinear"),
+        ("bilinear", {"interpolation": "nearest"}, "nearest"),
+    ],
 )
-def test_torchvision_policy_interpolates_as_the_crop_by_default(crop: str, asked: dict, expected: str) -> None:
-    policy = built("torchvision:rand_augment", interpolation=crop, policy_kwargs={"magnitude": 3, **asked}).policy  # type: ignore[attr-defined]
+def test_torchvision_policy_interpolates_as_the_crop_by_default(
+    crop: str, asked: dict, expected: str
+) -> None:
+    policy = built(
+        "torchvision:rand_augment", interpolation=crop, policy_kwargs={"magnitude": 3, **asked}
+    ).policy  # type: ignore[attr-defined]
     assert isinstance(policy, v2.RandAugment) and policy.magnitude == 3
     assert policy.interpolation == InterpolationMode(expected)
 
 
 BAD_NAMES = [
     *("randd-m9", "rand-m9-std0.5", "rand-m9.5", "rand-inc", "rand-tsmall", "rand-p2", "rand-p0.0"),
-    *("rand-", "rand-n0", "rand-n101", "rand-m11-mstd0.5", "rand-m21-mmax20", "rand-m9-mmax31", "rand-m" + "9" * 5000),
-    *("rand-n16-tweights", "augmix-w0", "augmix-a0", "augmix-d101", "augmix-m30", "original-m9", "3b"),
+    *(
+        "rand-",
+        "rand-n0",
+        "rand-n101",
+        "rand-m11-mstd0.5",
+        "rand-m21-mmax20",
+        "rand-m9-mmax31",
+        "rand-m" + "9" * 5000,
+    ),
+    *(
+        "rand-n16-tweights",
+        "augmix-w0",
+        "augmix-a0",
+        "augmix-d101",
+        "augmix-m30",
+        "original-m9",
+        "3b",
+    ),
     *("torchvision:randaugment", "no_such_module:policy", "test_data_policies:sprinkl"),
     *("test_data_policies:floats", "test_data_policies:halves", "test_data_policies:OWN"),
 ]
@@ -128,7 +177,11 @@ BAD_NAMES = [
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: name[:20])
 def test_policy_problems_bad_name_is_one_short_problem(name: str) -> None:
     (problem,) = policy_problems(AugmentConfig(size_px=96, policy=name))
-    assert problem.key == "augment.policy" and "\n" not in problem.message and len(problem.message) < 500
+    assert (
+        problem.key == "augment.policy"
+        and "\n" not in problem.message
+        and len(problem.message) < 500
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,10 +191,17 @@ def test_policy_problems_bad_name_is_one_short_problem(name: str) -> None:
         ("3a", {"magnitude": 9}, "magnitude"),
         (OWN, {"shar": 0.2}, "shar"),
         ("torchvision:rand_augment", {"magnitud": 9}, "magnitud"),
-        *(("torchvision:rand_augment", {"magnitude": value}, "magnitude") for value in (-3, 9.5, True, "9", None)),
+        *(
+            ("torchvision:rand_augment", {"magnitude": value}, "magnitude")
+            for value in (-3, 9.5, True, "9", None)
+        ),
         *(("torchvision:rand_augment", {"num_ops": value}, "num_ops") for value in (0, 10**9)),
         ("torchvision:rand_augment", {"num_magnitude_bins": 0}, "num_magnitude_bins"),
-        ("torchvision:rand_augment", {"num_magnitude_bins": 1, "magnitude": 0}, "num_magnitude_bins"),
+        (
+            "torchvision:rand_augment",
+            {"num_magnitude_bins": 1, "magnitude": 0},
+            "num_magnitude_bins",
+        ),
         ("torchvision:trivial_augment_wide", {"num_magnitude_bins": 10**12}, "num_magnitude_bins"),
         ("torchvision:trivial_augment_wide", {"magnitude": -3}, "magnitude"),
         *(("torchvision:aug_mix", {"alpha": value}, "alpha") for value in (-1, 0, float("nan"))),
@@ -151,7 +211,9 @@ def test_policy_problems_bad_name_is_one_short_problem(name: str) -> None:
         *(("torchvision:auto_augment", {"fill": value}, "fill") for value in (256, [0, 0, -1])),
     ],
 )
-def test_policy_problems_bad_argument_is_a_problem_of_its_key(name: str | None, kwargs: dict, key: str) -> None:
+def test_policy_problems_bad_argument_is_a_problem_of_its_key(
+    name: str | None, kwargs: dict, key: str
+) -> None:
     (problem,) = policy_problems(AugmentConfig(policy=name, policy_kwargs=kwargs))
     assert problem.key == f"augment.policy_kwargs.{key}"
 
@@ -164,10 +226,15 @@ def test_policy_problems_bad_argument_is_a_problem_of_its_key(name: str | None, 
         ("trivial_augment_wide", {"num_magnitude_bins": 2, "fill": 128}),
         ("auto_augment", {"policy": "cifar10", "fill": None}),
         ("aug_mix", {"severity": 10, "mixture_width": 1, "chain_depth": -1, "alpha": 0.001}),
-        ("aug_mix", {"severity": 1, "mixture_width": 2, "chain_depth": 2, "alpha": 1000, "all_ops": False}),
+        (
+            "aug_mix",
+            {"severity": 1, "mixture_width": 2, "chain_depth": 2, "alpha": 1000, "all_ops": False},
+        ),
     ],
 )
-def test_torchvision_policy_with_arguments_at_their_limits_works(image: Tensor, name: str, kwargs: dict) -> None:
+def test_torchvision_policy_with_arguments_at_their_limits_works(
+    image: Tensor, name: str, kwargs: dict
+) -> None:
     augment = AugmentConfig(size_px=32, policy=f"torchvision:{name}", policy_kwargs=kwargs)
     assert policy_problems(augment) == []
     policy = build_policy(augment, 32)

@@ -53,7 +53,10 @@ def write_archives(folder: Path) -> Path:
 
 def write_devkit(file: Path) -> None:
     ids = {2: 1, 0: 2, 1: 3}  # class -> ILSVRC2012_ID
-    form = [(name, object) for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")]
+    form = [
+        (name, object)
+        for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")
+    ]
     synsets = np.zeros((4, 1), form)
     for row, (number, ilsvrc_id) in enumerate(ids.items()):
         synsets[row, 0] = (ilsvrc_id, WNIDS[number], "words", "gloss", 0, np.zeros((1, 0)))
@@ -63,7 +66,9 @@ def write_devkit(file: Path) -> None:
     truth = "".join(f"{ids[number]}\n" for number in VAL_CLASSES)
     with tarfile.open(file, "w:gz") as tar:
         add(tar, "ILSVRC2012_devkit_t12/data/meta.mat", meta.getvalue())
-        add(tar, "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt", truth.encode())
+        add(
+            tar, "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt", truth.encode()
+        )
 
 
 def write_kaggle(folder: Path) -> Path:
@@ -77,7 +82,9 @@ def write_kaggle(folder: Path) -> Path:
     for i, number in enumerate(VAL_CLASSES, 1):
         (base / "val" / f"ILSVRC2012_val_{i:08d}.JPEG").write_bytes(val_image(i))
         rows.append(f"ILSVRC2012_val_{i:08d},{WNIDS[number]} 10 20 30 40 {WNIDS[number]} 1 2 3 4 ")
-    (folder / "LOC_val_solution.csv").write_text("\n".join(rows[:1] + sorted(rows[1:], reverse=True)) + "\n")
+    (folder / "LOC_val_solution.csv").write_text(
+        "\n".join(rows[:1] + sorted(rows[1:], reverse=True)) + "\n"
+    )
     return folder
 
 
@@ -87,7 +94,9 @@ def assert_complete(out: Path) -> None:
         assert images == {f"{wnid}_{i}.JPEG": train_image(number, i) for i in range(3)}
         images = {path.name: path.read_bytes() for path in (out / "val" / wnid).iterdir()}
         assert images == {
-            f"ILSVRC2012_val_{i:08d}.JPEG": val_image(i) for i, label in enumerate(VAL_CLASSES, 1) if label == number
+            f"ILSVRC2012_val_{i:08d}.JPEG": val_image(i)
+            for i, label in enumerate(VAL_CLASSES, 1)
+            if label == number
         }
     assert sorted(path.name for path in (out / "train").iterdir()) == WNIDS
     assert sorted(path.name for path in (out / "val").iterdir()) == WNIDS
@@ -99,10 +108,16 @@ def prepare(*arguments: object) -> int:
 
 def inodes(out: Path) -> dict[str, tuple[int, int]]:
     """A file that is written again gets another inode or time."""
-    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file()}
+    return {
+        str(path): (path.stat().st_ino, path.stat().st_mtime_ns)
+        for path in out.rglob("*")
+        if path.is_file()
+    }
 
 
-@pytest.mark.parametrize(("write", "below"), [(write_archives, ""), (write_kaggle, ""), (write_kaggle, CLS_LOC)])
+@pytest.mark.parametrize(
+    ("write", "below"), [(write_archives, ""), (write_kaggle, ""), (write_kaggle, CLS_LOC)]
+)
 def test_prepare_twice_writes_only_what_is_incomplete(
     tmp_path: Path, write: Callable[[Path], Path], below: str
 ) -> None:
@@ -117,11 +132,16 @@ def test_prepare_twice_writes_only_what_is_incomplete(
     assert prepare(source, out) == 0
     assert_complete(out)
     kept = {name for name, identity in inodes(out).items() if before.get(name) == identity}
-    assert {name for name in before if f"train/{WNIDS[0]}" in name or f"train/{WNIDS[2]}" in name} <= kept
+    assert {
+        name for name in before if f"train/{WNIDS[0]}" in name or f"train/{WNIDS[2]}" in name
+    } <= kept
 
 
 def test_prepare_while_another_process_writes_is_an_error(tmp_path: Path) -> None:
-    source, partial = write_kaggle(tmp_path / "in"), tmp_path / "out" / "train" / f".{WNIDS[0]}.partial"
+    source, partial = (
+        write_kaggle(tmp_path / "in"),
+        tmp_path / "out" / "train" / f".{WNIDS[0]}.partial",
+    )
     partial.mkdir(parents=True)
     with take_lock(tmp_path / "out", ""):
         child = os.fork()
@@ -159,8 +179,12 @@ def test_prepare_malformed_solution_file_exits_with_3(tmp_path: Path, row: str) 
     assert prepare(tmp_path / "in", tmp_path / "out") == 3
 
 
-@pytest.mark.parametrize("name", ["../ILSVRC2012_val_00000001.JPEG", "/tmp/ILSVRC2012_val_00000001.JPEG", "link"])
-def test_prepare_archive_with_outside_paths_writes_nothing_outside(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../ILSVRC2012_val_00000001.JPEG", "/tmp/ILSVRC2012_val_00000001.JPEG", "link"]
+)
+def test_prepare_archive_with_outside_paths_writes_nothing_outside(
+    tmp_path: Path, name: str
+) -> None:
     source = write_archives(tmp_path / "in")
     member = tarfile.TarInfo("ILSVRC2012_val_00000001.JPEG" if name == "link" else name)
     if name == "link":
@@ -175,9 +199,16 @@ def test_prepare_archive_with_outside_paths_writes_nothing_outside(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("archive", "length"),
-    [("img_train.tar", 20_000), ("devkit_t12.tar.gz", 0), ("devkit_t12.tar.gz", None), ("img_*.tar", None)],
+    [
+        ("img_train.tar", 20_000),
+        ("devkit_t12.tar.gz", 0),
+        ("devkit_t12.tar.gz", None),
+        ("img_*.tar", None),
+    ],
 )
-def test_prepare_broken_or_missing_archive_exits_with_3(tmp_path: Path, archive: str, length: int | None) -> None:
+def test_prepare_broken_or_missing_archive_exits_with_3(
+    tmp_path: Path, archive: str, length: int | None
+) -> None:
     """length: the bytes that are left of the archive; None: it is missing."""
     for path in list(write_archives(tmp_path / "in").glob(f"ILSVRC2012_{archive}")):
         content = path.read_bytes()
@@ -196,5 +227,7 @@ def test_prepare_sorted_validation_images_exits_with_3_and_writes_no_val(tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [["--expect-train", 10], ["--labels", "nowhere"]])
-def test_prepare_other_counts_or_labels_exit_with_3(tmp_path: Path, arguments: list[object]) -> None:
+def test_prepare_other_counts_or_labels_exit_with_3(
+    tmp_path: Path, arguments: list[object]
+) -> None:
     assert prepare(write_archives(tmp_path / "in"), tmp_path / "out", *arguments) == 3

@@ -39,17 +39,31 @@ def test_sampler_yields_slices_of_the_permutation(world_size: int, repeats: int)
 
 
 def groups_of_an_epoch(
-    num_images: int, batch: int, world_size: int, accumulation: int, devices: int = 1, repeats: int = 1
+    num_images: int,
+    batch: int,
+    world_size: int,
+    accumulation: int,
+    devices: int = 1,
+    repeats: int = 1,
 ) -> list[list[list[tuple[int, int, int]]]]:
     """The micro-batches of each step, by number, device and rank."""
     ranks = []
     for rank in range(world_size):
         sampler = EpochSampler(
-            num_images, batch, rank, world_size, 7, repeats, accumulation=accumulation, devices=devices
+            num_images,
+            batch,
+            rank,
+            world_size,
+            7,
+            repeats,
+            accumulation=accumulation,
+            devices=devices,
         )
         sampler.set_epoch(3)
         micro_batches = list(MicroBatchSampler(sampler))
-        assert [*chain(*micro_batches)] == list(sampler) and sum(map(len, micro_batches)) == len(sampler)
+        assert [*chain(*micro_batches)] == list(sampler) and sum(map(len, micro_batches)) == len(
+            sampler
+        )
         sizes = [len(micro_batch) // devices for micro_batch in micro_batches]
         ranks.append(
             [
@@ -77,9 +91,12 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("repeats", [1, 4])
 @pytest.mark.parametrize(
-    ("together", "layout"), [(groups, layout) for groups, layouts in LAYOUTS.items() for layout in layouts]
+    ("together", "layout"),
+    [(groups, layout) for groups, layouts in LAYOUTS.items() for layout in layouts],
 )
-def test_micro_batches_depend_only_on_their_number(together: int, layout: tuple[int, int, int], repeats: int) -> None:
+def test_micro_batches_depend_only_on_their_number(
+    together: int, layout: tuple[int, int, int], repeats: int
+) -> None:
     """layout: ranks, micro-batches, devices. The reference is the permutation with every image repeated."""
     num_images, batch = 1003, 96
     permutation = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
@@ -103,18 +120,28 @@ def test_micro_batches_of_all_ranks_depend_only_on_accumulation(accumulation: in
         at_once = world_size * devices
         return [
             [sorted(chain(*groups[m : m + at_once])) for m in range(0, len(groups), at_once)]
-            for groups in groups_of_an_epoch(num_images, batch, world_size, accumulation, devices, repeats=3)
+            for groups in groups_of_an_epoch(
+                num_images, batch, world_size, accumulation, devices, repeats=3
+            )
         ]
 
     alone = micro_batches(1, 1)
     assert len(alone) == 4 and all(len(step) == accumulation for step in alone)
-    assert all(micro_batches(*layout) == alone for layout in [(2, 1), (4, 1), (1, 2), (1, 4), (3, 1), (5, 1), (7, 1)])
+    assert all(
+        micro_batches(*layout) == alone
+        for layout in [(2, 1), (4, 1), (1, 2), (1, 4), (3, 1), (5, 1), (7, 1)]
+    )
 
 
 def test_repeats_multiple_cuts_the_epoch() -> None:
-    assert (samples_per_epoch(1_281_167), samples_per_epoch(1_281_167, 256)) == (1_281_167, 1_281_024)
+    assert (samples_per_epoch(1_281_167), samples_per_epoch(1_281_167, 256)) == (
+        1_281_167,
+        1_281_024,
+    )
     assert EpochSampler(1000, 100, 0, 2, seed=0, repeats=3).steps_per_epoch == 10
-    assert EpochSampler(1000, 100, 0, 2, seed=0, repeats=3, repeats_multiple=256).steps_per_epoch == 7
+    assert (
+        EpochSampler(1000, 100, 0, 2, seed=0, repeats=3, repeats_multiple=256).steps_per_epoch == 7
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +152,9 @@ def test_repeats_multiple_cuts_the_epoch() -> None:
         (700, 600, 256, "data.repeats_multiple"),
     ],
 )
-def test_sampler_without_a_whole_batch_raises(num_images: int, batch: int, multiple: int | None, key: str) -> None:
+def test_sampler_without_a_whole_batch_raises(
+    num_images: int, batch: int, multiple: int | None, key: str
+) -> None:
     with pytest.raises(DataError, match=key):
         EpochSampler(num_images, batch, 0, 1, seed=0, repeats=3, repeats_multiple=multiple)
 
@@ -134,7 +163,10 @@ def test_ranks_need_not_divide_repeats_multiple() -> None:
     """Every number of ranks reads the same epoch."""
     epochs = []
     for world_size in (1, 3, 5):
-        ranks = [EpochSampler(600, 100, rank, world_size, 7, 3, repeats_multiple=256) for rank in range(world_size)]
+        ranks = [
+            EpochSampler(600, 100, rank, world_size, 7, 3, repeats_multiple=256)
+            for rank in range(world_size)
+        ]
         epochs.append(sorted(chain(*ranks)))
     assert epochs[1] == epochs[2] == epochs[0] and len(epochs[0]) == 500
 
@@ -152,11 +184,15 @@ def test_shard_for_eval_has_every_image_once(world_size: int) -> None:
 TARGETS = np.repeat([2, 0, 3, 1], [60, 30, 7, 6])  # 103 images; not in the order of the classes
 
 
-def balanced_epoch(balance: float, epoch: int, world_size: int = 1, repeats: int = 1, start: int = 0) -> list[list]:
+def balanced_epoch(
+    balance: float, epoch: int, world_size: int = 1, repeats: int = 1, start: int = 0
+) -> list[list]:
     """The samples of each rank."""
     ranks = []
     for rank in range(world_size):
-        sampler = EpochSampler(103, 12, rank, world_size, 7, repeats, balance=balance, targets=TARGETS)
+        sampler = EpochSampler(
+            103, 12, rank, world_size, 7, repeats, balance=balance, targets=TARGETS
+        )
         sampler.set_epoch(epoch, start)
         ranks.append(list(sampler))
     return ranks
@@ -169,7 +205,11 @@ def balanced_epoch(balance: float, epoch: int, world_size: int = 1, repeats: int
 )
 def test_class_quotas_by_largest_remainder(balance: float, quotas: list[int]) -> None:
     assert class_quotas(np.bincount(TARGETS), balance, 103).tolist() == quotas
-    assert class_quotas(np.array([5, 0, 5]), balance, 10).tolist() == [5, 0, 5]  # a class without images
+    assert class_quotas(np.array([5, 0, 5]), balance, 10).tolist() == [
+        5,
+        0,
+        5,
+    ]  # a class without images
 
 
 def test_balanced_samples_have_each_image_of_a_class_equally_often() -> None:
@@ -177,8 +217,13 @@ def test_balanced_samples_have_each_image_of_a_class_equally_often() -> None:
     for epoch in range(3):
         samples, occurrences = balanced_samples(by_class, [26, 26, 26, 25], 7, epoch)
         for number, quota in enumerate([26, 26, 26, 25]):
-            counts = np.bincount(samples[TARGETS[samples] == number], minlength=103)[by_class[number]]
-            assert counts.sum() == quota and set(counts) <= {quota // len(counts), -(-quota // len(counts))}
+            counts = np.bincount(samples[TARGETS[samples] == number], minlength=103)[
+                by_class[number]
+            ]
+            assert counts.sum() == quota and set(counts) <= {
+                quota // len(counts),
+                -(-quota // len(counts)),
+            }
         keys = set(zip(samples.tolist(), occurrences.tolist(), strict=True))
         assert len(keys) == 103  # occurrences of an image are different views
         assert occurrences.max() == 4  # 26 samples of 6 images
@@ -196,7 +241,9 @@ def test_balanced_epochs_are_the_same_for_every_world_size_and_start(repeats: in
             batch = chain(*(rank[step * share : (step + 1) * share] for rank in ranks))
             assert sorted(batch) == sorted(alone[step * 12 : (step + 1) * 12])
     assert balanced_epoch(0.8, 2, repeats=repeats, start=3) == [alone[36:]]
-    assert balanced_epoch(0.8, 3, repeats=repeats) != [alone] and balanced_epoch(0.8, 2, repeats=repeats) == [alone]
+    assert balanced_epoch(0.8, 3, repeats=repeats) != [alone] and balanced_epoch(
+        0.8, 2, repeats=repeats
+    ) == [alone]
     assert len(set(alone)) == len(alone) == 96
 
 

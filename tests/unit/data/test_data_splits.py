@@ -54,7 +54,9 @@ def photos(tmp_path: Path) -> Path:
     for name in map(os.fsdecode, NAMES):
         (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "train" / name).touch()
-    (tmp_path / "all.txt").write_text("".join(f"train/{name} {name[0]}\n" for name in map(os.fsdecode, NAMES)))
+    (tmp_path / "all.txt").write_text(
+        "".join(f"train/{name} {name[0]}\n" for name in map(os.fsdecode, NAMES))
+    )
     return tmp_path
 
 
@@ -81,7 +83,9 @@ def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str) -> None:
 
 
 def test_fold_is_the_hash_modulo_the_folds_whatever_else_is_there() -> None:
-    expected = [int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % 5 == 3 for name in NAMES]
+    expected = [
+        int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % 5 == 3 for name in NAMES
+    ]
     assert fold_mask(NAMES, [3, 5]).tolist() == expected
     assert fold_mask(NAMES[::7], [3, 5]).tolist() == expected[::7]
 
@@ -90,9 +94,13 @@ def test_fold_is_the_hash_modulo_the_folds_whatever_else_is_there() -> None:
 @pytest.mark.parametrize("kind", ["folder", "list"])
 def test_group_is_on_one_side(photos: Path, kind: str, split: dict) -> None:
     alone, together = (opened(photos, kind, **split, group=group) for group in (None, PERSONS))
-    persons = [{name.split("/")[-1][:3] for name in names(part)} for part in (alone.train, alone.val)]
+    persons = [
+        {name.split("/")[-1][:3] for name in names(part)} for part in (alone.train, alone.val)
+    ]
     assert persons[0] & persons[1]
-    persons = [{name.split("/")[-1][:3] for name in names(part)} for part in (together.train, together.val)]
+    persons = [
+        {name.split("/")[-1][:3] for name in names(part)} for part in (together.train, together.val)
+    ]
     assert not persons[0] & persons[1] and len(persons[0] | persons[1]) == 40
     assert 30 < len(names(together.val)) < 70
 
@@ -102,32 +110,46 @@ def test_val_fraction_of_groups_is_nearest_and_as_of_images_without_groups() -> 
         alone = held_out_mask(NAMES, CLASSES, fraction)
         assert np.array_equal(held_out_mask(NAMES, CLASSES, fraction, NAMES), alone)
         by_person = held_out_mask(NAMES, CLASSES, fraction, group_names(NAMES, PERSONS))
-        assert abs(by_person.sum() - min(max(200 * fraction, 5), 195)) <= 2.5  # each has five images
+        assert (
+            abs(by_person.sum() - min(max(200 * fraction, 5), 195)) <= 2.5
+        )  # each has five images
     classes = np.repeat([0, 1], [90, 10])
-    sizes = held_out_mask([b"%d" % i for i in range(100)], classes, 0.2, [b"%d" % (i // 3) for i in range(100)])
+    sizes = held_out_mask(
+        [b"%d" % i for i in range(100)], classes, 0.2, [b"%d" % (i // 3) for i in range(100)]
+    )
     assert abs(sizes[:90].sum() - 18) <= 1.5 and abs(sizes[90:].sum() - 2) <= 1.5  # groups of three
 
 
 def test_group_1_names_the_group_and_a_path_without_match_is_an_error(photos: Path) -> None:
-    assert group_names([b"a/p01_1.jpg"], r"(p\d+)_\d") == group_names([b"a/p01_1.jpg"], PERSONS) == [b"p01"]
+    assert (
+        group_names([b"a/p01_1.jpg"], r"(p\d+)_\d")
+        == group_names([b"a/p01_1.jpg"], PERSONS)
+        == [b"p01"]
+    )
     for pattern in (r"q\d+", r"(q)?p"):
         with pytest.raises(DataError, match=r"^data\.group: "):
             opened(photos, "folder", fold=[0, 2], group=pattern)
 
 
 def test_fraction_is_nested_and_of_each_class() -> None:
-    shares = {share: set(fraction_rows(NAMES, CLASSES, share)) for share in (0.001, 0.1, 0.2, 0.5, 1.0)}
+    shares = {
+        share: set(fraction_rows(NAMES, CLASSES, share)) for share in (0.001, 0.1, 0.2, 0.5, 1.0)
+    }
     for smaller, larger in zip(shares, list(shares)[1:], strict=False):
         assert shares[smaller] < shares[larger]
     counts = np.bincount(CLASSES)
     for share, rows in shares.items():
-        assert np.bincount(CLASSES[sorted(rows)]).tolist() == [max(round(n * share), 1) for n in counts]
+        assert np.bincount(CLASSES[sorted(rows)]).tolist() == [
+            max(round(n * share), 1) for n in counts
+        ]
 
 
 @pytest.mark.parametrize("kind", ["folder", "list", "map-style"])
 def test_fraction_is_of_the_training_images_only(photos: Path, kind: str) -> None:
     split = {"fold": [0, 4]}
     whole, tenth = opened(photos, kind, **split), opened(photos, kind, **split, fraction=0.1)
-    assert names(tenth.val) == names(whole.val) and set(names(tenth.train)) < set(names(whole.train))
+    assert names(tenth.val) == names(whole.val) and set(names(tenth.train)) < set(
+        names(whole.train)
+    )
     assert len(names(tenth.train)) == pytest.approx(0.1 * len(names(whole.train)), abs=2)
     assert tenth.train.digest() != whole.train.digest()

@@ -11,7 +11,13 @@ from timm.data.transforms_factory import transforms_imagenet_eval
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
-from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, EvalConfig, ProgressiveConfig, height_width
+from imagenet_cls.config.schema import (
+    AugmentConfig,
+    ColorJitterConfig,
+    EvalConfig,
+    ProgressiveConfig,
+    height_width,
+)
 from imagenet_cls.data.decode import decode_rgb, rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform, resize, size_px_at, sizes_px
@@ -40,10 +46,14 @@ def assert_form(image: torch.Tensor, size_px: int) -> None:
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))
-def test_train_transform_within_a_gray_level_of_pillow(photographs: list[Image.Image], interpolation: str) -> None:
+def test_train_transform_within_a_gray_level_of_pillow(
+    photographs: list[Image.Image], interpolation: str
+) -> None:
     augment = AugmentConfig(size_px=96, interpolation=interpolation, hflip_prob=0.5)  # type: ignore[arg-type]
     mode = InterpolationMode.NEAREST if interpolation == "nearest" else MODES[interpolation]
-    reference = v1.Compose([v1.RandomResizedCrop(96, interpolation=mode), v1.RandomHorizontalFlip(0.5)])
+    reference = v1.Compose(
+        [v1.RandomResizedCrop(96, interpolation=mode), v1.RandomHorizontalFlip(0.5)]
+    )
     ours = TrainTransform(augment)
     for seed in range(20):
         photograph = photographs[seed % 2]
@@ -74,7 +84,11 @@ EQUAL = {
         ],
     ),
     "some": (
-        AugmentConfig(size_px=32, color_jitter=ColorJitterConfig(0.3, brightness=0.5, hue=0.2), grayscale_prob=0.4),
+        AugmentConfig(
+            size_px=32,
+            color_jitter=ColorJitterConfig(0.3, brightness=0.5, hue=0.2),
+            grayscale_prob=0.4,
+        ),
         [
             v2.RandomResizedCrop(32),
             v2.RandomHorizontalFlip(0.5),
@@ -83,9 +97,14 @@ EQUAL = {
         ],
     ),
     "crop": (AugmentConfig(size_px=32, hflip_prob=0.0), [v2.RandomResizedCrop(32)]),
-    "pad_crop": (AugmentConfig(size_px=32, crop="pad_crop", vflip_prob=0.5), [*PAD_CROP, v2.RandomVerticalFlip(0.5)]),
+    "pad_crop": (
+        AugmentConfig(size_px=32, crop="pad_crop", vflip_prob=0.5),
+        [*PAD_CROP, v2.RandomVerticalFlip(0.5)],
+    ),
     "pad_crop reflect": (
-        AugmentConfig(size_px=32, crop="pad_crop", pad_px=31, pad_mode="reflect", interpolation="bicubic"),
+        AugmentConfig(
+            size_px=32, crop="pad_crop", pad_px=31, pad_mode="reflect", interpolation="bicubic"
+        ),
         [
             v2.Resize((32, 32), InterpolationMode.BICUBIC),
             v2.RandomCrop(32, padding=31, padding_mode="reflect"),
@@ -104,7 +123,10 @@ EQUAL = {
         AugmentConfig(size_px=[24, 40], crop="pad_crop"),
         [v2.Resize((24, 40)), v2.RandomCrop((24, 40), padding=4), v2.RandomHorizontalFlip(0.5)],
     ),
-    "resize": (AugmentConfig(size_px=32, crop="resize"), [v2.Resize((32, 32)), v2.RandomHorizontalFlip(0.5)]),
+    "resize": (
+        AugmentConfig(size_px=32, crop="resize"),
+        [v2.Resize((32, 32)), v2.RandomHorizontalFlip(0.5)],
+    ),
 }
 
 
@@ -118,7 +140,9 @@ def test_train_transform_equals_torchvisions(photographs: list[Image.Image], nam
         torch.manual_seed(seed)
         expected, next_draw = reference(image), torch.rand(1)
         torch.manual_seed(seed)
-        assert torch.equal(only_view(ours, image), expected) and torch.equal(torch.rand(1), next_draw)
+        assert torch.equal(only_view(ours, image), expected) and torch.equal(
+            torch.rand(1), next_draw
+        )
 
 
 def test_pad_crop_of_images_of_the_size_equals_torchvisions(photographs: list[Image.Image]) -> None:
@@ -135,24 +159,35 @@ def test_pad_crop_of_images_of_the_size_equals_torchvisions(photographs: list[Im
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))
-def test_resize_of_crops_equals_torchvisions(photographs: list[Image.Image], interpolation: str) -> None:
+def test_resize_of_crops_equals_torchvisions(
+    photographs: list[Image.Image], interpolation: str
+) -> None:
     draws = np.random.default_rng(0)
     for number in range(20):
-        photograph = photographs[number % 2].resize([int(side) for side in draws.integers(20, 300, 2)])
+        photograph = photographs[number % 2].resize(
+            [int(side) for side in draws.integers(20, 300, 2)]
+        )
         file = io.BytesIO()
-        photograph.convert("L" if number % 5 == 4 else "RGB").save(file, "JPEG", quality=90, subsampling=number % 3)
+        photograph.convert("L" if number % 5 == 4 else "RGB").save(
+            file, "JPEG", quality=90, subsampling=number % 3
+        )
         image = decode_rgb(file.getvalue())
         top, left = (int(draws.integers(side)) for side in image.shape[1:])
         crop = image[:, top:, left:]
         for size in ([64, 64], [7, 150], list(crop.shape[1:])):
-            expected = v2.functional.resize(crop.contiguous(), size, MODES[interpolation], antialias=True)
+            expected = v2.functional.resize(
+                crop.contiguous(), size, MODES[interpolation], antialias=True
+            )
             assert torch.equal(resize(crop, size, interpolation), expected)
 
 
 @pytest.mark.parametrize("ratio", [(0.75, 4 / 3), (0.05, 20.0), (8.0, 9.0), (0.1, 0.1)])
 def test_draw_crop_equals_torchvisions(ratio: tuple[float, float]) -> None:
     """Also where no crop fits, as for most of the last two ranges."""
-    transform, reference = TrainTransform(AugmentConfig(ratio=list(ratio))), v2.RandomResizedCrop(8, ratio=ratio)
+    transform, reference = (
+        TrainTransform(AugmentConfig(ratio=list(ratio))),
+        v2.RandomResizedCrop(8, ratio=ratio),
+    )
     for seed in range(100):
         image = torch.empty(3, 20 + seed * 37 % 90, 20 + seed * 53 % 90)
         torch.manual_seed(seed)
@@ -170,8 +205,14 @@ def test_crop_of_an_extreme_ratio_is_at_least_a_pixel_wide(ratio: float) -> None
 
 def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Image]) -> None:
     image = rgb_tensor(photographs[0])
-    crops = {mode: v2.RandomResizedCrop(48, interpolation=MODES[mode]) for mode in ("bilinear", "bicubic")}
-    transform, drawn = TrainTransform(AugmentConfig(size_px=48, interpolation="random", hflip_prob=0.0)), []
+    crops = {
+        mode: v2.RandomResizedCrop(48, interpolation=MODES[mode])
+        for mode in ("bilinear", "bicubic")
+    }
+    transform, drawn = (
+        TrainTransform(AugmentConfig(size_px=48, interpolation="random", hflip_prob=0.0)),
+        [],
+    )
     for seed in range(30):
         torch.manual_seed(seed)
         result = only_view(transform, image)
@@ -185,7 +226,9 @@ def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Im
 
 
 def test_policy_is_applied_between_flips_and_color(photographs: list[Image.Image]) -> None:
-    augment = AugmentConfig(size_px=32, policy="torchvision:trivial_augment_wide", grayscale_prob=1.0)
+    augment = AugmentConfig(
+        size_px=32, policy="torchvision:trivial_augment_wide", grayscale_prob=1.0
+    )
     transform = TrainTransform(augment)
     policy = v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)
     first = v2.Compose([v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(0.5)])
@@ -193,7 +236,8 @@ def test_policy_is_applied_between_flips_and_color(photographs: list[Image.Image
     for seed in range(20):
         torch.manual_seed(seed)
         expected = v2.functional.rgb_to_grayscale(
-            v2.functional.pil_to_tensor(policy(v2.functional.to_pil_image(first(image)))), num_output_channels=3
+            v2.functional.pil_to_tensor(policy(v2.functional.to_pil_image(first(image)))),
+            num_output_channels=3,
         )
         torch.manual_seed(seed)
         result = only_view(transform, image)
@@ -203,12 +247,22 @@ def test_policy_is_applied_between_flips_and_color(photographs: list[Image.Image
 
 def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
     augment = AugmentConfig(
-        size_px=96, policy="rand-m9-mstd0.5", progressive=ProgressiveConfig([1.0, 3.0], [32, 96], multiple_px=16)
+        size_px=96,
+        policy="rand-m9-mstd0.5",
+        progressive=ProgressiveConfig([1.0, 3.0], [32, 96], multiple_px=16),
     )
     transform, image = TrainTransform(augment), rgb_tensor(photographs[0])
-    assert [only_view(transform, image, epoch).shape[-1] for epoch in range(5)] == [32, 32, 64, 96, 96]
+    assert [only_view(transform, image, epoch).shape[-1] for epoch in range(5)] == [
+        32,
+        32,
+        64,
+        96,
+        96,
+    ]
     # timm's shifts in pixels are at most 0.45 of the side
-    shifts = [policy.policy.ops[0].hparams["translate_const"] for policy in transform.policies.values()]  # type: ignore[union-attr]
+    shifts = [
+        policy.policy.ops[0].hparams["translate_const"] for policy in transform.policies.values()
+    ]  # type: ignore[union-attr]
     assert list(transform.policies) == [(32, 32), (64, 64), (96, 96)] and shifts == [14, 28, 43]
     wide = TrainTransform(AugmentConfig(size_px=[32, 96], policy="rand-m9-mstd0.5"))
     (policy,) = wide.policies.values()
@@ -217,22 +271,33 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))
-@pytest.mark.parametrize(("crop_px", "crop_pct", "resize_px"), [(96, 0.875, None), (96, 0.95, None), (64, 0.9, 72)])
+@pytest.mark.parametrize(
+    ("crop_px", "crop_pct", "resize_px"), [(96, 0.875, None), (96, 0.95, None), (64, 0.9, 72)]
+)
 def test_eval_transform_within_a_gray_level_of_pillow(
-    photographs: list[Image.Image], interpolation: str, crop_px: int, crop_pct: float, resize_px: int | None
+    photographs: list[Image.Image],
+    interpolation: str,
+    crop_px: int,
+    crop_pct: float,
+    resize_px: int | None,
 ) -> None:
     config = EvalConfig("crop", crop_px, crop_pct, resize_px, interpolation)  # type: ignore[arg-type]
     mode = InterpolationMode.NEAREST if interpolation == "nearest" else MODES[interpolation]
     short_px = resize_px or int(crop_px / crop_pct)
     reference = v1.Compose([v1.Resize(short_px, interpolation=mode), v1.CenterCrop(crop_px)])
-    upright, small = photographs[1].transpose(Image.Transpose.ROTATE_90), photographs[1].resize((99, 55))
+    upright, small = (
+        photographs[1].transpose(Image.Transpose.ROTATE_90),
+        photographs[1].resize((99, 55)),
+    )
     for photograph in (photographs[0], upright, small):
         image = EvalTransform(config)(rgb_tensor(photograph))
         assert_form(image, crop_px)
         assert_alike(image, reference(photograph), interpolation)
 
 
-def test_one_channel_equals_torchvisions_transforms_of_gray_images(photographs: list[Image.Image]) -> None:
+def test_one_channel_equals_torchvisions_transforms_of_gray_images(
+    photographs: list[Image.Image],
+) -> None:
     steps = [
         v2.RandomResizedCrop(48, antialias=True),
         v2.RandomHorizontalFlip(0.5),
@@ -240,12 +305,20 @@ def test_one_channel_equals_torchvisions_transforms_of_gray_images(photographs: 
         v2.RandomGrayscale(0.5),
     ]
     jitter = ColorJitterConfig(1.0, 0.4, 0.3, 0.2, 0.1)
-    ours = TrainTransform(AugmentConfig(size_px=48, color_jitter=jitter, grayscale_prob=0.5), mean=[0.5])
-    evaluation, square = EvalTransform(EvalConfig(crop_px=48, resize_px=60), mean=[0.5]), v2.CenterCrop(48)
+    ours = TrainTransform(
+        AugmentConfig(size_px=48, color_jitter=jitter, grayscale_prob=0.5), mean=[0.5]
+    )
+    evaluation, square = (
+        EvalTransform(EvalConfig(crop_px=48, resize_px=60), mean=[0.5]),
+        v2.CenterCrop(48),
+    )
     for seed in range(20):
         photograph = photographs[seed % 2].resize((150 + seed, 120))
         gray = v2.functional.pil_to_tensor(photograph.convert("L"))
-        assert torch.equal(evaluation(rgb_tensor(photograph)), square(v2.functional.resize(gray, [60], antialias=True)))
+        assert torch.equal(
+            evaluation(rgb_tensor(photograph)),
+            square(v2.functional.resize(gray, [60], antialias=True)),
+        )
         torch.manual_seed(seed)
         expected, next_draw = v2.Compose(steps)(gray), torch.rand(1)
         torch.manual_seed(seed)
@@ -259,15 +332,26 @@ TIMMS_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
 
 @pytest.mark.parametrize("mode", list(TIMMS_MODES))
 @pytest.mark.parametrize("interpolation", list(MODES))
-@pytest.mark.parametrize(("crop_px", "crop_pct"), [(96, 0.875), (64, 1.0), ([48, 80], 0.875), ([90, 30], 1.0)])
+@pytest.mark.parametrize(
+    ("crop_px", "crop_pct"), [(96, 0.875), (64, 1.0), ([48, 80], 0.875), ([90, 30], 1.0)]
+)
 def test_eval_mode_equals_timms(
-    photographs: list[Image.Image], interpolation: str, mode: str, crop_px: int | list[int], crop_pct: float
+    photographs: list[Image.Image],
+    interpolation: str,
+    mode: str,
+    crop_px: int | list[int],
+    crop_pct: float,
 ) -> None:
     """The same bits as timm's steps on uint8 tensors, its resize by torchvision's v2; rounding apart also on Pillow."""
     mean = (0.2, 0.5, 0.999)
     config = EvalConfig(mode, crop_px, crop_pct, None, interpolation)  # type: ignore[arg-type]
     transform = EvalTransform(config, mean)
-    options = {"crop_pct": crop_pct, "crop_mode": TIMMS_MODES[mode], "interpolation": interpolation, "mean": mean}
+    options = {
+        "crop_pct": crop_pct,
+        "crop_mode": TIMMS_MODES[mode],
+        "interpolation": interpolation,
+        "mean": mean,
+    }
     on_pillow = transforms_imagenet_eval(crop_px, **options, normalize=False)
     steps = on_pillow.transforms[:2]
     upright = photographs[1].transpose(Image.Transpose.ROTATE_90)
@@ -276,11 +360,17 @@ def test_eval_mode_equals_timms(
         image = rgb_tensor(photograph)
         result = transform(image)
         assert result.dtype == torch.uint8 and result.shape == (3, *height_width(crop_px))
-        if interpolation != "nearest":  # which differs where rows or columns lie exactly between two pixels
+        if (
+            interpolation != "nearest"
+        ):  # which differs where rows or columns lie exactly between two pixels
             assert (result.float() - on_pillow(photograph)).abs().mean() < 0.5
         resized_by_timm = steps[0](photograph).size[::-1]  # width and height of Pillow
-        expected = v2.functional.resize(image, list(resized_by_timm), MODES[interpolation], antialias=True)
-        expected = torch.stack([timms_crop(steps[1], channel, i) for i, channel in enumerate(expected)])
+        expected = v2.functional.resize(
+            image, list(resized_by_timm), MODES[interpolation], antialias=True
+        )
+        expected = torch.stack(
+            [timms_crop(steps[1], channel, i) for i, channel in enumerate(expected)]
+        )
         assert torch.equal(result, expected)
 
 
@@ -301,7 +391,9 @@ def test_eval_mode_pad_of_an_extreme_ratio_keeps_a_row() -> None:
 
 
 def growing(epochs: list[float], sizes: list[int], multiple_px: int = 32) -> AugmentConfig:
-    return AugmentConfig(size_px=max(sizes), progressive=ProgressiveConfig(epochs, sizes, multiple_px))
+    return AugmentConfig(
+        size_px=max(sizes), progressive=ProgressiveConfig(epochs, sizes, multiple_px)
+    )
 
 
 @pytest.mark.parametrize(("first", "last"), [(11, 13), (29, 34), (65, 76)])

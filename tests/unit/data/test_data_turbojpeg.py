@@ -54,7 +54,10 @@ def encode(image: Image.Image, kind: str) -> bytes:
 def random_box(draws: np.random.Generator, height: int, width: int) -> Box:
     box_height, box_width = int(draws.integers(1, height + 1)), int(draws.integers(1, width + 1))
     return Box(
-        int(draws.integers(height - box_height + 1)), int(draws.integers(width - box_width + 1)), box_height, box_width
+        int(draws.integers(height - box_height + 1)),
+        int(draws.integers(width - box_width + 1)),
+        box_height,
+        box_width,
     )
 
 
@@ -62,13 +65,20 @@ def cut(image: torch.Tensor, box: Box) -> torch.Tensor:
     return image[:, box.top : box.top + box.height, box.left : box.left + box.width]
 
 
-def random_files(photographs: list[Image.Image], number: int) -> Iterator[tuple[bytes, int, int, Box]]:
+def random_files(
+    photographs: list[Image.Image], number: int
+) -> Iterator[tuple[bytes, int, int, Box]]:
     """Files of all kinds and odd sizes, their height and width, and a box."""
     draws = np.random.default_rng(0)
     for i in range(number):
         width, height = (int(side) for side in draws.integers(1, 200, 2))
         image = photographs[i % 2].resize((width, height))
-        yield encode(image, list(KINDS)[i % len(KINDS)]), height, width, random_box(draws, height, width)
+        yield (
+            encode(image, list(KINDS)[i % len(KINDS)]),
+            height,
+            width,
+            random_box(draws, height, width),
+        )
 
 
 @pytest.mark.parametrize("number", [300, pytest.param(5000, marks=pytest.mark.nightly)])
@@ -90,9 +100,13 @@ def test_crop_is_decoded_at_the_smallest_size_that_keeps_enough_pixels(
         region, scaled = decode_region(data, lambda *_, box=box: box, library, min_px)
         assert scaled == Box(50 // divisor, 101 // divisor, 128 // divisor, 150 // divisor)
         expected = Image.open(io.BytesIO(data))
-        expected.draft("RGB", (403 // divisor, 305 // divisor))  # Pillow's image is at least that large
+        expected.draft(
+            "RGB", (403 // divisor, 305 // divisor)
+        )  # Pillow's image is at least that large
         pixels = torch.from_numpy(np.array(expected.convert("RGB"))).permute(2, 0, 1)
-        assert region.shape == pixels.shape and torch.equal(cut(region, scaled), cut(pixels, scaled)), (kind, divisor)
+        assert region.shape == pixels.shape and torch.equal(
+            cut(region, scaled), cut(pixels, scaled)
+        ), (kind, divisor)
 
 
 def without_tables(data: bytes, marker: int) -> bytes:
@@ -118,21 +132,27 @@ def test_file_after_damaged_ones_is_decoded_with_its_own_tables(
         good[:300] + b"\xff" * 500,
     ]
     for data in damaged:
-        assert torch.equal(cut(decode_region(good, lambda *_: box, library)[0], box), cut(decode_rgb(good), box))
+        assert torch.equal(
+            cut(decode_region(good, lambda *_: box, library)[0], box), cut(decode_rgb(good), box)
+        )
         try:
             whole = decode_rgb(data)
         except DataError:
             with pytest.raises(DataError):
                 decode_region(data, lambda *_: Box(0, 0, 90, 120), library)
         else:  # libjpeg has standard Huffman tables
-            assert torch.equal(decode_region(data, lambda *_: Box(0, 0, 90, 120), library)[0], whole)
+            assert torch.equal(
+                decode_region(data, lambda *_: Box(0, 0, 90, 120), library)[0], whole
+            )
 
 
 def test_library_is_pickled_for_workers_that_are_not_forked(library: TurboJpeg) -> None:
     assert pickle.loads(pickle.dumps(library)).path == library.path
 
 
-def test_unusual_kinds_are_decoded_whole(library: TurboJpeg, photographs: list[Image.Image]) -> None:
+def test_unusual_kinds_are_decoded_whole(
+    library: TurboJpeg, photographs: list[Image.Image]
+) -> None:
     image, box = photographs[1].resize((64, 48)), Box(8, 8, 16, 16)
     cmyk, rgb, png = io.BytesIO(), io.BytesIO(), io.BytesIO()
     image.convert("CMYK").save(cmyk, "JPEG")
@@ -141,7 +161,9 @@ def test_unusual_kinds_are_decoded_whole(library: TurboJpeg, photographs: list[I
     for file in (cmyk, rgb, png):
         pixels, chosen = decode_region(file.getvalue(), lambda *_: box, library)
         assert chosen == box and torch.equal(pixels, decode_rgb(file.getvalue()))
-    assert library.decode(encode(image, "4:4:4"), 47, 64, box) is None, "another size than the caller's"
+    assert library.decode(encode(image, "4:4:4"), 47, 64, box) is None, (
+        "another size than the caller's"
+    )
 
 
 GUARD = 4096
@@ -168,7 +190,9 @@ def decode_mutated_files(number: int) -> None:
         guarded[:] = [torch.full((GUARD + size + GUARD,), 77, dtype=dtype)]
         return guarded[0][GUARD : GUARD + size].view(shape)
 
-    for data, *_ in random_files([Image.fromarray(pixels) for pixels in load_sample_images().images], number):
+    for data, *_ in random_files(
+        [Image.fromarray(pixels) for pixels in load_sample_images().images], number
+    ):
         data = mutate(data, draws)
         box: list[Box] = []
 
@@ -184,7 +208,9 @@ def decode_mutated_files(number: int) -> None:
         finally:
             turbojpeg.torch.empty = empty
         for memory in guarded:
-            assert (memory[:GUARD] == 77).all() and (memory[-GUARD:] == 77).all(), "written outside of the pixels"
+            assert (memory[:GUARD] == 77).all() and (memory[-GUARD:] == 77).all(), (
+                "written outside of the pixels"
+            )
         try:
             whole = decode_rgb(data)
         except DataError:
@@ -195,9 +221,13 @@ def decode_mutated_files(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [300, pytest.param(3000, marks=pytest.mark.nightly)])
-def test_mutated_files_equal_pixels_or_error_and_no_write_past_the_buffer(library: TurboJpeg, number: int) -> None:
+def test_mutated_files_equal_pixels_or_error_and_no_write_past_the_buffer(
+    library: TurboJpeg, number: int
+) -> None:
     code = f"import test_data_turbojpeg as t; t.decode_mutated_files({number})"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
@@ -209,7 +239,9 @@ def test_evaluation_depends_on_no_pixel_outside_of_the_needed_region(
     draws, smaller = np.random.default_rng(2), 0
     for number in range(60):
         sides, crop_px = draws.integers(8, 260, 2), int(draws.integers(4, 120))
-        config = EvalConfig(mode, crop_px, resize_px=int(draws.integers(4, 160)), interpolation=interpolation)  # type: ignore[arg-type]
+        config = EvalConfig(
+            mode, crop_px, resize_px=int(draws.integers(4, 160)), interpolation=interpolation
+        )  # type: ignore[arg-type]
         if number % 3 == 0:
             config = replace(config, crop_px=[crop_px, 4 + number], resize_px=None, crop_pct=0.7)
         pixels = np.array(photographs[number % 2].resize([int(side) for side in sides]))
@@ -223,20 +255,32 @@ def test_evaluation_depends_on_no_pixel_outside_of_the_needed_region(
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "crop"), [(0, "random_resized"), (1, "random_resized"), (3, "random_resized"), (1, "pad_crop")]
+    ("num_workers", "crop"),
+    [(0, "random_resized"), (1, "random_resized"), (3, "random_resized"), (1, "pad_crop")],
 )
 def test_batches_are_the_same_for_each_decoder(
-    library: TurboJpeg, image_folder: Path, num_workers: int, crop: Literal["random_resized", "pad_crop"]
+    library: TurboJpeg,
+    image_folder: Path,
+    num_workers: int,
+    crop: Literal["random_resized", "pad_crop"],
 ) -> None:
     index, transform = index_folder(image_folder / "train"), EvalTransform(EvalConfig(crop_px=24))
     augment = AugmentConfig(size_px=24, crop=crop)
 
     def batches(decode: str, workers: int) -> list[torch.Tensor]:
         source = FolderSource(index, decode=decode)
-        loader = TrainLoader(source, TrainTransform(augment), EpochSampler(40, 8, 0, 1, 5), 5, WorkerOptions(workers))
+        loader = TrainLoader(
+            source, TrainTransform(augment), EpochSampler(40, 8, 0, 1, 5), 5, WorkerOptions(workers)
+        )
         images = [batch.images for batch in loader.epoch(1)]
         loader.close()
-        return [*images, *(batch[0] for batch in eval_batches(source, transform, range(40), 8, WorkerOptions(workers)))]
+        return [
+            *images,
+            *(
+                batch[0]
+                for batch in eval_batches(source, transform, range(40), 8, WorkerOptions(workers))
+            ),
+        ]
 
     whole, regions = batches("whole", 0), batches("auto", num_workers)
     assert len(whole) == 10 and all(map(torch.equal, whole, regions))

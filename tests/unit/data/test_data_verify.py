@@ -41,16 +41,22 @@ def verify(*arguments: object) -> int:
     return cli.exit_code_of(verify_command, [str(argument) for argument in arguments])
 
 
-def test_verify_data_odd_folder_lists_exactly_the_bad_images(odd_root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verify_data_odd_folder_lists_exactly_the_bad_images(
+    odd_root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert verify(odd_root, "--threads", 2) == 3
     out, err = capfd.readouterr()
     found = read_bad_images(odd_root / BAD_IMAGES_FILE)
     assert sorted(found) == sorted(f"bad/{path.name}" for path in (odd_root / "bad").iterdir())
     assert all(f"bad: {name}: {reason}" in out for name, reason in found.items())
-    assert len(err.splitlines()) == 2 and "5 of 7" in err  # and nothing from the decoders' C libraries
+    assert (
+        len(err.splitlines()) == 2 and "5 of 7" in err
+    )  # and nothing from the decoders' C libraries
 
 
-def test_verify_data_good_folder_writes_a_list_only_over_an_earlier_one(odd_root: Path, tmp_path: Path) -> None:
+def test_verify_data_good_folder_writes_a_list_only_over_an_earlier_one(
+    odd_root: Path, tmp_path: Path
+) -> None:
     good = odd_root / "good"
     assert verify(good, "--out", tmp_path / "bad.txt") == 0
     assert read_bad_images(tmp_path / "bad.txt") == {}
@@ -91,7 +97,9 @@ def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
     [(["nowhere"], 3), (["{root}/train/cat/000.JPEG"], 3), (["{root}", "data.root=x"], 2),
      (["{root}", "--out", "/proc/none/m.txt"], 5)],
 )  # fmt: skip
-def test_verify_data_bad_arguments_exit_with_their_code(image_folder: Path, arguments: list[str], code: int) -> None:
+def test_verify_data_bad_arguments_exit_with_their_code(
+    image_folder: Path, arguments: list[str], code: int
+) -> None:
     assert verify(*(argument.format(root=image_folder) for argument in arguments)) == code
 
 
@@ -102,7 +110,9 @@ def test_verify_data_of_a_compressed_tar_names_the_archives_it_reads(
     assert verify(tmp_path / "images.tar.gz") == 3 and "no .tar or .zip" in capfd.readouterr().err
 
 
-def test_verify_data_of_a_config_reads_the_images_of_its_lists(image_folder: Path, tmp_path: Path) -> None:
+def test_verify_data_of_a_config_reads_the_images_of_its_lists(
+    image_folder: Path, tmp_path: Path
+) -> None:
     """Absolute paths, an image listed twice, one that is missing, and one that is a folder."""
     root = tmp_path / "root"
     (root / "folder.jpg").mkdir(parents=True)
@@ -115,11 +125,15 @@ def test_verify_data_of_a_config_reads_the_images_of_its_lists(image_folder: Pat
     (root / "train.txt").write_text("".join(lines))
     (root / "val.txt").write_text("2.JPEG 0\n")
     config = tmp_path / "list.yaml"
-    config.write_text(f"data: {{name: list, root: {root}, train: train.txt, val: val.txt}}\noptimizer: {{lr: 0.1}}\n")
+    config.write_text(
+        f"data: {{name: list, root: {root}, train: train.txt, val: val.txt}}\noptimizer: {{lr: 0.1}}\n"
+    )
     assert verify(config) == 3
     assert sorted(read_bad_images(root / BAD_IMAGES_FILE)) == ["folder.jpg", "missing.JPEG"]
     assert verify(config, "data.name=synthetic") == 2
-    data = DataConfig("list", str(root), "train.txt", "val.txt", exclude=str(root / BAD_IMAGES_FILE))
+    data = DataConfig(
+        "list", str(root), "train.txt", "val.txt", exclude=str(root / BAD_IMAGES_FILE)
+    )
     with pytest.raises(DataError, match="at most 1"):
         open_datasets(data)
     (root / "train.txt").write_text("".join(line for line in lines if "folder.jpg" not in line))
@@ -171,13 +185,19 @@ def test_exclude_leaves_out_the_listed_training_image(one_bad: Path) -> None:
 
 def test_exclude_with_val_fraction_keeps_the_validation_images(one_bad: Path) -> None:
     held_out = {"val": None, "val_fraction": 0.2}
-    assert digest(excluding(one_bad, **held_out), "val") == digest(excluding(one_bad, exclude=None, **held_out), "val")
+    assert digest(excluding(one_bad, **held_out), "val") == digest(
+        excluding(one_bad, exclude=None, **held_out), "val"
+    )
 
 
 def test_exclude_reads_the_list_of_earlier_versions(one_bad: Path) -> None:
     old = one_bad / "verified_images.json"
     bad = [{"path": "train/dog/004.JPEG", "reason": "an empty file", "size_bytes": 0}]
-    old.write_text(json.dumps({"format": "imagenet_cls verified images 1", "whole": {}, "folders": {}, "bad": bad}))
+    old.write_text(
+        json.dumps(
+            {"format": "imagenet_cls verified images 1", "whole": {}, "folders": {}, "bad": bad}
+        )
+    )
     assert digest(excluding(one_bad, exclude=str(old))) == digest(excluding(one_bad))
 
 

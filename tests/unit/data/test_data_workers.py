@@ -115,16 +115,22 @@ def test_workers_of_a_process_with_killed_and_hung_workers_all_end(tmp_path: Pat
     path = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
     env = environment(PYTHONPATH=path, TMPDIR=str(tmp_path))
     # Returns when no process has its output open.
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=150)
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=150
+    )
     assert ended.returncode == 1 and ended.stderr.endswith("ValueError: a bug\n"), ended.stderr
-    assert "killed: a data worker of process " in ended.stdout and "data.num_workers" in ended.stdout
+    assert (
+        "killed: a data worker of process " in ended.stdout and "data.num_workers" in ended.stdout
+    )
     assert "closed" in ended.stdout and "an orphan is alive" not in ended.stdout
     pids = ended.stdout.splitlines()[-1].split()[1:]
     assert len(pids) == 2 and not any(Path("/proc", pid).exists() for pid in pids)
     assert not list(tmp_path.glob("pymp-*")), "folders of the workers' sockets"
 
 
-def test_temporary_folder_too_long_for_sockets_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_folder_too_long_for_sockets_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise no batch would ever arrive."""
     (tmp_path / ("x" * 100)).mkdir()
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
@@ -142,7 +148,9 @@ def test_epoch_with_workers_hung_in_the_first_batch_raises(tmp_path: Path) -> No
     assert not multiprocessing.active_children()
 
 
-def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(capfd: pytest.CaptureFixture[str]) -> None:
+def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """All batches of the epoch are announced; torch's timeout does not apply to receiving them."""
     loader, epoch = first_batch(Images(), timeout_sec=4.0)
     workers = loader.loader._iterator._workers  # type: ignore[union-attr]
@@ -166,7 +174,9 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
 
 
-def test_thread_that_pins_memory_ends_before_the_workers(pinning: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_that_pins_memory_ends_before_the_workers(
+    pinning: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise it would find their connections closed, and print a traceback."""
     loader, _ = first_batch(Images(), pin_memory=True)
     iterator: Any = loader.loader._iterator
@@ -203,7 +213,9 @@ def test_worker_that_dies_outside_of_the_loader_raises_at_its_next_batch() -> No
     loader.close()
 
 
-def test_signal_of_a_worker_that_timed_out_does_not_replace_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_of_a_worker_that_timed_out_does_not_replace_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The connection is closed first, and torch's SIGCHLD handler runs while that error is handled."""
     loader, _ = first_batch(Images(), timeout_sec=60.0)
     workers = loader.loader._iterator._workers  # type: ignore[union-attr]

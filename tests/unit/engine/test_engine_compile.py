@@ -21,7 +21,11 @@ STATIC, AUTOMATIC = {"dynamic": False}, {"dynamic": None}
         (["train.compile=true"], True, [{"mode": "default", **STATIC}]),
         (["train.compile=default"], "default", [{"mode": "default", **STATIC}]),
         (["train.compile=max-autotune"], "max-autotune", [{"mode": "max-autotune", **STATIC}]),
-        (["train.compile=reduce-overhead"], "reduce-overhead", [{"mode": "reduce-overhead", **STATIC}]),
+        (
+            ["train.compile=reduce-overhead"],
+            "reduce-overhead",
+            [{"mode": "reduce-overhead", **STATIC}],
+        ),
         (
             [
                 "train.compile=default",
@@ -35,7 +39,10 @@ STATIC, AUTOMATIC = {"dynamic": False}, {"dynamic": None}
     ],
 )
 def test_model_is_compiled_in_the_mode_of_the_config(
-    words: list[str], value: bool | str, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    value: bool | str,
+    expected: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, calls = load_config(None, words).config, []
     assert config.train.compile == value and config_from_dict(asdict(config)) == config
@@ -46,12 +53,17 @@ def test_model_is_compiled_in_the_mode_of_the_config(
 
 def test_compiling_for_a_gpu_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    compiled, eager = (load_config(None, [f"train.compile={value}"]).config for value in ("true", "false"))
+    compiled, eager = (
+        load_config(None, [f"train.compile={value}"]).config for value in ("true", "false")
+    )
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name == "clang" else None)
     check_compiler(compiled, gpu)
     monkeypatch.setattr("shutil.which", lambda _: None)
-    for config, device in ((eager, gpu), (compiled, cpu)):  # for CPUs inductor finds the compiler itself
+    for config, device in (
+        (eager, gpu),
+        (compiled, cpu),
+    ):  # for CPUs inductor finds the compiler itself
         check_compiler(config, device)
     with pytest.raises(UsageError, match="needs a C compiler"):
         check_compiler(compiled, gpu)

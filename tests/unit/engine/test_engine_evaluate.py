@@ -17,7 +17,9 @@ ALONE = Group(RankInfo(), CPU)
 
 def network(num_classes: int, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(12, num_classes), nn.BatchNorm1d(num_classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Dropout(0.5), nn.Linear(12, num_classes), nn.BatchNorm1d(num_classes)
+    )
 
 
 def batches_of(images: torch.Tensor, targets: torch.Tensor, size: int) -> list[Batch]:
@@ -45,24 +47,38 @@ def test_counts_equal_those_of_a_plain_loop(num_classes: int, batch_size: int) -
         better = int((scores > scores[target]).sum())
         top1, top5, loss = top1 + (better < 1), top5 + (better < 5), loss - float(scores[target])
     assert result["images"] == 37 and result["seconds"] >= 0
-    assert (result["top1_pct"], result["top5_pct"]) == (pytest.approx(100 * top1 / 37), pytest.approx(100 * top5 / 37))
+    assert (result["top1_pct"], result["top5_pct"]) == (
+        pytest.approx(100 * top1 / 37),
+        pytest.approx(100 * top5 / 37),
+    )
     assert result["loss"] == pytest.approx(loss / 37, rel=1e-5)
     assert 0 < result["top1_pct"] < 100
     predicted = model(images.float() / 255).argmax(1)
     with warnings.catch_warnings(action="ignore"):  # classes without images are left out
         expected = 100 * balanced_accuracy_score(targets, predicted)
-    assert result["balanced_accuracy_pct"] == pytest.approx(expected, rel=1e-12) and expected != result["top1_pct"]
+    assert (
+        result["balanced_accuracy_pct"] == pytest.approx(expected, rel=1e-12)
+        and expected != result["top1_pct"]
+    )
 
 
 def test_logits_under_autocast_are_float32_without_gradient() -> None:
-    batches = batches_of(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 2)
-    outputs = list(model_outputs({"raw": network(3)}, batches, lambda x: x.float(), CPU, torch.bfloat16))
-    assert all(out["raw"].dtype is torch.float32 and not out["raw"].requires_grad for out, _, _ in outputs)
+    batches = batches_of(
+        torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 2
+    )
+    outputs = list(
+        model_outputs({"raw": network(3)}, batches, lambda x: x.float(), CPU, torch.bfloat16)
+    )
+    assert all(
+        out["raw"].dtype is torch.float32 and not out["raw"].requires_grad for out, _, _ in outputs
+    )
     assert [indices.tolist() for _, _, indices in outputs] == [[0, 1], [2, 3]]
 
 
 def test_padded_batches_have_one_shape_and_the_same_outputs() -> None:
-    images = torch.randint(0, 256, (10, 3, 2, 2), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    images = torch.randint(0, 256, (10, 3, 2, 2), generator=torch.Generator().manual_seed(0)).to(
+        torch.uint8
+    )
     batches, shapes, model = batches_of(images, torch.arange(10) % 3, 4), [], network(3)
 
     def preprocess(batch: torch.Tensor) -> torch.Tensor:

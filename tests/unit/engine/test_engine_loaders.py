@@ -49,18 +49,27 @@ def test_startup_table_shows_the_data_workers(
     shown: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
-    assert train_command([*arguments(digits, tmp_path / "run", data__num_workers=workers), "--dry-run"]) == 0
+    assert (
+        train_command(
+            [*arguments(digits, tmp_path / "run", data__num_workers=workers), "--dry-run"]
+        )
+        == 0
+    )
     assert shown in capsys.readouterr().out
 
 
 def data_wait_check(*overrides: str) -> DataWaitCheck:
     config = load_config(None, overrides).config
-    return DataWaitCheck(config, plan_run(config.train, 10_000, 1, 1), Group(RankInfo(), torch.device("cpu")))
+    return DataWaitCheck(
+        config, plan_run(config.train, 10_000, 1, 1), Group(RankInfo(), torch.device("cpu"))
+    )
 
 
 def warnings_of(check: DataWaitCheck, intervals: list[tuple[int, float]]) -> list[int]:
     """The intervals, counted from 0, that get a warning. intervals: epoch and share of the time spent waiting."""
-    records = [[{"epoch": epoch}, {"epoch": epoch, "data_wait_pct": wait}] for epoch, wait in intervals]
+    records = [
+        [{"epoch": epoch}, {"epoch": epoch, "data_wait_pct": wait}] for epoch, wait in intervals
+    ]
     return [number for number, interval in enumerate(records) if check.warning(interval)]
 
 
@@ -86,8 +95,12 @@ def test_data_wait_warning_names_what_helps(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loaders, "find_turbojpeg", object)
     for overrides, remedy in {
         ("data.num_workers=0",): "set data.num_workers=auto",
-        ("data.num_workers=3",): "increase data.num_workers: 3 workers of a rank that may use 8 CPUs",
-        ("data.num_workers=auto",): "may use 8 CPUs for 7 workers, so give it more CPUs, store smaller images",
+        (
+            "data.num_workers=3",
+        ): "increase data.num_workers: 3 workers of a rank that may use 8 CPUs",
+        (
+            "data.num_workers=auto",
+        ): "may use 8 CPUs for 7 workers, so give it more CPUs, store smaller images",
         (
             "data.num_workers=auto",
             "data.decode=whole",
@@ -95,12 +108,18 @@ def test_data_wait_warning_names_what_helps(monkeypatch: pytest.MonkeyPatch) -> 
     }.items():
         check = data_wait_check(*overrides)
         (warning,) = filter(None, (check.warning(interval) for _ in range(10)))
-        assert warning.startswith("warning: the loop waited for data 40 % of the time in 5 ") and remedy in warning
+        assert (
+            warning.startswith("warning: the loop waited for data 40 % of the time in 5 ")
+            and remedy in warning
+        )
     assert warnings_of(data_wait_check("data.name=synthetic"), [(0, 90.0)] * 10) == []
 
 
 def test_data_wait_warning_is_an_event_of_the_run(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(loaders, "_MAX_WAIT_PCT", -1.0)  # every interval counts
     train_here(arguments(digits, tmp_path / "run", train__max_steps=8))

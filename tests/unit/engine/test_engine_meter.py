@@ -13,7 +13,14 @@ ALONE = Group(RankInfo(), torch.device("cpu"))
 
 
 def add(m: Meter, step: int, loss: float = 1.0, skipped: bool = False) -> None:
-    m.add(step, 0, 0.1, torch.tensor([loss, loss / 2]), torch.tensor(2.0 * loss), torch.tensor(skipped))
+    m.add(
+        step,
+        0,
+        0.1,
+        torch.tensor([loss, loss / 2]),
+        torch.tensor(2.0 * loss),
+        torch.tensor(skipped),
+    )
 
 
 def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
@@ -30,7 +37,9 @@ def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
         (False, "train", 0, 0.1), (False, "train", 0, 0.1), (True, "train", 0, 0.1),
     ]  # fmt: skip
     last = records[-1]
-    assert last["images_per_sec"] > 0 and 0 <= last["data_wait_pct"] <= 100 and last["memory_mib"] > 10
+    assert (
+        last["images_per_sec"] > 0 and 0 <= last["data_wait_pct"] <= 100 and last["memory_mib"] > 10
+    )
     assert m.flush() == []
     assert re.fullmatch(r"3 steps in \d:\d\d:\d\d, \d+ img/s", m.describe_total())
 

@@ -75,7 +75,11 @@ def test_each_set_of_weights_has_its_own_objects(own_module: str) -> None:
 
 
 def test_numbers_of_any_kind_are_values() -> None:
-    results = {"a:f1": torch.tensor(1), "b.c:D.recall": np.float32(0.5), "d:e": {"x": 2, "y": torch.tensor(0.25)}}
+    results = {
+        "a:f1": torch.tensor(1),
+        "b.c:D.recall": np.float32(0.5),
+        "d:e": {"x": 2, "y": torch.tensor(0.25)},
+    }
     assert values_by_field(results, ALONE) == {"f1": 1.0, "recall": 0.5, "x": 2.0, "y": 0.25}
     assert all(type(value) is float for value in values_by_field(results, ALONE).values())
 
@@ -83,7 +87,10 @@ def test_numbers_of_any_kind_are_values() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ("Incomplete", "'own_metric:Incomplete' returned a Incomplete, which has no method 'compute'"),
+        (
+            "Incomplete",
+            "'own_metric:Incomplete' returned a Incomplete, which has no method 'compute'",
+        ),
         ("Plain", "which is not a torch.nn.Module"),
         ("text", "'text' is a str, not a number"),
         ("several", "'several' is a Tensor of shape (2,), torch.float32, not a number"),
@@ -100,12 +107,18 @@ def test_unusable_metric_ends_training_and_evaluation_at_the_start(
 ) -> None:
     run = tmp_path / "run"
     own = f"eval.metrics=[own_metric:{names}]"
-    code, _, err = call(train_command, *arguments(digits, run, train__max_steps=1), own, "--dry-run")
+    code, _, err = call(
+        train_command, *arguments(digits, run, train__max_steps=1), own, "--dry-run"
+    )
     assert code == 2 and "eval.metrics: " in err and words in err, err
 
 
-def test_a_name_that_is_no_factory_is_an_error_of_the_config(digits: Path, tmp_path: Path, call: Callable) -> None:
-    code, _, err = call(train_command, *arguments(digits, tmp_path / "run"), "eval.metrics=[f1]", "--dry-run")
+def test_a_name_that_is_no_factory_is_an_error_of_the_config(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    code, _, err = call(
+        train_command, *arguments(digits, tmp_path / "run"), "eval.metrics=[f1]", "--dry-run"
+    )
     assert code == 2 and "eval.metrics" in err and "[my_module:my_factory]" in err
     assert "no module 'no_such'" in metric_problems(["no_such:f1"])[0].message
     assert "no signature" in metric_problems(["builtins:dict"])[0].message
@@ -124,7 +137,11 @@ def test_run_folder_whose_config_names_a_metric_needs_permission(
     code, out, err = call(evaluate_command, tmp_path / "run", *allowed)
     assert code == 0 and "Good 0.50000" in out, err
     train_command([*words, "--overwrite"])
-    named = ["eval.metrics=[own_metric:Good]", "--allow-import", "helpers:plain"]  # the command line permits it
+    named = [
+        "eval.metrics=[own_metric:Good]",
+        "--allow-import",
+        "helpers:plain",
+    ]  # the command line permits it
     code, out, err = call(evaluate_command, tmp_path / "run", *named)
     assert code == 0 and "Good 0.50000" in out, err
 

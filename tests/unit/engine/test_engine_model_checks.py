@@ -18,15 +18,24 @@ from imagenet_cls.models.adapt import freeze
 
 
 def config_of(size_px: int = 32, **sections: dict) -> Config:
-    sizes = {"augment": {"size_px": size_px, "splits": sections.pop("splits", 1)}, "eval": {"crop_px": size_px}}
-    return config_from_dict({"optimizer": {"lr": 0.1}, "model": {"name": "resnet18"}} | sizes | sections)
+    sizes = {
+        "augment": {"size_px": size_px, "splits": sections.pop("splits", 1)},
+        "eval": {"crop_px": size_px},
+    }
+    return config_from_dict(
+        {"optimizer": {"lr": 0.1}, "model": {"name": "resnet18"}} | sizes | sections
+    )
 
 
 def small_resnet() -> nn.Module:
-    return timm.create_model("resnet18", num_classes=10, layers=[1, 1, 1, 1], channels=[8, 16, 32, 64])
+    return timm.create_model(
+        "resnet18", num_classes=10, layers=[1, 1, 1, 1], channels=[8, 16, 32, 64]
+    )
 
 
-@pytest.mark.parametrize(("size_px", "images", "fits"), [(32, 1, False), (32, 2, True), (48, 1, True)])
+@pytest.mark.parametrize(
+    ("size_px", "images", "fits"), [(32, 1, False), (32, 2, True), (48, 1, True)]
+)
 def test_batch_norm_of_a_single_value_rejected(size_px: int, images: int, fits: bool) -> None:
     """32 px end in a map of one pixel, 48 px in one of 2 x 2."""
     model = small_resnet()
@@ -34,7 +43,9 @@ def test_batch_norm_of_a_single_value_rejected(size_px: int, images: int, fits: 
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"^train\.micro_batch_size: "):
         check_model_outputs(model, config_of(size_px), 10, images)
     if fits:
-        assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert model.training and all(
+            torch.equal(value, before[name]) for name, value in model.state_dict().items()
+        )
 
 
 def test_arguments_with_which_the_forward_pass_fails_rejected() -> None:
@@ -58,7 +69,9 @@ def test_batch_norm_images_per_device_or_over_ranks() -> None:
     config = config_of(train={"global_batch_size": 12, "micro_batch_size": 3})
     plan = plan_run(config.train, 100, world_size=2)
     assert batch_norm_images(config, plan) == [3]
-    assert batch_norm_images(replace(config, parallel=replace(config.parallel, sync_bn=True)), plan) == [6]
+    assert batch_norm_images(
+        replace(config, parallel=replace(config.parallel, sync_bn=True)), plan
+    ) == [6]
     views = replace(config, augment=replace(config.augment, splits=3))
     assert batch_norm_images(views, plan) == [9]
     assert batch_norm_images(replace(views, model=replace(views.model, split_bn=True)), plan) == [3]

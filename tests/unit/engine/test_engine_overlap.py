@@ -47,7 +47,9 @@ def write_images(folder: Path, value: int, size: int = 8) -> None:
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
         for number in range(3):
-            pixels = np.random.default_rng(value + number).integers(0, 255, (size, size, 3), dtype=np.uint8)
+            pixels = np.random.default_rng(value + number).integers(
+                0, 255, (size, size, 3), dtype=np.uint8
+            )
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
 
 
@@ -101,7 +103,12 @@ def names(data: DataConfig, part: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"val_fraction": 0.2}, {"val_fraction": 0.1}, {"val_fraction": 0.4}, {"val_fraction": None, "fold": [1, 5]}],
+    [
+        {"val_fraction": 0.2},
+        {"val_fraction": 0.1},
+        {"val_fraction": 0.4},
+        {"val_fraction": None, "fold": [1, 5]},
+    ],
 )
 def test_initial_weights_warn_of_images_that_were_trained_on(
     digits: Path, trained: Path, changes: dict[str, Any]
@@ -120,7 +127,9 @@ def test_initial_weights_warn_of_images_that_were_trained_on(
             assert given["data.val_fraction"] == "0.2"
 
 
-def test_initial_weights_of_other_images_do_not_warn(digits: Path, trained: Path, tmp_path: Path) -> None:
+def test_initial_weights_of_other_images_do_not_warn(
+    digits: Path, trained: Path, tmp_path: Path
+) -> None:
     smaller = tmp_path / "smaller"
     shutil.copytree(digits / "train", smaller / "train")
     next((smaller / "train" / "0").glob("*.jpg")).unlink()

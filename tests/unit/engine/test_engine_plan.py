@@ -14,17 +14,32 @@ limits = st.none() | st.integers(1, 150)
 
 
 @given(shares, world_sizes, limits)
-def test_micro_batch_largest_divisor_that_fits(share: int, world_size: int, limit: int | None) -> None:
-    fitting = [size for size in range(1, share + 1) if share % size == 0 and (limit is None or size <= limit)]
+def test_micro_batch_largest_divisor_that_fits(
+    share: int, world_size: int, limit: int | None
+) -> None:
+    fitting = [
+        size
+        for size in range(1, share + 1)
+        if share % size == 0 and (limit is None or size <= limit)
+    ]
     assert micro_batch_for(share * world_size, world_size, limit) == fitting[-1]
 
 
-@given(shares, world_sizes, limits, st.integers(1, 5000), st.integers(1, 4), st.none() | st.integers(1, 50))
+@given(
+    shares,
+    world_sizes,
+    limits,
+    st.integers(1, 5000),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 50),
+)
 def test_plan_counts_multiply_to_global_batch(
     share: int, world_size: int, limit: int | None, images: int, epochs: int, max_steps: int | None
 ) -> None:
     batch = share * world_size
-    train = TrainConfig(epochs=epochs, global_batch_size=batch, micro_batch_size=limit, max_steps=max_steps)
+    train = TrainConfig(
+        epochs=epochs, global_batch_size=batch, micro_batch_size=limit, max_steps=max_steps
+    )
     if images < batch:
         with pytest.raises(DataError, match=f"at most {images}"):
             plan_run(train, images, world_size)
@@ -39,7 +54,9 @@ def test_plan_counts_multiply_to_global_batch(
 
 
 @given(st.integers(2, 3000), st.integers(2, 30), limits)
-def test_uneven_plan_has_the_fewest_micro_batches(batch: int, world_size: int, limit: int | None) -> None:
+def test_uneven_plan_has_the_fewest_micro_batches(
+    batch: int, world_size: int, limit: int | None
+) -> None:
     train = TrainConfig(global_batch_size=batch, micro_batch_size=limit)
     assume(batch % world_size != 0)
     if batch_problem(train, world_size, uneven=True):
@@ -49,7 +66,9 @@ def test_uneven_plan_has_the_fewest_micro_batches(batch: int, world_size: int, l
     passes = world_size * plan.accumulation
     assert plan.forward_passes == passes <= batch  # none is empty
     groups = [len(range(group, batch, passes)) for group in range(passes)]
-    assert sorted(set(groups)) == part_sizes(batch, passes) and max(groups) == plan.micro_batch <= (limit or batch)
+    assert sorted(set(groups)) == part_sizes(batch, passes) and max(groups) == plan.micro_batch <= (
+        limit or batch
+    )
     assert plan.accumulation == 1 or -(-batch // (passes - world_size)) > (limit or batch)
 
 

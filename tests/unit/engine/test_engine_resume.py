@@ -25,7 +25,9 @@ def cached_parts(overrides: tuple[str, ...]) -> TrainingParts:
 
 
 def parts_for(digits: Path, **changes: object) -> TrainingParts:
-    return cached_parts(tuple(word for word in arguments(digits, Path("unused"), **changes) if "=" in word))
+    return cached_parts(
+        tuple(word for word in arguments(digits, Path("unused"), **changes) if "=" in word)
+    )
 
 
 def state_for(digits: Path, **changes: object) -> dict[str, Any]:
@@ -42,7 +44,9 @@ def test_removed_key_of_a_checkpoint_is_reported(digits: Path) -> None:
 def test_keys_that_are_not_recipe_may_change_and_are_reported(digits: Path) -> None:
     before = state_for(digits)
     assert check_resumable(before, parts_for(digits), ()) == []
-    lines = check_resumable(before, parts_for(digits, train__micro_batch_size=64, log__every_steps=7), ())
+    lines = check_resumable(
+        before, parts_for(digits, train__micro_batch_size=64, log__every_steps=7), ()
+    )
     assert lines == [
         "changed since the checkpoint: log.every_steps: 1 -> 7",
         "changed since the checkpoint: train.micro_batch_size: null -> 64",
@@ -64,13 +68,21 @@ def test_optimizer_argument_that_needs_more_state_is_an_error(
 ) -> None:
     config = config_from_dict({"optimizer": {"name": name, "lr": 0.1, "kwargs": before}})
     checkpoint = Snapshot({}, {}, {}, {"config": asdict(config)}, path=Path("step-0000001"))
-    with pytest.raises(CheckpointError, match=f"step-0000001.*{missing}") if missing else nullcontext():
-        check_optimizer_state(checkpoint, replace(config.optimizer, kwargs=now), torch.device("cpu"))
+    with (
+        pytest.raises(CheckpointError, match=f"step-0000001.*{missing}")
+        if missing
+        else nullcontext()
+    ):
+        check_optimizer_state(
+            checkpoint, replace(config.optimizer, kwargs=now), torch.device("cpu")
+        )
 
 
 def test_recipe_change_is_an_error_unless_allowed(digits: Path) -> None:
     before = state_for(digits)
-    changed = parts_for(digits, optimizer__lr=0.5, optimizer__kwargs="{momentum: 0.5}", train__epochs=3)
+    changed = parts_for(
+        digits, optimizer__lr=0.5, optimizer__kwargs="{momentum: 0.5}", train__epochs=3
+    )
     with pytest.raises(CheckpointError) as error:
         check_resumable(before, changed, ["train.epochs"])
     text = str(error.value)
@@ -80,7 +92,10 @@ def test_recipe_change_is_an_error_unless_allowed(digits: Path) -> None:
     with pytest.raises(CheckpointError):
         check_resumable(before, changed, ["train.epochs", "optimizer.l"])  # half a name is no name
     assert len(check_resumable(before, changed, ["train.epochs", "optimizer"])) == 3
-    assert len(check_resumable(before, changed, ["train.epochs", "optimizer.lr", "optimizer.kwargs"])) == 3
+    assert (
+        len(check_resumable(before, changed, ["train.epochs", "optimizer.lr", "optimizer.kwargs"]))
+        == 3
+    )
 
 
 def test_ineffective_keys_are_not_compared(digits: Path) -> None:
@@ -99,7 +114,9 @@ def test_order_of_lr_scales_is_part_of_the_recipe(digits: Path, tmp_path: Path) 
     parts = parts_for(digits, optimizer__lr_scales=f"{{{first}, {second}}}")
     swapped = parts_for(digits, optimizer__lr_scales=f"{{{second}, {first}}}")
     state = describe_run(parts) | {"step": 1, "progress": asdict(Progress(step=1)), "scaler": {}}
-    before = read_checkpoint(write_checkpoint(tmp_path / "checkpoints", Snapshot({}, {}, {}, state))).state
+    before = read_checkpoint(
+        write_checkpoint(tmp_path / "checkpoints", Snapshot({}, {}, {}, state))
+    ).state
     assert check_resumable(before, parts, ()) == []
     with pytest.raises(CheckpointError, match=r"optimizer\.lr_scales"):
         check_resumable(before, swapped, ())
@@ -129,7 +146,9 @@ def test_eval_every_epochs_is_recipe_with_plateau_only(digits: Path) -> None:
 def test_other_teacher_is_an_error_unless_allowed(digits: Path) -> None:
     before, parts = state_for(digits) | {"teacher_digest": "a"}, parts_for(digits)
     assert check_resumable(before, parts, ()) == []  # without a teacher now
-    parts = cached_parts.__wrapped__(tuple(word for word in arguments(digits, Path("unused")) if "=" in word))
+    parts = cached_parts.__wrapped__(
+        tuple(word for word in arguments(digits, Path("unused")) if "=" in word)
+    )
     parts.teacher_digest = "b"
     with pytest.raises(CheckpointError, match=r"--allow-change distill\.teacher"):
         check_resumable(before, parts, ())
@@ -167,7 +186,9 @@ def test_invalid_config_of_a_checkpoint_is_an_error_with_its_path(digits: Path) 
         ({"versions": {"torch": "0.1"}}, "versions.torch", True),
     ],
 )
-def test_changed_environment_is_reported(digits: Path, change: dict[str, Any], name: str, rounding: bool) -> None:
+def test_changed_environment_is_reported(
+    digits: Path, change: dict[str, Any], name: str, rounding: bool
+) -> None:
     first, *others = check_resumable(state_for(digits) | change, parts_for(digits), ())
     assert f": {name}: " in first and len(others) == rounding
 

@@ -31,14 +31,30 @@ WRITTEN = (
 
 def fill(path: Path) -> None:
     """A run, and files of the user."""
-    for name in ("checkpoints/step-0000007", "checkpoints/step-0000012", "tensorboard", "plots", "logs", "mine"):
+    for name in (
+        "checkpoints/step-0000007",
+        "checkpoints/step-0000012",
+        "tensorboard",
+        "plots",
+        "logs",
+        "mine",
+    ):
         (path / name).mkdir(parents=True)
-    for name in ("config.yaml", "env.json", "metrics.jsonl", "notes.txt", "logs/rank0.log", "mine/plot.png"):
+    for name in (
+        "config.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "notes.txt",
+        "logs/rank0.log",
+        "mine/plot.png",
+    ):
         (path / name).write_text("old")
 
 
 def contents(path: Path) -> list[str]:
-    return sorted(str(entry.relative_to(path)) for entry in path.rglob("*") if entry.name != ".lock")
+    return sorted(
+        str(entry.relative_to(path)) for entry in path.rglob("*") if entry.name != ".lock"
+    )
 
 
 def open_folder(path: Path, **options: Any) -> RunFolder:
@@ -58,13 +74,19 @@ def test_open_folder_with_any_part_of_a_run_is_an_error(tmp_path: Path, name: st
         open_folder(tmp_path, **{option: True}).close()
 
 
-@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-0000012", "plots/weights.pth"])
+@pytest.mark.parametrize(
+    "name", ["", "checkpoints", "checkpoints/step-0000012", "plots/weights.pth"]
+)
 def test_overwrite_weights_in_the_run_is_an_error(tmp_path: Path, name: str) -> None:
     fill(tmp_path)
     options = RunOptions(tmp_path, overwrite=True)
-    RunFolder(tmp_path).check_usable(Config(model=ModelConfig(checkpoint=str(tmp_path / "mine" / "x.pth"))), options)
+    RunFolder(tmp_path).check_usable(
+        Config(model=ModelConfig(checkpoint=str(tmp_path / "mine" / "x.pth"))), options
+    )
     with pytest.raises(UsageError, match=r"model\.checkpoint"):
-        RunFolder(tmp_path).check_usable(Config(model=ModelConfig(checkpoint=str(tmp_path / name))), options)
+        RunFolder(tmp_path).check_usable(
+            Config(model=ModelConfig(checkpoint=str(tmp_path / name))), options
+        )
 
 
 def test_clear_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
@@ -123,7 +145,9 @@ def test_discard_removes_only_what_open_created(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").exists()
 
 
-def test_metadata_records_only_listed_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_records_only_listed_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_TOKEN", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     folder = RunFolder(tmp_path)
@@ -131,11 +155,18 @@ def test_metadata_records_only_listed_variables(tmp_path: Path, monkeypatch: pyt
     folder.write_metadata(["slurm 7", "torchrun x"], "seed: 1\n", {"torch": "9.9"})
     assert folder.was_started_by(["torchrun x"]) and not folder.was_started_by(["slurm 8"])
     env = json.loads((tmp_path / "env.json").read_text())
-    assert "hunter2" not in (tmp_path / "env.json").read_text() and env["variables"]["NCCL_DEBUG"] == "INFO"
-    assert env["versions"]["torch"] == "9.9" and (tmp_path / "config.yaml").read_text() == "seed: 1\n"
+    assert (
+        "hunter2" not in (tmp_path / "env.json").read_text()
+        and env["variables"]["NCCL_DEBUG"] == "INFO"
+    )
+    assert (
+        env["versions"]["torch"] == "9.9" and (tmp_path / "config.yaml").read_text() == "seed: 1\n"
+    )
 
 
-def test_code_version_is_the_commit_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_version_is_the_commit_of_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """None without git, outside of a checkout, and where another repository ignores the folder."""
 
     def git(*words: str | Path) -> str:

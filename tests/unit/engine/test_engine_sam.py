@@ -17,7 +17,12 @@ RHO, LR = 0.5, 0.1
 
 def network(norm: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4) if norm else nn.Tanh(), nn.Flatten(), nn.Linear(4 * 16, 5)]
+    layers = [
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4) if norm else nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(4 * 16, 5),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -28,14 +33,18 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def sam_and_updater(model: nn.Module) -> tuple[Sam, Updater]:
-    config = OptimizerConfig(lr=LR, weight_decay=0.01, bias_weight_decay=0.0, kwargs={"momentum": 0.9})
+    config = OptimizerConfig(
+        lr=LR, weight_decay=0.01, bias_weight_decay=0.0, kwargs={"momentum": 0.9}
+    )
     optimizer = build_optimizer(config, parameter_groups(model, config))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return Sam(model, optimizer, RHO), Updater(model, optimizer, TrainConfig(), scaler)
 
 
 def backward(model: nn.Module, images: Tensor, targets: Tensor, accumulation: int = 1) -> None:
-    for some_images, some_targets in zip(images.chunk(accumulation), targets.chunk(accumulation), strict=True):
+    for some_images, some_targets in zip(
+        images.chunk(accumulation), targets.chunk(accumulation), strict=True
+    ):
         (nn.functional.cross_entropy(model(some_images), some_targets) / accumulation).backward()
 
 
@@ -57,7 +66,9 @@ def test_sam_two_steps_equal_formula(accumulation: int) -> None:
     for step in range(2):
         images, targets = batch(step)
 
-        def gradients(at: dict[str, Tensor], images: Tensor = images, targets: Tensor = targets) -> dict[str, Tensor]:
+        def gradients(
+            at: dict[str, Tensor], images: Tensor = images, targets: Tensor = targets
+        ) -> dict[str, Tensor]:
             leaves = {name: w.clone().requires_grad_() for name, w in at.items()}
             loss = nn.functional.cross_entropy(functional_call(model, leaves, (images,)), targets)
             return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -91,7 +102,9 @@ def test_sam_restores_bits_strides_and_buffers() -> None:
     backward(model, images.float(), targets)
     with sam.perturbed_weights():
         assert all(p.grad is None for p in model.parameters())
-        moved = torch.cat([(p.detach() - before[name]).flatten() for name, p in model.named_parameters()])
+        moved = torch.cat(
+            [(p.detach() - before[name]).flatten() for name, p in model.named_parameters()]
+        )
         backward(model, images.float(), targets)
     assert moved.norm().item() == pytest.approx(RHO, rel=1e-5)
     assert_equal(model, before)

@@ -40,7 +40,9 @@ def optimizer_for(model: nn.Module, name: str, **kwargs: Any) -> torch.optim.Opt
     return build_optimizer(config, parameter_groups(model, config))
 
 
-def updater_for(name: str, clip: dict[str, float] | None = None, **kwargs: Any) -> tuple[nn.Module, Updater]:
+def updater_for(
+    name: str, clip: dict[str, float] | None = None, **kwargs: Any
+) -> tuple[nn.Module, Updater]:
     """clip: what a config says of clipping. The head is the last layer."""
     model = network()
     model(torch.zeros(2, 3, 8, 8))
@@ -54,7 +56,9 @@ def set_gradients(model: nn.Module, number: int, bad: float | None = None) -> No
     """Gradients that depend on `number` alone; with `bad`, one element of one of them is that."""
     source = torch.Generator().manual_seed(number)
     for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=source))
+        parameter.grad = torch.empty_like(parameter).copy_(
+            torch.randn(parameter.shape, generator=source)
+        )
     if bad is not None:
         gradient = list(model.parameters())[number % 3].grad
         assert gradient is not None
@@ -62,9 +66,13 @@ def set_gradients(model: nn.Module, number: int, bad: float | None = None) -> No
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}, {"clip_value": 0.1}, {"clip_agc": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "clip", [{}, {"clip_norm": 1.0}, {"clip_value": 0.1}, {"clip_agc": 0.01}], ids=str
+)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "sgd not fused", "adamw not fused"])
-def test_a_gradient_that_is_not_finite_changes_nothing(name: str, clip: dict[str, float], bad: float) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    name: str, clip: dict[str, float], bad: float
+) -> None:
     """First of all, between two good ones, and twice in a row: against a run in which those steps never happened."""
     kwargs = {"fused": False} if name.endswith("not fused") else {}
     name = name.partition(" ")[0]
@@ -88,8 +96,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name: str, clip: dict[str
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd not fused"])
-def test_finite_gradients_whose_norm_overflows_skip_the_update_only_when_clipped_by_norm(name: str) -> None:
-    for clip, with_norm in (({}, True), ({}, False), ({"clip_value": 0.1}, True), ({"clip_norm": 1.0}, False)):
+def test_finite_gradients_whose_norm_overflows_skip_the_update_only_when_clipped_by_norm(
+    name: str,
+) -> None:
+    for clip, with_norm in (
+        ({}, True),
+        ({}, False),
+        ({"clip_value": 0.1}, True),
+        ({"clip_norm": 1.0}, False),
+    ):
         model, updater = updater_for(name.partition(" ")[0], clip, fused=name == "sgd")
         set_gradients(model, 0)
         updater.update(0.1)
@@ -98,14 +113,20 @@ def test_finite_gradients_whose_norm_overflows_skip_the_update_only_when_clipped
         before = model[0].weight.detach().clone()
         norm, skipped = updater.update(0.1, None, with_norm)
         assert bool(skipped) == ("clip_norm" in clip) == torch.equal(model[0].weight, before)
-        assert norm is None if not (with_norm or "clip_norm" in clip) else norm is not None and torch.isinf(norm)
+        assert (
+            norm is None
+            if not (with_norm or "clip_norm" in clip)
+            else norm is not None and torch.isinf(norm)
+        )
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw not fused", "lamb"])
 def test_update_without_the_norm_makes_the_same_steps(name: str) -> None:
     states = []
     for with_norm in (True, False):
-        model, updater = updater_for(name.partition(" ")[0], **({"fused": False} if "not" in name else {}))
+        model, updater = updater_for(
+            name.partition(" ")[0], **({"fused": False} if "not" in name else {})
+        )
         for number, is_bad in enumerate([True, False, True, False]):
             set_gradients(model, number, math.nan if is_bad else None)
             norm, skipped = updater.update(0.1, None, with_norm)
@@ -130,7 +151,9 @@ def test_update_with_a_loss_scale_skips_what_the_scaler_found_and_lowers_the_sca
             set_gradients(expected, number)
             reference.update(0.1)
     assert scaler.get_scale() == 2.0
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in expected.state_dict().items())
+    assert all(
+        torch.equal(model.state_dict()[key], value) for key, value in expected.state_dict().items()
+    )
 
 
 FINITE = [0.0, -0.0, 1e-45, -3.0, 65504.0]
@@ -138,17 +161,31 @@ FINITE = [0.0, -0.0, 1e-45, -3.0, 65504.0]
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    "dtypes", [[torch.float32], [torch.float64, torch.float32], [torch.bfloat16, torch.float16], [torch.bfloat16]]
+    "dtypes",
+    [
+        [torch.float32],
+        [torch.float64, torch.float32],
+        [torch.bfloat16, torch.float16],
+        [torch.bfloat16],
+    ],
 )
-def test_find_nonfinite_finds_each_element_and_changes_none(dtypes: list[torch.dtype], bad: float | None) -> None:
+def test_find_nonfinite_finds_each_element_and_changes_none(
+    dtypes: list[torch.dtype], bad: float | None
+) -> None:
     for position in range(len(dtypes)):
-        tensors = [torch.tensor(FINITE).to(dtype).repeat(20, 3) for dtype in [*dtypes, torch.float32]]
-        tensors[position] = tensors[position].T  # strides of channels-last weights are not those of a flat tensor
+        tensors = [
+            torch.tensor(FINITE).to(dtype).repeat(20, 3) for dtype in [*dtypes, torch.float32]
+        ]
+        tensors[position] = tensors[
+            position
+        ].T  # strides of channels-last weights are not those of a flat tensor
         if bad is not None:
             tensors[position][-1, -2] = bad
         before = [tensor.clone() for tensor in tensors]
         found = any_nonfinite(tensors)
-        assert found.shape == () and found.dtype == torch.float32 and bool(found) == (bad is not None)
+        assert (
+            found.shape == () and found.dtype == torch.float32 and bool(found) == (bad is not None)
+        )
         for tensor, value in zip(tensors, before, strict=True):
             torch.testing.assert_close(tensor, value, rtol=0, atol=0, equal_nan=True)
             assert torch.equal(tensor.signbit(), value.signbit())
@@ -187,7 +224,9 @@ CLIPPING = {
 
 @pytest.mark.parametrize("manner", CLIPPING)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_is_the_optimizers_own_step_on_the_clipped_gradient(name: str, manner: str) -> None:
+def test_an_update_is_the_optimizers_own_step_on_the_clipped_gradient(
+    name: str, manner: str
+) -> None:
     clip, clip_reference = CLIPPING[manner]
     model, updater = updater_for(name, clip)
     reference, _ = updater_for(name)
@@ -195,7 +234,9 @@ def test_an_update_is_the_optimizers_own_step_on_the_clipped_gradient(name: str,
     for number in range(3):
         set_gradients(model, number)
         set_gradients(reference, number)
-        expected = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None))
+        expected = math.sqrt(
+            sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None)
+        )
         clip_reference(reference)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (number + 1)
@@ -213,11 +254,17 @@ def test_a_head_is_named_by_modules_or_parameters(head: list[str]) -> None:
     set_gradients(model, 0)
     before = [p.grad.clone() for p in model.parameters()]
     clipping(model, TrainConfig(clip_agc=1e-6), head)(list(model.parameters()), torch.tensor(1.0))
-    same = [name for (name, p), b in zip(model.named_parameters(), before, strict=True) if torch.equal(p.grad, b)]
+    same = [
+        name
+        for (name, p), b in zip(model.named_parameters(), before, strict=True)
+        if torch.equal(p.grad, b)
+    ]
     assert same == ["3.weight", "3.bias"]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "lamb", "timm:lookahead_adamw", "timm:lion"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "adamw", "rmsprop", "lamb", "timm:lookahead_adamw", "timm:lion"]
+)
 def test_learning_rate_and_momentum_reach_every_group(name: str) -> None:
     """The learning rate multiplied by `lr_scale`; the momentum unless it is None."""
     model, updater = updater_for(name)
@@ -227,7 +274,10 @@ def test_learning_rate_and_momentum_reach_every_group(name: str) -> None:
     for momentum in (0.85, None):
         set_gradients(model, 0)
         updater.update(0.5, momentum)
-        assert [group["lr"] for group in updater.optimizer.param_groups] == [0.5, pytest.approx(0.05)]
+        assert [group["lr"] for group in updater.optimizer.param_groups] == [
+            0.5,
+            pytest.approx(0.05),
+        ]
         for group, old in zip(updater.optimizer.param_groups, before, strict=True):
             assert group[key] == (0.85 if key == "momentum" else (0.85, *old["betas"][1:]))
 
@@ -267,7 +317,10 @@ def test_precision_on_a_cpu() -> None:
     ],
 )
 def test_automatic_precision_is_one_that_the_gpu_does_not_emulate(
-    capability: tuple[int, int], sam_rho: float | None, expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    sam_rho: float | None,
+    expected: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr(torch.version, "hip", None)
@@ -277,4 +330,6 @@ def test_automatic_precision_is_one_that_the_gpu_does_not_emulate(
     # As torch, which makes a tensor in bf16 to find out whether it can be emulated.
     monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda *_: True)
     assert choose_precision(TrainConfig(sam_rho=sam_rho), torch.device("cuda", 0)) is expected
-    assert choose_precision(TrainConfig(precision="bf16"), torch.device("cuda", 0)) is torch.bfloat16
+    assert (
+        choose_precision(TrainConfig(precision="bf16"), torch.device("cuda", 0)) is torch.bfloat16
+    )

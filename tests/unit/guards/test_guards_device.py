@@ -17,14 +17,22 @@ def deterministic() -> Iterator[None]:
 
 
 def test_operator_without_a_deterministic_kernel_exits_2(deterministic: None) -> None:
-    with pytest.raises(UsageError, match=r"train\.deterministic=true.* uses put_,") as caught, explain_device_errors():
+    with (
+        pytest.raises(UsageError, match=r"train\.deterministic=true.* uses put_,") as caught,
+        explain_device_errors(),
+    ):
         torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))  # the only such operator of CPUs
     assert caught.value.exit_code == 2 and len(str(caught.value).splitlines()) <= 3
 
 
 def test_error_of_a_replica_names_the_operator() -> None:
-    text = "reflection_pad2d_backward_cuda does not have a deterministic implementation, but you set"
-    with pytest.raises(UsageError, match="uses reflection_pad2d_backward_cuda,"), explain_device_errors():
+    text = (
+        "reflection_pad2d_backward_cuda does not have a deterministic implementation, but you set"
+    )
+    with (
+        pytest.raises(UsageError, match="uses reflection_pad2d_backward_cuda,"),
+        explain_device_errors(),
+    ):
         raise RuntimeError(f"Caught RuntimeError in replica 1 on device 1.\nRuntimeError: {text}")
 
 

@@ -17,12 +17,17 @@ from imagenet_cls.guards.memory import (
 
 
 def test_out_of_memory_names_sizes_and_remedies() -> None:
-    gpu_error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand much more")
+    gpu_error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2 GiB.\nand much more"
+    )
     with pytest.raises(ResourceError) as error, explain_out_of_memory("4 images of 224 px"):
         raise gpu_error
     first, second, third = str(error.value).splitlines()
     assert error.value.exit_code == 5 and "4 images of 224 px, peak" in first
-    assert second == "CUDA out of memory. Tried to allocate 2 GiB." and "train.micro_batch_size" in third
+    assert (
+        second == "CUDA out of memory. Tried to allocate 2 GiB."
+        and "train.micro_batch_size" in third
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,14 +49,24 @@ def test_out_of_memory_is_recognized_by_its_text(text: str) -> None:
     assert "out of memory" in detail or "ALLOC_FAILED" in detail
 
 
-def test_memory_of_the_host_is_named_in_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_host_is_named_in_a_process_that_uses_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ResourceError, match="out of memory on this machine: peak"), explain_out_of_memory():
+    with (
+        pytest.raises(ResourceError, match="out of memory on this machine: peak"),
+        explain_out_of_memory(),
+    ):
         torch.empty(2**60, dtype=torch.uint8, device="cpu")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**30)
+    )
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**29)
-    with pytest.raises(ResourceError, match=r"out of memory on cuda:1: peak 0\.50 of 1\.00"), explain_out_of_memory():
+    with (
+        pytest.raises(ResourceError, match=r"out of memory on cuda:1: peak 0\.50 of 1\.00"),
+        explain_out_of_memory(),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
@@ -70,8 +85,16 @@ def test_peak_memory_starts_again_after_a_reset() -> None:
 
 
 GIB = 2**30
-V2 = {"memory.max": 8 * GIB, "memory.current": 5 * GIB, "memory.stat": f"anon 1\ninactive_file {GIB}"}
-V1 = {"limit_in_bytes": 2 * GIB, "usage_in_bytes": GIB, "stat": f"cache 1\ntotal_inactive_file {GIB // 2}"}
+V2 = {
+    "memory.max": 8 * GIB,
+    "memory.current": 5 * GIB,
+    "memory.stat": f"anon 1\ninactive_file {GIB}",
+}
+V1 = {
+    "limit_in_bytes": 2 * GIB,
+    "usage_in_bytes": GIB,
+    "stat": f"cache 1\ntotal_inactive_file {GIB // 2}",
+}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +105,11 @@ V1 = {"limit_in_bytes": 2 * GIB, "usage_in_bytes": GIB, "stat": f"cache 1\ntotal
         ("0::/a\n", {f"a/{name}": text for name, text in V2.items()}, 5 * GIB),
         ("0::/a\n", V2, 5 * GIB),  # of the parent
         ("0::/\n", V2 | {"memory.max": "max"}, 11 * GIB),
-        ("4:memory:/a\n0::/\n", {f"memory/a/memory.{name}": text for name, text in V1.items()}, 2.5 * GIB),
+        (
+            "4:memory:/a\n0::/\n",
+            {f"memory/a/memory.{name}": text for name, text in V1.items()},
+            2.5 * GIB,
+        ),
     ],
 )
 def test_memory_limit_is_the_smallest_of_system_and_cgroups(

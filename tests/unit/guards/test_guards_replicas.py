@@ -58,7 +58,11 @@ def test_hash_changes_with_every_bit(dtype: torch.dtype) -> None:
 def test_hash_changes_where_a_sum_of_values_would_not() -> None:
     """Two values that change places, changes that cancel, signs of zero, NaN."""
     a = torch.tensor([1.0, 2.0, 3.0, 0.0, math.nan])
-    for b in (a[[1, 0, 2, 3, 4]], a + torch.tensor([1.0, -2.0, 1.0, 0.0, 0.0]), a * torch.tensor([1, 1, 1, -1, 1])):
+    for b in (
+        a[[1, 0, 2, 3, 4]],
+        a + torch.tensor([1.0, -2.0, 1.0, 0.0, 0.0]),
+        a * torch.tensor([1, 1, 1, -1, 1]),
+    ):
         assert hash_of(b) != hash_of(a)
     assert hash_of(a.clone()) == hash_of(a)
 
@@ -72,7 +76,9 @@ def test_hash_ignores_the_memory_format() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("length", [0, 3, 4, 11, 12])
-def test_hash_of_several_rows_equals_the_formula(monkeypatch: pytest.MonkeyPatch, length: int, at_once: int) -> None:
+def test_hash_of_several_rows_equals_the_formula(
+    monkeypatch: pytest.MonkeyPatch, length: int, at_once: int
+) -> None:
     """However many rows at once: the same on every device."""
     monkeypatch.setattr(replicas, "_ROW", 4)
     monkeypatch.setattr(replicas, "_ROWS_ON_CPU", at_once)
@@ -81,7 +87,9 @@ def test_hash_of_several_rows_equals_the_formula(monkeypatch: pytest.MonkeyPatch
 
 
 def test_model_digest_depends_on_names_shapes_dtypes_and_buffers() -> None:
-    def model(name: str = "x", shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32) -> nn.Module:
+    def model(
+        name: str = "x", shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32
+    ) -> nn.Module:
         made = nn.BatchNorm1d(2)
         made.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
         return made
@@ -103,5 +111,9 @@ def test_replicated_tensors_leaves_out_buffers_that_are_not_synchronized() -> No
     tensors = replicated_tensors(model, model, optimizer.state)
     names = {"0.weight", "0.bias", "1.weight", "1.bias"}
     averaged = names | {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    expected = averaged | {f"EMA of {name}" for name in averaged} | {f"momentum_buffer of {name}" for name in names}
+    expected = (
+        averaged
+        | {f"EMA of {name}" for name in averaged}
+        | {f"momentum_buffer of {name}" for name in names}
+    )
     assert tensors.keys() == expected and tensors["0.weight"] is model[0].weight

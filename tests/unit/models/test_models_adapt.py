@@ -46,7 +46,9 @@ def test_split_batch_norm_equals_one_layer_per_split() -> None:
     torch.testing.assert_close(split.train()(images), expected, rtol=0, atol=0)
     state = split.state_dict()
     for prefix, norm in zip(("0.", "0.aux_bn.0.", "0.aux_bn.1."), own, strict=True):
-        assert all(torch.equal(state[prefix + name], value) for name, value in norm.state_dict().items())
+        assert all(
+            torch.equal(state[prefix + name], value) for name, value in norm.state_dict().items()
+        )
     assert torch.equal(split.eval()(images), own[0].eval()(images))
 
 
@@ -143,7 +145,11 @@ class UserModel(nn.Module):
         self.grad_checkpointing = enable
 
     def forward(self, images: Tensor) -> Tensor:
-        features = checkpoint(self.body, images, use_reentrant=False) if self.grad_checkpointing else self.body(images)
+        features = (
+            checkpoint(self.body, images, use_reentrant=False)
+            if self.grad_checkpointing
+            else self.body(images)
+        )
         return self.head(features.mean((2, 3)))
 
 
@@ -156,12 +162,19 @@ def test_checkpointing_updates_statistics_once(momentum: float | None) -> None:
         model = UserModel(momentum)
         prepare(model)
         trained(model)
-        return {name: value for name, value in model.body[1].state_dict().items() if name not in ("weight", "bias")}
+        return {
+            name: value
+            for name, value in model.body[1].state_dict().items()
+            if name not in ("weight", "bias")
+        }
 
     plain = statistics(lambda model: None)
     ours = statistics(checkpoint_activations)
     bare = statistics(lambda model: model.set_grad_checkpointing())
-    assert all(torch.equal(ours[name], plain[name]) for name in plain) and plain["num_batches_tracked"] == 4
+    assert (
+        all(torch.equal(ours[name], plain[name]) for name in plain)
+        and plain["num_batches_tracked"] == 4
+    )
     assert bare["num_batches_tracked"] == 8
     assert momentum is None or not torch.equal(bare["running_mean"], plain["running_mean"])
 
@@ -177,12 +190,18 @@ def test_checkpointing_of_a_compiled_model() -> None:
     losses, state = trained(model)
     expected, expected_state = trained(reference)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert all(torch.allclose(state[key], expected_state[key], rtol=1e-5, atol=1e-6) for key in state)
+    assert all(
+        torch.allclose(state[key], expected_state[key], rtol=1e-5, atol=1e-6) for key in state
+    )
 
 
 @pytest.mark.parametrize("name", ["torchvision:resnet18", "vgg11"])
 def test_model_without_checkpointing_is_a_problem(name: str) -> None:
-    assert model_problems(ModelConfig(name=name)) == model_problems(ModelConfig("resnet18"), True) == []
+    assert (
+        model_problems(ModelConfig(name=name))
+        == model_problems(ModelConfig("resnet18"), True)
+        == []
+    )
     (problem,) = model_problems(ModelConfig(name=name), grad_checkpointing=True)
     assert problem.key == "train.grad_checkpointing"
     with pytest.raises(ConfigError, match=r"^train\.grad_checkpointing: "):
@@ -240,12 +259,16 @@ def test_resize_model_keeps_embedding_frozen() -> None:
 def test_deterministic_padding_gives_the_same_bits_without_the_nondeterministic_operator(
     size: int, channels: int | None, layout: torch.memory_format
 ) -> None:
-    plain = nn.Sequential(BlurPool2d(channels, size), BlurPool2d(channels, size, pad_mode="constant"))
+    plain = nn.Sequential(
+        BlurPool2d(channels, size), BlurPool2d(channels, size, pad_mode="constant")
+    )
     changed = copy.deepcopy(plain)
     pad_deterministically(changed)
     results = []
     for model in (plain, changed):
-        images = torch.randn(2, 4, 9, 11, generator=torch.Generator().manual_seed(0)).to(memory_format=layout)
+        images = torch.randn(2, 4, 9, 11, generator=torch.Generator().manual_seed(0)).to(
+            memory_format=layout
+        )
         images.requires_grad_()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             outputs = model(images)

@@ -65,20 +65,28 @@ def test_build_with_the_same_seed_gives_the_same_bits(model: ModelConfig) -> Non
 
 def test_build_passes_kwargs() -> None:
     assert build_model(ModelConfig("resnet18", kwargs={"drop_rate": 0.25}), 5).drop_rate == 0.25
-    assert build_model(ModelConfig(f"{__name__}:own", kwargs={"width": 3}), 5).weight.shape == (5, 3)
+    assert build_model(ModelConfig(f"{__name__}:own", kwargs={"width": 3}), 5).weight.shape == (
+        5,
+        3,
+    )
     with pytest.raises(UserError):
         build_model(ModelConfig(f"{__name__}:own_text"), 5)
 
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [("resnet18.a1_in1k", "resnet18.a1_in1k on the Hugging"), ("torchvision:resnet18", "resnet18-f37072fd.pth")],
+    [
+        ("resnet18.a1_in1k", "resnet18.a1_in1k on the Hugging"),
+        ("torchvision:resnet18", "resnet18-f37072fd.pth"),
+    ],
 )
 def test_pretrained_without_network_is_a_resource_error(
     name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens there: torch.hub fails at once
+    monkeypatch.setenv(
+        "https_proxy", "http://127.0.0.1:9"
+    )  # nothing listens there: torch.hub fails at once
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ResourceError) as caught:
@@ -141,18 +149,34 @@ def test_one_channel_needs_a_model_that_takes_it() -> None:
     ("model", "outputs", "source"),
     [
         (ModelConfig("test_resnet"), 5, "from scratch"),
-        (ModelConfig(f"{__name__}:own"), 5, f"from scratch: weights as initialized by {__name__}:own"),
-        (ModelConfig("resnet18", pretrained=True), 5, "(timm resnet18.a1_in1k); the head (fc.weight, fc.bias) is new"),
-        (ModelConfig("torchvision:resnet50", pretrained=True), 1000, "(torchvision resnet50, IMAGENET1K_V2)"),
         (
-            ModelConfig("torchvision:resnet50", pretrained=True, kwargs={"weights": "IMAGENET1K_V1"}),
+            ModelConfig(f"{__name__}:own"),
+            5,
+            f"from scratch: weights as initialized by {__name__}:own",
+        ),
+        (
+            ModelConfig("resnet18", pretrained=True),
+            5,
+            "(timm resnet18.a1_in1k); the head (fc.weight, fc.bias) is new",
+        ),
+        (
+            ModelConfig("torchvision:resnet50", pretrained=True),
+            1000,
+            "(torchvision resnet50, IMAGENET1K_V2)",
+        ),
+        (
+            ModelConfig(
+                "torchvision:resnet50", pretrained=True, kwargs={"weights": "IMAGENET1K_V1"}
+            ),
             5,
             "(torchvision resnet50, IMAGENET1K_V1); the head (fc.weight, fc.bias) is new",
         ),
     ],
 )
 def test_weights_source_names_the_weights(model: ModelConfig, outputs: int, source: str) -> None:
-    without = ModelConfig("resnet18" if ":" in model.name else model.name)  # nothing is downloaded here
+    without = ModelConfig(
+        "resnet18" if ":" in model.name else model.name
+    )  # nothing is downloaded here
     with torch.device("meta"):
         found = weights_source(model, build_model(without, outputs), outputs)
     assert source in found and ("head" in found) == ("head" in source)
@@ -178,7 +202,10 @@ def test_mean_and_std_are_those_of_the_weights() -> None:
     ("name", "names"),
     [
         ("convnext_atto", ["head.fc.weight", "head.fc.bias"]),
-        ("deit_tiny_distilled_patch16_224", ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]),
+        (
+            "deit_tiny_distilled_patch16_224",
+            ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"],
+        ),
         ("torchvision:vit_b_16", ["heads.head.weight", "heads.head.bias"]),
         ("torchvision:squeezenet1_0", ["classifier.1.weight", "classifier.1.bias"]),
     ],
@@ -251,15 +278,30 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
             ModelConfig("resnet18", kwargs={"drop_rat": 0.1, "zebra": 1, "pretrained": True}),
             ["kwargs.pretrained", "kwargs.drop_rat", "kwargs.zebra"],
         ),
-        (ModelConfig("resnet18", kwargs={"drop_rat": 0.1, "block": "abc"}), ["kwargs.drop_rat", "kwargs"]),
+        (
+            ModelConfig("resnet18", kwargs={"drop_rat": 0.1, "block": "abc"}),
+            ["kwargs.drop_rat", "kwargs"],
+        ),
         (ModelConfig("vit_small_patch16_224", kwargs={"num_heads": 5}), ["kwargs"]),
         (ModelConfig("resnet50d_dsk", pretrained=True), ["name"]),
         (ModelConfig("vit_small_patch16_36x1_224", pretrained=True), ["pretrained"]),
-        (ModelConfig("torchvision:resnet18", kwargs={"width_per_grup": 64}), ["kwargs.width_per_grup"]),
+        (
+            ModelConfig("torchvision:resnet18", kwargs={"width_per_grup": 64}),
+            ["kwargs.width_per_grup"],
+        ),
         # torchvision's ConvNeXt takes any keyword and ignores it.
-        (ModelConfig("torchvision:convnext_tiny", kwargs={"layer_scal": 1e-6}), ["kwargs.layer_scal"]),
-        (ModelConfig("torchvision:resnet50", kwargs={"weights": "IMAGENET1K_V1"}), ["kwargs.weights"]),
-        (ModelConfig("torchvision:resnet50", pretrained=True, kwargs={"weights": "V3"}), ["kwargs.weights"]),
+        (
+            ModelConfig("torchvision:convnext_tiny", kwargs={"layer_scal": 1e-6}),
+            ["kwargs.layer_scal"],
+        ),
+        (
+            ModelConfig("torchvision:resnet50", kwargs={"weights": "IMAGENET1K_V1"}),
+            ["kwargs.weights"],
+        ),
+        (
+            ModelConfig("torchvision:resnet50", pretrained=True, kwargs={"weights": "V3"}),
+            ["kwargs.weights"],
+        ),
         (ModelConfig("torchvision:googlenet", kwargs={"init_weights": False}), ["name"]),
         (ModelConfig(f"{__name__}:own", kwargs={"widht": 4}), ["kwargs.widht"]),
         (ModelConfig(f"{__name__}:own", kwargs={"num_classes": 4}), ["kwargs.num_classes"]),
@@ -285,7 +327,9 @@ def test_bad_section_is_a_problem(model: ModelConfig, keys: list[str]) -> None:
         ("resnet18", [], {"checkpoint_path": "x.pth"}, set()),
     ],
 )
-def test_untrusted_names_of_a_checkpoint_are_errors(name: str, imports: list, kwargs: dict, trusted: set) -> None:
+def test_untrusted_names_of_a_checkpoint_are_errors(
+    name: str, imports: list, kwargs: dict, trusted: set
+) -> None:
     with pytest.raises(CheckpointError):
         check_trusted(ModelConfig(name, kwargs=kwargs), imports, trusted, "step-0000001")
 
@@ -293,4 +337,6 @@ def test_untrusted_names_of_a_checkpoint_are_errors(name: str, imports: list, kw
 def test_library_models_and_named_factories_are_trusted() -> None:
     for name in ("resnet18", "torchvision:resnet18"):
         check_trusted(ModelConfig(name, kwargs={"width": 1}), [], (), "step-0000001")
-    check_trusted(ModelConfig("my_models:net"), ["my_models"], {"my_models", "my_models:net"}, "step-0000001")
+    check_trusted(
+        ModelConfig("my_models:net"), ["my_models"], {"my_models", "my_models:net"}, "step-0000001"
+    )

@@ -22,8 +22,12 @@ def test_model_has_the_published_size(name: str, classes: int, parameters: int, 
     with torch.device("meta"):
         model = build_model(ModelConfig(name), classes)
         features = []
-        last = {"resnet18_cifar": "layer4", "resnet20_cifar": "blocks", "wrn28_10_cifar": "norm"}[name]
-        getattr(model, last).register_forward_hook(lambda _, __, output: features.append(output.shape))
+        last = {"resnet18_cifar": "layer4", "resnet20_cifar": "blocks", "wrn28_10_cifar": "norm"}[
+            name
+        ]
+        getattr(model, last).register_forward_hook(
+            lambda _, __, output: features.append(output.shape)
+        )
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, classes)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert features[0][2:] == (side, side)
@@ -39,7 +43,11 @@ def test_model_has_the_published_size(name: str, classes: int, parameters: int, 
 )
 def test_section_with_the_model_is_checked(name: str, kwargs: dict[str, Any]) -> None:
     assert model_problems(ModelConfig(name, kwargs=kwargs)) == []
-    assert [problem.key for problem in model_problems(ModelConfig(name, kwargs={"zebra": 1}))] == ["model.kwargs.zebra"]
-    assert [problem.key for problem in model_problems(ModelConfig(name, pretrained=True))] == ["model.pretrained"]
+    assert [problem.key for problem in model_problems(ModelConfig(name, kwargs={"zebra": 1}))] == [
+        "model.kwargs.zebra"
+    ]
+    assert [problem.key for problem in model_problems(ModelConfig(name, pretrained=True))] == [
+        "model.pretrained"
+    ]
     with torch.device("meta"):
         assert next(build_model(ModelConfig(name), 10, 1).parameters()).shape[1] == 1

@@ -16,7 +16,9 @@ from imagenet_cls.models.ema import build_ema, ema_decay
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 5)).double()
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 5)
+    ).double()
 
 
 def train_step(model: nn.Module, step: int) -> None:
@@ -72,7 +74,9 @@ def test_update_equals_torchvisions(batch: int, every_steps: int, epochs: int) -
 
     half_life_images = batch * every_steps * math.log(0.5) / math.log(decay)
     model = network()
-    ours = build_ema(model, EmaConfig(half_life_images=half_life_images, every_steps=every_steps), batch)
+    ours = build_ema(
+        model, EmaConfig(half_life_images=half_life_images, every_steps=every_steps), batch
+    )
     theirs = AveragedModel(model, avg_fn=average, use_buffers=True)
     for step in range(100):
         train_step(model, step)
@@ -86,8 +90,13 @@ def test_update_equals_torchvisions(batch: int, every_steps: int, epochs: int) -
 
 @pytest.mark.parametrize(
     ("half_life_images", "every_steps", "decay"),
-    [(17_744_213, 1, 0.99996), (20_783_057, 32, 1 - 2e-5 * 1024 * 32 / 600)],  # DeiT, torchvision's reference script
+    [
+        (17_744_213, 1, 0.99996),
+        (20_783_057, 32, 1 - 2e-5 * 1024 * 32 / 600),
+    ],  # DeiT, torchvision's reference script
 )
-def test_half_life_of_recipes_is_the_published_decay(half_life_images: int, every_steps: int, decay: float) -> None:
+def test_half_life_of_recipes_is_the_published_decay(
+    half_life_images: int, every_steps: int, decay: float
+) -> None:
     ema = EmaConfig(half_life_images=half_life_images, every_steps=every_steps)
     assert ema_decay(ema, 1024) == pytest.approx(decay, rel=1e-6)

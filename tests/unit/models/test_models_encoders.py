@@ -39,7 +39,13 @@ def mae(state: State) -> Any:
 
 
 def mae_with_decoder(state: State) -> Any:
-    more = layers("", "mask_token", "decoder_pos_embed", "decoder_embed.weight", "decoder_blocks.0.attn.qkv.weight")
+    more = layers(
+        "",
+        "mask_token",
+        "decoder_pos_embed",
+        "decoder_embed.weight",
+        "decoder_blocks.0.attn.qkv.weight",
+    )
     return {"model": state | more, "epoch": 800}
 
 
@@ -48,7 +54,12 @@ def dino(state: State) -> Any:
         return prefixed("backbone.", state) | layers("head.", "mlp.0.weight", "last_layer.weight_g")
 
     student = prefixed("module.", network({name: value + 1 for name, value in state.items()}))
-    return {"student": student, "teacher": network(state), "dino_loss": {"center": torch.zeros(1, 8)}, "epoch": 100}
+    return {
+        "student": student,
+        "teacher": network(state),
+        "dino_loss": {"center": torch.zeros(1, 8)},
+        "epoch": 100,
+    }
 
 
 def dinov2(state: State) -> Any:
@@ -63,14 +74,21 @@ def dinov2_training(state: State) -> Any:
     state |= {"cls_token": state["cls_token"] - position}
     state |= {"pos_embed": torch.cat([position, state["pos_embed"]], dim=1)}
     del state["reg_token"]
-    state = renamed(state, (r"^blocks\.([01])\.", r"blocks.0.\1."), (r"^blocks\.([23])\.", r"blocks.1.\1."))
+    state = renamed(
+        state, (r"^blocks\.([01])\.", r"blocks.0.\1."), (r"^blocks\.([23])\.", r"blocks.1.\1.")
+    )
     return {"teacher": prefixed("backbone.", state) | layers("dino_head.", "mlp.0.weight")}
 
 
 def dinov3(state: State) -> Any:
     names = ((r"gamma_([12])", r"ls\1.gamma"), ("reg_token", "storage_tokens"))
-    state = renamed(state, *names) | {"mask_token": torch.zeros(1, 24), "rope_embed.periods": torch.ones(3)}
-    biases = {name.replace("weight", "bias"): torch.zeros(72) for name in state if "qkv.weight" in name}
+    state = renamed(state, *names) | {
+        "mask_token": torch.zeros(1, 24),
+        "rope_embed.periods": torch.ones(3),
+    }
+    biases = {
+        name.replace("weight", "bias"): torch.zeros(72) for name in state if "qkv.weight" in name
+    }
     return state | biases | {f"{name}_mask": value for name, value in biases.items()}
 
 
@@ -83,7 +101,10 @@ def moco(state: State) -> Any:
 
 def moco_v1(state: State) -> Any:
     """Its projection has the name of a classifier, here also its size."""
-    head = {"fc.weight": torch.zeros(7, state["layer4.0.conv1.weight"].shape[0]), "fc.bias": torch.zeros(7)}
+    head = {
+        "fc.weight": torch.zeros(7, state["layer4.0.conv1.weight"].shape[0]),
+        "fc.bias": torch.zeros(7),
+    }
     return {"state_dict": prefixed("module.encoder_q.", state | head)}
 
 
@@ -114,12 +135,19 @@ def clip(state: State) -> Any:
     state = renamed(state, *CLIP_NAMES)
     state |= {name: state[name][0] for name in ("positional_embedding",)}
     state |= {"class_embedding": state["class_embedding"][0, 0], "proj": torch.randn(24, 7)}
-    text = layers("", "positional_embedding", "token_embedding.weight", "transformer.resblocks.0.mlp.c_fc.weight")
+    text = layers(
+        "",
+        "positional_embedding",
+        "token_embedding.weight",
+        "transformer.resblocks.0.mlp.c_fc.weight",
+    )
     return {"state_dict": prefixed("module.", prefixed("visual.", state) | text)}
 
 
 def open_clip(state: State) -> Any:
-    return prefixed("visual.trunk.", state) | layers("", "visual.head.proj.weight", "text.token_embedding.weight")
+    return prefixed("visual.trunk.", state) | layers(
+        "", "visual.head.proj.weight", "text.token_embedding.weight"
+    )
 
 
 def simclr(state: State) -> Any:
@@ -162,7 +190,9 @@ def test_encoder_of_pretraining_gives_the_same_features(
     source = timm.create_model(name, num_classes=0, **kwargs).eval()
     for parameter in source.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
-    content = layout({key: value for key, value in source.state_dict().items() if "num_batches" not in key})
+    content = layout(
+        {key: value for key, value in source.state_dict().items() if "num_batches" not in key}
+    )
     torch.save(content, tmp_path / "pretrained.pth")
     state, _ = read_weights(tmp_path / "pretrained.pth")
     target = timm.create_model(name, num_classes=7, **kwargs).eval()
@@ -173,9 +203,15 @@ def test_encoder_of_pretraining_gives_the_same_features(
     image = torch.linspace(-1, 1, 3 * size * size).view(1, 3, size, size)
     with torch.no_grad():
         torch.testing.assert_close(target.forward_features(image), source.forward_features(image))
-    assert all(torch.equal(value, before[key]) for key, value in target.get_classifier().state_dict().items())
+    assert all(
+        torch.equal(value, before[key])
+        for key, value in target.get_classifier().state_dict().items()
+    )
     loaded = len([key for key in source.state_dict() if "num_batches" not in key])
-    assert f"loaded {loaded} tensors" in sentence and f"dropped {dropped}, newly initialized 2 (" in sentence
+    assert (
+        f"loaded {loaded} tensors" in sentence
+        and f"dropped {dropped}, newly initialized 2 (" in sentence
+    )
 
 
 def test_encoder_for_average_pooling_gets_a_new_norm() -> None:
@@ -183,7 +219,9 @@ def test_encoder_for_average_pooling_gets_a_new_norm() -> None:
     source = timm.create_model("vit_tiny_patch16_224", num_classes=0, **TINY)
     target = timm.create_model("vit_tiny_patch16_224", num_classes=7, global_pool="avg", **TINY)
     sentence = load_weights(target, source.state_dict(), 7)
-    assert sentence.endswith("dropped 2, newly initialized 4 (fc_norm.weight, fc_norm.bias, head.weight, head.bias)")
+    assert sentence.endswith(
+        "dropped 2, newly initialized 4 (fc_norm.weight, fc_norm.bias, head.weight, head.bias)"
+    )
     assert torch.equal(target.blocks[3].mlp.fc2.weight, source.blocks[3].mlp.fc2.weight)
 
 
@@ -200,7 +238,11 @@ def test_encoder_of_another_model_is_an_error() -> None:
         (vit, clip_model, ""),
         (vit, deeper, "backbone."),
         (resnet, timm.create_model("resnet34", num_classes=0), "encoder."),
-        (timm.create_model("resnet34", num_classes=7), timm.create_model("resnet18", num_classes=0), ""),
+        (
+            timm.create_model("resnet34", num_classes=7),
+            timm.create_model("resnet18", num_classes=0),
+            "",
+        ),
     ]
     for model, source, prefix in pairs:
         with pytest.raises(CheckpointError, match=r"don't fit this model: .*(missing|unexpected)"):
@@ -210,4 +252,9 @@ def test_encoder_of_another_model_is_an_error() -> None:
 def test_encoder_is_not_evaluated() -> None:
     source = timm.create_model("test_resnet", num_classes=0)
     with pytest.raises(CheckpointError, match="2 missing"):
-        load_weights(timm.create_model("test_resnet", num_classes=7), source.state_dict(), 7, head_may_differ=False)
+        load_weights(
+            timm.create_model("test_resnet", num_classes=7),
+            source.state_dict(),
+            7,
+            head_may_differ=False,
+        )

@@ -18,12 +18,16 @@ STAGES = ["conv1.*", "bn1.*", "layer1.*", "layer2.*"]
 
 def network(name: str = "test_resnet") -> nn.Module:
     torch.manual_seed(0)
-    return timm.create_model(name, num_classes=5, **({"zero_init_last": False} if "resnet" in name else {}))
+    return timm.create_model(
+        name, num_classes=5, **({"zero_init_last": False} if "resnet" in name else {})
+    )
 
 
 def train(model: nn.Module, cfg: ModelConfig | None) -> nn.Module:
     """Two steps with momentum; cfg None: modes as `model.train()` has them."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9
+    )
     for step in range(2):
         set_training(model, cfg) if cfg is not None else model.train()
         images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(step))
@@ -44,7 +48,9 @@ def test_training_equals_timms_freezing(cfg: ModelConfig) -> None:
     if cfg.freeze_bn:
         theirs = timm.layers.freeze_batch_norm_2d(theirs)
     else:
-        timm.utils.freeze(theirs, [p.removesuffix(".*") for p in STAGES] + (["layer3", "layer4"] * cfg.head_only))
+        timm.utils.freeze(
+            theirs, [p.removesuffix(".*") for p in STAGES] + (["layer3", "layer4"] * cfg.head_only)
+        )
     before = {name: value.clone() for name, value in ours.state_dict().items()}
     assert freeze(ours, cfg, 5) is not None
     train(ours, cfg)
@@ -64,7 +70,9 @@ def test_training_equals_timms_freezing(cfg: ModelConfig) -> None:
         or (cfg.freeze_bn and name.rpartition(".")[0] in norms)
         or (cfg.head_only and not name.startswith("fc."))
     }
-    assert {name for name in before if torch.equal(before[name], after[name])} == expected and expected
+    assert {
+        name for name in before if torch.equal(before[name], after[name])
+    } == expected and expected
 
 
 def test_set_training_keeps_dropout_in_frozen_parts() -> None:
@@ -90,12 +98,18 @@ def test_batch_norm_without_weights_follows_the_module_around_it() -> None:
     ("name", "cfg", "keys"),
     [
         ("test_resnet", {"freeze": ["layer1"]}, ["model.freeze"]),
-        ("test_resnet", {"freeze": ["zebra", "conv1.*", "quagga"]}, ["model.freeze", "model.freeze"]),
+        (
+            "test_resnet",
+            {"freeze": ["zebra", "conv1.*", "quagga"]},
+            ["model.freeze", "model.freeze"],
+        ),
         ("test_resnet", {"freeze": ["*"]}, ["model.freeze"]),
         ("test_vit", {"freeze_bn": True}, ["model.freeze_bn"]),
     ],
 )
-def test_bad_patterns_are_the_same_error_in_check_and_freeze(name: str, cfg: dict, keys: list[str]) -> None:
+def test_bad_patterns_are_the_same_error_in_check_and_freeze(
+    name: str, cfg: dict, keys: list[str]
+) -> None:
     config = ModelConfig(name=name, **cfg)
     problems = model_problems(config)
     assert [problem.key for problem in problems] == keys

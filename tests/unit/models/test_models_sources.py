@@ -43,21 +43,31 @@ def test_model_of_a_source_is_checked_built_and_loaded(
     source: str, saved: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached(saved, tmp_path / "hub", monkeypatch)
-    name = "hf-hub:someone/vit" if source == "hf-hub" else f"local-dir:{save(saved, tmp_path / 'saved')}"
+    name = (
+        "hf-hub:someone/vit"
+        if source == "hf-hub"
+        else f"local-dir:{save(saved, tmp_path / 'saved')}"
+    )
     model = ModelConfig(name, pretrained=True)
     assert model_problems(model) == []
     (problem,) = model_problems(ModelConfig(name, kwargs={"zebra": 1}))
     assert problem.key == "model.kwargs.zebra"
     built = build_model(model, 7)
-    assert all(torch.equal(value, saved.state_dict()[key]) for key, value in built.state_dict().items())
+    assert all(
+        torch.equal(value, saved.state_dict()[key]) for key, value in built.state_dict().items()
+    )
     assert weights_source(model, built, 7) == f"starts from published weights ({name})"
     other = build_model(model, 3)
     assert "it had 7 outputs, the model has 3" in weights_source(model, other, 3)
     assert torch.equal(other.blocks[1].attn.qkv.weight, saved.blocks[1].attn.qkv.weight)
-    assert not torch.equal(build_model(ModelConfig(name), 7).cls_token, saved.cls_token)  # from scratch
+    assert not torch.equal(
+        build_model(ModelConfig(name), 7).cls_token, saved.cls_token
+    )  # from scratch
 
 
-def test_hub_without_network_is_a_resource_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_without_network_is_a_resource_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def fail(*_: object, **__: object) -> None:
@@ -70,16 +80,30 @@ def test_hub_without_network_is_a_resource_error_at_once(tmp_path: Path, monkeyp
         with pytest.raises(ResourceError) as caught:
             model_problems(ModelConfig("hf-hub:someone/vit", pretrained=pretrained))
         message = str(caught.value)
-        assert "no such host" in message and "local-dir:FOLDER" in message and len(message.splitlines()) == 3
-    assert len(calls) < 12  # one on the meta device and one on the CPU; with the five retries of each there are 24
+        assert (
+            "no such host" in message
+            and "local-dir:FOLDER" in message
+            and len(message.splitlines()) == 3
+        )
+    assert (
+        len(calls) < 12
+    )  # one on the meta device and one on the CPU; with the five retries of each there are 24
 
 
 def test_wrong_folder_is_an_error(saved: nn.Module, digits: Path, tmp_path: Path) -> None:
-    words = [f"data.root={digits}", "optimizer.lr=0.1", "--work-dir", str(tmp_path / "run"), "--dry-run"]
+    words = [
+        f"data.root={digits}",
+        "optimizer.lr=0.1",
+        "--work-dir",
+        str(tmp_path / "run"),
+        "--dry-run",
+    ]
     for name in (tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigError, match=r"model.name: .*config.json"):
             train_here([*words, f"model.name=local-dir:{name}"])
-        with pytest.raises(CheckpointError, match=r"model.name: .*config.json"):  # as prediction builds it
+        with pytest.raises(
+            CheckpointError, match=r"model.name: .*config.json"
+        ):  # as prediction builds it
             build_model(ModelConfig(f"local-dir:{name}"), 7)
     (tmp_path / "config.json").write_text('{"architecture": "bert"}')
     (problem,) = model_problems(ModelConfig(f"local-dir:{tmp_path}"))
@@ -96,7 +120,12 @@ def test_run_with_a_folders_model_is_loaded_only_if_the_user_names_it(
 ) -> None:
     """Else a run folder of unknown origin could make this machine download a model."""
     name, run = f"local-dir:{save(saved, tmp_path / 'saved')}", tmp_path / "run"
-    sizes = {"augment.size_px": 160, "eval.crop_px": 160, "train.global_batch_size": 8, "train.max_steps": 1}
+    sizes = {
+        "augment.size_px": 160,
+        "eval.crop_px": 160,
+        "train.global_batch_size": 8,
+        "train.max_steps": 1,
+    }
     train_here(arguments(digits, run, **{"model.name": name, "model.pretrained": "true", **sizes}))
     image = next((digits / "train").rglob("*.jpg"))
     for command, *words in ((evaluate_command, run), (predict_command, run, image)):

@@ -29,7 +29,13 @@ HALF = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 
-def built(teacher: TeacherConfig, num_classes: int = 5, size_px: int = 16, own: MeanStd | None = None, seed: int = 0):
+def built(
+    teacher: TeacherConfig,
+    num_classes: int = 5,
+    size_px: int = 16,
+    own: MeanStd | None = None,
+    seed: int = 0,
+):
     """own: the normalization that the weights in a file were trained with."""
 
     def read(path: str) -> tuple[Mapping[str, Tensor], MeanStd | None]:
@@ -67,13 +73,19 @@ def test_teacher_gets_images_with_its_own_normalization(trained) -> None:
     pixels = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
     for channels_last in (False, True):
         found = teacher(Preprocess(*IMAGENET, CPU, channels_last)(pixels))
-        torch.testing.assert_close(found, network(Preprocess(*HALF, CPU, channels_last)(pixels)), rtol=1e-5, atol=1e-5)
-    assert (teacher(Preprocess(*HALF, CPU, False)(pixels)) - found).abs().max() > 1e-3  # else this could not fail
+        torch.testing.assert_close(
+            found, network(Preprocess(*HALF, CPU, channels_last)(pixels)), rtol=1e-5, atol=1e-5
+        )
+    assert (
+        teacher(Preprocess(*HALF, CPU, False)(pixels)) - found
+    ).abs().max() > 1e-3  # else this could not fail
 
 
 def test_teacher_keeps_memory_format_and_autocast(trained) -> None:
     images = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-    assert Teacher(nn.Identity(), HALF, IMAGENET)(images).is_contiguous(memory_format=torch.channels_last)
+    assert Teacher(nn.Identity(), HALF, IMAGENET)(images).is_contiguous(
+        memory_format=torch.channels_last
+    )
     with torch.autocast("cpu", torch.bfloat16):
         assert built(trained[1], size_px=32)(images).dtype == torch.bfloat16
 
@@ -85,7 +97,11 @@ def of_nine(num_classes):
 @pytest.mark.parametrize("name", ["file", "torchvision:resnet18", f"{__name__}:of_nine"])
 def test_teacher_with_other_classes_is_an_error(name: str, trained, published: nn.Module) -> None:
     """A file of 5 classes, published weights of 1000, and a factory's model of 9."""
-    config = trained[1] if name == "file" else TeacherConfig(name, pretrained=name.startswith("torchvision:"))
+    config = (
+        trained[1]
+        if name == "file"
+        else TeacherConfig(name, pretrained=name.startswith("torchvision:"))
+    )
     with pytest.raises(ConfigError, match=r"^distill\.teacher: "):
         built(config, 7)
 
@@ -95,13 +111,19 @@ def test_teacher_that_cannot_take_the_size_is_an_error() -> None:
         built(TeacherConfig("helpers:plain"), size_px=20)
 
 
-def test_weights_errors_have_the_teachers_keys(trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_errors_have_the_teachers_keys(
+    trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TeacherConfig("resnet14t", checkpoint=trained[1].checkpoint)
-    with pytest.raises(CheckpointError, match=r"set distill\.teacher\.name and distill\.teacher\.kwargs"):
+    with pytest.raises(
+        CheckpointError, match=r"set distill\.teacher\.name and distill\.teacher\.kwargs"
+    ):
         built(config, size_px=32)
     with pytest.raises(CheckpointError, match=r"^distill\.teacher\.checkpoint: "):
         built(TeacherConfig("resnet10t", checkpoint=str(tmp_path / "none.pth")))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens there: torch.hub fails at once
+    monkeypatch.setenv(
+        "https_proxy", "http://127.0.0.1:9"
+    )  # nothing listens there: torch.hub fails at once
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     with pytest.raises(ResourceError, match=r"distill\.teacher\.checkpoint=FILE"):
         built(TeacherConfig("torchvision:resnet18", True), 1000)
@@ -119,7 +141,9 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 def test_teacher_with_published_weights_of_torchvision(published: nn.Module) -> None:
     images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(built(TeacherConfig("torchvision:resnet18", True), 1000, 32)(images), published(images))
+    torch.testing.assert_close(
+        built(TeacherConfig("torchvision:resnet18", True), 1000, 32)(images), published(images)
+    )
 
 
 def test_factory_without_weights_is_initialized_by_key() -> None:
@@ -144,7 +168,9 @@ def test_factory_without_weights_is_initialized_by_key() -> None:
         (TeacherConfig("helpers:plain", True), "soft", ["pretrained"]),
     ],
 )
-def test_problems_have_the_teachers_keys(teacher: TeacherConfig, kind: str, keys: list[str]) -> None:
+def test_problems_have_the_teachers_keys(
+    teacher: TeacherConfig, kind: str, keys: list[str]
+) -> None:
     problems = distillation_problems(DistillConfig(kind, teacher=teacher))  # type: ignore[arg-type]
     assert [problem.key for problem in problems] == [f"distill.teacher.{key}" for key in keys]
     assert not any(" model." in problem.message for problem in problems)

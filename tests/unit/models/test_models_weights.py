@@ -31,16 +31,37 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-KINDS = ["bare", "pytorch/examples", "torchvision", "timm", "compiled", "ddp(compiled)", "compiled(ddp)", "partly"]
+KINDS = [
+    "bare",
+    "pytorch/examples",
+    "torchvision",
+    "timm",
+    "compiled",
+    "ddp(compiled)",
+    "compiled(ddp)",
+    "partly",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_read_weights_of_every_library_returns_the_state_dict(kind: str, net: nn.Module, tmp_path: Path) -> None:
+def test_read_weights_of_every_library_returns_the_state_dict(
+    kind: str, net: nn.Module, tmp_path: Path
+) -> None:
     """What each of the libraries' training scripts passes to torch.save."""
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])  # its state holds a collections.Counter
-    args = argparse.Namespace(model="resnet18", lr=0.1, data_path="/data", nested=argparse.Namespace(seed=None))
-    more = {"epoch": 3, "arch": "resnet18", "args": args, "best_acc1": torch.tensor(70.0), "scaler": {"scale": 65536.0}}
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(
+        optimizer, [30, 60]
+    )  # its state holds a collections.Counter
+    args = argparse.Namespace(
+        model="resnet18", lr=0.1, data_path="/data", nested=argparse.Namespace(seed=None)
+    )
+    more = {
+        "epoch": 3,
+        "arch": "resnet18",
+        "args": args,
+        "best_acc1": torch.tensor(70.0),
+        "scaler": {"scale": 65536.0},
+    }
     more |= {"optimizer": optimizer.state_dict(), "lr_scheduler": scheduler.state_dict()}
     state = net.state_dict()
     content = {
@@ -51,7 +72,9 @@ def test_read_weights_of_every_library_returns_the_state_dict(kind: str, net: nn
         "compiled": with_prefix("_orig_mod.", state),
         "ddp(compiled)": {"state_dict": with_prefix("module._orig_mod.", state)},
         "compiled(ddp)": {"model": with_prefix("_orig_mod.module.", state)},
-        "partly": {key.replace("layer1.", "layer1._orig_mod."): value for key, value in state.items()},
+        "partly": {
+            key.replace("layer1.", "layer1._orig_mod."): value for key, value in state.items()
+        },
     }[kind]
     path = tmp_path / "weights.pth.tar"
     torch.save(content, path)
@@ -63,7 +86,9 @@ def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_read_weights_of_wrapped_models_removes_prefixes(net: nn.Module, tmp_path: Path) -> None:
-    torch.save(nn.DataParallel(net).state_dict(), tmp_path / "dp.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        nn.DataParallel(net).state_dict(), tmp_path / "dp.pt", _use_new_zipfile_serialization=False
+    )
     torch.save(torch.compile(net).state_dict(), tmp_path / "compiled.pt")
     safetensors.torch.save_file(net.state_dict(), tmp_path / "model.safetensors")
     for name in ("dp.pt", "compiled.pt", "model.safetensors"):
@@ -88,12 +113,17 @@ def test_read_weights_with_average_returns_the_average(
     content = {
         "timm": {"state_dict": with_prefix("module.", net.state_dict()), "state_dict_ema": state},
         "torchvision": {"model": net.state_dict(), "model_ema": average.state_dict()},
-        "compiled": {"model": with_prefix("_orig_mod.module.", net.state_dict()), "model_ema": state},
+        "compiled": {
+            "model": with_prefix("_orig_mod.module.", net.state_dict()),
+            "model_ema": state,
+        },
     }[kind]
     path = tmp_path / "weights.pth"
     torch.save({"epoch": 3, **content}, path)
     weights, origin = read_weights(path)
-    assert same(weights, state) and "its average" in origin and all(key in origin for key in content)
+    assert (
+        same(weights, state) and "its average" in origin and all(key in origin for key in content)
+    )
     assert same(read_weights(path, averaged=False)[0], net.state_dict())
     if kind == "timm":
         theirs = timm.create_model("test_resnet", num_classes=10, checkpoint_path=path)
@@ -131,12 +161,17 @@ def test_failed_download_is_a_resource_error_and_leaves_no_folder(
 
 @pytest.mark.parametrize("new_format", [True, False])
 @pytest.mark.parametrize("place", ["top", "in the options", "in the weights"])
-def test_read_weights_never_runs_code(place: str, new_format: bool, net: nn.Module, tmp_path: Path) -> None:
+def test_read_weights_never_runs_code(
+    place: str, new_format: bool, net: nn.Module, tmp_path: Path
+) -> None:
     canary = tmp_path / "canary"
     hostile, state = Hostile(canary), dict(net.state_dict())
     content = {
         "top": hostile,
-        "in the options": {"state_dict": state, "args": argparse.Namespace(a=argparse.Namespace(b=[{"c": hostile}]))},
+        "in the options": {
+            "state_dict": state,
+            "args": argparse.Namespace(a=argparse.Namespace(b=[{"c": hostile}])),
+        },
         "in the weights": {"state_dict": {**state, "zebra": hostile}},
     }[place]
     torch.save(content, tmp_path / "weights.pth", _use_new_zipfile_serialization=new_format)
@@ -168,12 +203,16 @@ HEADER = b'{"a":{"dtype":"F32","shape":[1000000],"data_offsets":[0,4000000]}}'
         ("no-weights.pth", {"epoch": 3, "best_acc1": torch.tensor(1.0), "lr": 0.1}),
     ],
 )
-def test_read_weights_of_no_checkpoint_is_an_error(name: str, content: Any, net: nn.Module, tmp_path: Path) -> None:
+def test_read_weights_of_no_checkpoint_is_an_error(
+    name: str, content: Any, net: nn.Module, tmp_path: Path
+) -> None:
     path = tmp_path / name
     if content == "folder":
         path.mkdir()
     elif content == "truncated":
-        (safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save)(net.state_dict(), path)
+        (safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save)(
+            net.state_dict(), path
+        )
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     elif isinstance(content, bytes):
         path.write_bytes(content)
@@ -182,7 +221,11 @@ def test_read_weights_of_no_checkpoint_is_an_error(name: str, content: Any, net:
     with pytest.raises(CheckpointError) as caught:
         read_weights(path)
     message = str(caught.value)
-    assert name in message and len(message.splitlines()) <= 3 and max(map(len, message.splitlines())) < 400
+    assert (
+        name in message
+        and len(message.splitlines()) <= 3
+        and max(map(len, message.splitlines())) < 400
+    )
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "deit_tiny_distilled_patch16_224"])
@@ -204,10 +247,22 @@ def test_load_weights_with_mismatch_raises_and_changes_nothing(net: nn.Module) -
     state = dict(net.state_dict())
     for other, text in (
         # Ten weights and statistics are missing, and two counters, which may be.
-        ({key.replace("layer1", "block1"): value for key, value in state.items()}, "10 missing .* 12 unexpected "),
-        (state | {"layer1.0.conv1.weight": torch.zeros(64, 1, 3, 3)}, r"1 of another shape \(layer1.0.conv1.weight"),
-        (state | {"fc.weight": torch.zeros(10, 9)}, r"1 of another shape \(fc.weight"),  # not another number of outputs
-        ({key: value for key, value in state.items() if not key.startswith(("fc.", "conv1."))}, "3 missing"),
+        (
+            {key.replace("layer1", "block1"): value for key, value in state.items()},
+            "10 missing .* 12 unexpected ",
+        ),
+        (
+            state | {"layer1.0.conv1.weight": torch.zeros(64, 1, 3, 3)},
+            r"1 of another shape \(layer1.0.conv1.weight",
+        ),
+        (
+            state | {"fc.weight": torch.zeros(10, 9)},
+            r"1 of another shape \(fc.weight",
+        ),  # not another number of outputs
+        (
+            {key: value for key, value in state.items() if not key.startswith(("fc.", "conv1."))},
+            "3 missing",
+        ),
     ):
         with pytest.raises(CheckpointError, match=text):
             load_weights(target, other, 10)
@@ -238,10 +293,18 @@ def test_load_weights_of_another_grid_and_head_resizes_embeddings() -> None:
 @pytest.mark.parametrize("with_counters", [True, False])
 def test_load_weights_loads_everything(net: nn.Module, with_counters: bool) -> None:
     """Counters may be missing: torch before 0.4.1 had none."""
-    state = {k: v for k, v in net.state_dict().items() if with_counters or not k.endswith("num_batches_tracked")}
+    state = {
+        k: v
+        for k, v in net.state_dict().items()
+        if with_counters or not k.endswith("num_batches_tracked")
+    }
     target = timm.create_model("test_resnet", num_classes=10)
     assert load_weights(target, state, 10) == f"loaded {len(state)} tensors"
-    assert all(torch.equal(value, net.state_dict()[key]) for key, value in target.state_dict().items() if key in state)
+    assert all(
+        torch.equal(value, net.state_dict()[key])
+        for key, value in target.state_dict().items()
+        if key in state
+    )
 
 
 def test_load_weights_translates_names_of_the_authors() -> None:
@@ -249,11 +312,19 @@ def test_load_weights_translates_names_of_the_authors() -> None:
     target = timm.create_model("test_convnext", num_classes=10)
     authors = {}
     for key, value in timm.create_model("test_convnext", num_classes=10).state_dict().items():
-        name = key.replace("head.norm.", "norm.").replace("head.fc.", "head.").replace("stem.", "downsample_layers.0.")
+        name = (
+            key.replace("head.norm.", "norm.")
+            .replace("head.fc.", "head.")
+            .replace("stem.", "downsample_layers.0.")
+        )
         for stage in range(4):
             name = name.replace(f"stages.{stage}.downsample.", f"downsample_layers.{stage}.")
             name = name.replace(f"stages.{stage}.blocks.", f"stages.{stage}.")
-        name = name.replace("conv_dw", "dwconv").replace("mlp.fc1", "pwconv1").replace("mlp.fc2", "pwconv2")
+        name = (
+            name.replace("conv_dw", "dwconv")
+            .replace("mlp.fc1", "pwconv1")
+            .replace("mlp.fc2", "pwconv2")
+        )
         authors[name] = value
     assert "names translated" in load_weights(target, authors, 10)
     assert torch.equal(target.head.fc.weight, authors["head.weight"])

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import UserError
-from imagenet_cls.optim.build import build_optimizer, initial_momentum, optimizer_problems, state_copies
+from imagenet_cls.optim.build import (
+    build_optimizer,
+    initial_momentum,
+    optimizer_problems,
+    state_copies,
+)
 from imagenet_cls.optim.groups import parameter_groups
 
 # Each built-in optimizer with arguments, the library's class, and what timm's factory sets.
@@ -64,14 +69,23 @@ def test_steps_equal_the_librarys(name: str) -> None:
 @pytest.mark.parametrize("name", [*BUILT_IN, "timm:lion", "timm:lookahead_adamw"])
 def test_groups_keep_decay_and_names(name: str) -> None:
     model = network()
-    config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1, lr_scales={"2.*": 10}, **NO_DECAY)
+    config = OptimizerConfig(
+        name=name, lr=0.01, weight_decay=0.1, lr_scales={"2.*": 10}, **NO_DECAY
+    )
     saved = build_optimizer(config, parameter_groups(model, config)).state_dict()["param_groups"]
     assert [g["weight_decay"] for g in saved] == [0.1, 0.0, 0.1, 0.0]
     assert [g["lr_scale"] for g in saved] == [1.0, 1.0, 10.0, 10.0]
-    assert [g["names"] for g in saved] == [["0.weight"], ["1.weight", "1.bias"], ["2.weight"], ["2.bias"]]
+    assert [g["names"] for g in saved] == [
+        ["0.weight"],
+        ["1.weight", "1.bias"],
+        ["2.weight"],
+        ["2.bias"],
+    ]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"lookahead_alpha": 0.8, "lookahead_k": 2}, {"lookahead_k": 1}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"lookahead_alpha": 0.8, "lookahead_k": 2}, {"lookahead_k": 1}]
+)
 def test_lookahead_equals_a_plain_loop(kwargs: dict) -> None:
     """The paper's algorithm around SGD. As with timm, slow weights begin after k steps."""
     alpha, k, steps = kwargs.get("lookahead_alpha", 0.5), kwargs.get("lookahead_k", 6), 13
@@ -89,7 +103,9 @@ def test_lookahead_equals_a_plain_loop(kwargs: dict) -> None:
             for parameter, value in zip(model.parameters(), slow, strict=True):
                 parameter.data.copy_(value)
     found = trained_by_ours("timm:Lookahead_Momentum", {"momentum": 0.5, **kwargs}, steps)
-    torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        found, [p.detach() for p in model.parameters()], rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("k", [1, 6])
@@ -117,9 +133,14 @@ def test_sync_lookahead_of_timm_changes_nothing() -> None:
         ("sgd", {"foreach": True}, {"foreach": True, "fused": None}),
     ],
 )
-def test_implementation_is_the_fastest_unless_kwargs_choose(name: str, kwargs: dict, defaults: dict) -> None:
+def test_implementation_is_the_fastest_unless_kwargs_choose(
+    name: str, kwargs: dict, defaults: dict
+) -> None:
     config = OptimizerConfig(name=name, lr=0.1, kwargs=kwargs)
-    assert defaults.items() <= build_optimizer(config, parameter_groups(network(), config)).defaults.items()
+    assert (
+        defaults.items()
+        <= build_optimizer(config, parameter_groups(network(), config)).defaults.items()
+    )
 
 
 class WithGeneratorInState(torch.optim.SGD):
@@ -147,12 +168,16 @@ def own_without_lr(groups):
 
 
 def problem_keys(name: str = "sgd", kwargs: dict | None = None, **settings) -> list[str]:
-    problems = optimizer_problems(OptimizerConfig(name=name, lr=0.1, kwargs=kwargs or {}, **settings))
+    problems = optimizer_problems(
+        OptimizerConfig(name=name, lr=0.1, kwargs=kwargs or {}, **settings)
+    )
     assert not any("\n" in problem.message for problem in problems)
     return [problem.key for problem in problems]
 
 
-@pytest.mark.parametrize("name", ["timm:lion", "timm:muon", "timm:novograd", "timm:madgrad", "timm:lookahead_radam"])
+@pytest.mark.parametrize(
+    "name", ["timm:lion", "timm:muon", "timm:novograd", "timm:madgrad", "timm:lookahead_radam"]
+)
 def test_timm_optimizer_has_no_problem(name: str) -> None:
     assert problem_keys(name) == []
 
@@ -181,10 +206,16 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
         ("timm:lion", {"beta": [0.9, 0.99]}, "optimizer.kwargs.beta"),
         ("lamb", {"trust_clipp": True}, "optimizer.kwargs.trust_clipp"),
         ("timm:adamw", {"lookahead_k": 5}, "optimizer.kwargs.lookahead_k"),
-        *(("adamw", {name: 1}, f"optimizer.kwargs.{name}") for name in ("lr", "weight_decay", "params")),
+        *(
+            ("adamw", {name: 1}, f"optimizer.kwargs.{name}")
+            for name in ("lr", "weight_decay", "params")
+        ),
         ("timm:lookahead_adamw", {"lookahead_K": 5}, "optimizer.kwargs.lookahead_K"),
         ("timm:lookahead_adamw", {"k": 5}, "optimizer.kwargs.k"),
-        *(("timm:lookahead_adamw", {"lookahead_k": k}, "optimizer.kwargs.lookahead_k") for k in (0, 2.5, True)),
+        *(
+            ("timm:lookahead_adamw", {"lookahead_k": k}, "optimizer.kwargs.lookahead_k")
+            for k in (0, 2.5, True)
+        ),
         *(
             ("timm:lookahead_adamw", {"lookahead_alpha": alpha}, "optimizer.kwargs.lookahead_alpha")
             for alpha in (0, 1.5, float("nan"), "half")
@@ -214,7 +245,9 @@ def test_optimizer_that_needs_cuda_is_a_problem() -> None:
 
 @pytest.mark.parametrize("factor", [-0.1, "ten", True, None, float("nan"), float("inf")])
 def test_lr_scale_that_is_no_number_is_a_problem(factor: object) -> None:
-    (problem,) = optimizer_problems(OptimizerConfig(lr=0.1, lr_scales={"fc.*": 10, "bn1.*": factor, "layer1.*": 0}))
+    (problem,) = optimizer_problems(
+        OptimizerConfig(lr=0.1, lr_scales={"fc.*": 10, "bn1.*": factor, "layer1.*": 0})
+    )
     assert problem.key == "optimizer.lr_scales" and "'bn1.*'" in problem.message
 
 

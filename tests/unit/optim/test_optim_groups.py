@@ -24,13 +24,27 @@ def on_meta(name: str) -> nn.Module:
         return timm.create_model(name)
 
 
-NORM_LAYERS = [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4)]
-NORM_LAYERS += [nn.InstanceNorm2d(4, affine=True), LayerNorm2d(4), RmsNorm(4), GlobalResponseNorm(4)]
+NORM_LAYERS = [
+    nn.BatchNorm2d(4),
+    nn.SyncBatchNorm(4),
+    nn.LayerNorm(4),
+    nn.GroupNorm(2, 4),
+    nn.RMSNorm(4),
+]
+NORM_LAYERS += [
+    nn.InstanceNorm2d(4, affine=True),
+    LayerNorm2d(4),
+    RmsNorm(4),
+    GlobalResponseNorm(4),
+]
 
 
 @pytest.mark.parametrize("layer", NORM_LAYERS, ids=lambda layer: type(layer).__name__)
 def test_norm_is_recognized_by_class(layer: nn.Module) -> None:
-    kinds = {parameter_kind(f"deep.down.{name}", parameter, layer) for name, parameter in layer.named_parameters()}
+    kinds = {
+        parameter_kind(f"deep.down.{name}", parameter, layer)
+        for name, parameter in layer.named_parameters()
+    }
     assert kinds == {"norm"}
 
 
@@ -58,15 +72,25 @@ def test_norm_is_recognized_by_class(layer: nn.Module) -> None:
         ("gammas.weight", (2, 2), "weight"),
     ],
 )
-def test_other_kinds_are_recognized_by_name_and_shape(name: str, shape: tuple[int, ...], kind: str) -> None:
+def test_other_kinds_are_recognized_by_name_and_shape(
+    name: str, shape: tuple[int, ...], kind: str
+) -> None:
     assert parameter_kind(name, torch.empty(shape), nn.Linear(1, 1)) == kind
 
 
 def test_no_weight_decay_of_the_model_makes_tokens() -> None:
     norm, weight = nn.LayerNorm(2), torch.empty(2, 2)
-    assert parameter_kind("blocks.0.norm.weight", norm.weight, norm, ["blocks.*.norm.weight"]) == "token"
-    assert parameter_kind("attn.temperature", weight, nn.Linear(1, 1), {"attn.temperature"}) == "token"
-    assert parameter_kind("attn.temperature", weight, nn.Linear(1, 1), {"attn.TEMPERATURE"}) == "weight"
+    assert (
+        parameter_kind("blocks.0.norm.weight", norm.weight, norm, ["blocks.*.norm.weight"])
+        == "token"
+    )
+    assert (
+        parameter_kind("attn.temperature", weight, nn.Linear(1, 1), {"attn.temperature"}) == "token"
+    )
+    assert (
+        parameter_kind("attn.temperature", weight, nn.Linear(1, 1), {"attn.TEMPERATURE"})
+        == "weight"
+    )
 
 
 class EveryKind(nn.Module):
@@ -84,8 +108,16 @@ class EveryKind(nn.Module):
 
 def test_each_kind_has_its_decay() -> None:
     """null: that of weights."""
-    decays = {"norm_weight_decay": 0.2, "bias_weight_decay": 0.3, "token_weight_decay": 0.4, "scale_weight_decay": 0.5}
-    found = {group["weight_decay"]: group["names"] for group in groups(EveryKind(), weight_decay=0.1, **decays)}
+    decays = {
+        "norm_weight_decay": 0.2,
+        "bias_weight_decay": 0.3,
+        "token_weight_decay": 0.4,
+        "scale_weight_decay": 0.5,
+    }
+    found = {
+        group["weight_decay"]: group["names"]
+        for group in groups(EveryKind(), weight_decay=0.1, **decays)
+    }
     assert found == {
         0.1: ["fc.weight"],
         0.2: ["norm.weight", "norm.bias"],
@@ -119,7 +151,9 @@ def test_frozen_parameters_are_left_out_and_shared_ones_are_once() -> None:
 
 
 def scales(model: nn.Module, **settings: Any) -> dict[str, float]:
-    return {name: group["lr_scale"] for group in groups(model, **settings) for name in group["names"]}
+    return {
+        name: group["lr_scale"] for group in groups(model, **settings) for name in group["names"]
+    }
 
 
 def test_lr_scale_is_that_of_the_first_matching_pattern() -> None:
@@ -133,7 +167,10 @@ def test_lr_scales_and_layer_decay_are_multiplied() -> None:
     model = on_meta("vit_tiny_patch16_224")
     plain = scales(model, layer_decay=0.5)
     both = scales(model, layer_decay=0.5, lr_scales={"blocks.11.*": 3, "head.*": 10})
-    assert both["head.bias"] == 10 and both["blocks.11.mlp.fc1.weight"] == 3 * plain["blocks.11.mlp.fc1.weight"]
+    assert (
+        both["head.bias"] == 10
+        and both["blocks.11.mlp.fc1.weight"] == 3 * plain["blocks.11.mlp.fc1.weight"]
+    )
     assert both["blocks.10.mlp.fc1.weight"] == plain["blocks.10.mlp.fc1.weight"] < 1
 
 
@@ -144,6 +181,11 @@ def test_layer_decay_without_group_matcher_is_an_error() -> None:
 
 def test_unmatched_patterns_are_all_reported() -> None:
     with pytest.raises(ConfigError) as caught:
-        groups(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lr_scales={"2.*": 1, "*": 1, "1.wait": 2})
-    assert len(caught.value.lines) == 2 and all(line.startswith("optimizer.lr_scales: ") for line in caught.value.lines)
+        groups(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            lr_scales={"2.*": 1, "*": 1, "1.wait": 2},
+        )
+    assert len(caught.value.lines) == 2 and all(
+        line.startswith("optimizer.lr_scales: ") for line in caught.value.lines
+    )
     assert "did you mean '1.weight'" in caught.value.lines[1]

@@ -35,7 +35,12 @@ class OwnModule(nn.Module):
 def test_user_loss_gets_float32_logits() -> None:
     loss = build_loss(LossConfig(name=f"{__name__}:own_dtype", kwargs={"weight": 2.0}), 5)
     assert loss(LOGITS.bfloat16(), TARGETS) == 2 * LOGITS.bfloat16().float().sum()
-    bce = build_loss(LossConfig(name="timm.loss:BinaryCrossEntropy", kwargs={"smoothing": 0.0, "sum_classes": True}), 5)
+    bce = build_loss(
+        LossConfig(
+            name="timm.loss:BinaryCrossEntropy", kwargs={"smoothing": 0.0, "sum_classes": True}
+        ),
+        5,
+    )
     one_hot = nn.functional.one_hot(TARGETS, 5).float()
     expected = nn.functional.binary_cross_entropy_with_logits(LOGITS, one_hot, reduction="none")
     torch.testing.assert_close(bce(LOGITS, TARGETS), expected.sum(1).mean())
@@ -43,7 +48,9 @@ def test_user_loss_gets_float32_logits() -> None:
         build_loss(LossConfig(name=f"{__name__}:own_number"), 5)
 
 
-@pytest.mark.parametrize("loss", [LossConfig(class_weights=[1.0] * 5), LossConfig(f"{__name__}:OwnModule")])
+@pytest.mark.parametrize(
+    "loss", [LossConfig(class_weights=[1.0] * 5), LossConfig(f"{__name__}:OwnModule")]
+)
 def test_buffers_move_to_the_device_of_the_logits(loss: LossConfig) -> None:
     assert build_loss(loss, 5)(LOGITS.to("meta"), TARGETS.to("meta")).device.type == "meta"
 
@@ -51,7 +58,9 @@ def test_buffers_move_to_the_device_of_the_logits(loss: LossConfig) -> None:
 def test_class_weights_equal_the_formula() -> None:
     weights = [1.0, 0.0, 4.0, 2.0, 3.0]  # 2 on average
     loss = build_loss(LossConfig(class_weights=weights), 5)
-    expected = torch.stack([-LOGITS[i].log_softmax(0)[t] * weights[t] / 2 for i, t in enumerate(TARGETS)]).mean()
+    expected = torch.stack(
+        [-LOGITS[i].log_softmax(0)[t] * weights[t] / 2 for i, t in enumerate(TARGETS)]
+    ).mean()
     torch.testing.assert_close(loss(LOGITS, TARGETS), expected)
 
 
@@ -72,7 +81,9 @@ def test_weights_by_class_size_have_mean_1_over_the_samples(kind: str, beta: flo
 @pytest.mark.parametrize("name", ["cross_entropy", "bce", "focal"])
 def test_class_weights_give_the_same_gradient_in_any_number_of_parts(name: str) -> None:
     """Also where each part has images of one class only, for which torch's weighted mean has no effect."""
-    loss = build_loss(LossConfig(name, class_weights="balanced"), 5, class_samples=np.array([8, 4, 2, 1, 1]))
+    loss = build_loss(
+        LossConfig(name, class_weights="balanced"), 5, class_samples=np.array([8, 4, 2, 1, 1])
+    )
     logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     targets = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
 
@@ -89,7 +100,10 @@ def test_class_weights_give_the_same_gradient_in_any_number_of_parts(name: str) 
 @pytest.mark.parametrize("name", ["bce", "cross_entropy", "focal"])
 def test_class_weights_of_mixed_targets_are_not_rounded_under_autocast(name: str) -> None:
     draws = torch.Generator().manual_seed(0)
-    logits, targets = torch.randn(7, 5, generator=draws), torch.rand(7, 5, generator=draws).softmax(1)
+    logits, targets = (
+        torch.randn(7, 5, generator=draws),
+        torch.rand(7, 5, generator=draws).softmax(1),
+    )
     loss = build_loss(LossConfig(name, class_weights=[1.3079, 0.7, 0.9, 1.1, 1.01]), 5)
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = loss(logits, targets)
@@ -106,14 +120,24 @@ def test_wrong_number_of_class_weights_is_an_error() -> None:
     [
         ({"label_smoothing": 0.1}, []),
         ({"name": f"{__name__}:own_dtype", "kwargs": {"weight": 1}}, []),
-        ({"name": "bce", "kwargs": {"target_threshold": 0.2, "sum_classes": True}, "class_weights": [0.0, 1.0]}, []),
+        (
+            {
+                "name": "bce",
+                "kwargs": {"target_threshold": 0.2, "sum_classes": True},
+                "class_weights": [0.0, 1.0],
+            },
+            [],
+        ),
         ({"name": "bce", "kwargs": {"target_threshold": None}}, []),
         ({"name": "focal", "kwargs": {"gamma": 0}, "class_weights": [1.0, 2.0]}, []),
         ({"name": "jsd", "kwargs": {"alpha": 12}, "label_smoothing": 0.1}, []),
         ({"name": "cross_entrop"}, ["loss.name"]),
         ({"name": f"{__name__}:own_not"}, ["loss.name"]),
         ({"name": f"{__name__}:own_dtype"}, ["loss.kwargs"]),
-        ({"name": f"{__name__}:own_dtype", "kwargs": {"weigth": 1}}, ["loss.kwargs.weigth", "loss.kwargs"]),
+        (
+            {"name": f"{__name__}:own_dtype", "kwargs": {"weigth": 1}},
+            ["loss.kwargs.weigth", "loss.kwargs"],
+        ),
         ({"name": f"{__name__}:own_number", "label_smoothing": 0.1}, ["loss.label_smoothing"]),
         ({"name": f"{__name__}:own_number", "class_weights": [1.0]}, ["loss.class_weights"]),
         ({"kwargs": {"label_smoothing": 0.1}}, ["loss.kwargs.label_smoothing"]),
@@ -125,7 +149,10 @@ def test_wrong_number_of_class_weights_is_an_error() -> None:
         ({"name": "jsd", "class_weights": [1.0, 2.0]}, ["loss.class_weights"]),
         ({"name": "jsd", "class_weights": "balanced"}, ["loss.class_weights"]),
         ({"class_weights": [0.0, 0.0]}, ["loss.class_weights"]),
-        *(({"name": "focal", "kwargs": {"gamma": value}}, ["loss.kwargs.gamma"]) for value in (-1, "two", True, None)),
+        *(
+            ({"name": "focal", "kwargs": {"gamma": value}}, ["loss.kwargs.gamma"])
+            for value in (-1, "two", True, None)
+        ),
     ],
 )
 def test_problems_have_the_key(options: dict, keys: list[str]) -> None:

@@ -15,7 +15,9 @@ TOTAL = PER_EPOCH * EPOCHS
 
 
 def built(name: str, kwargs: dict | None = None, **settings) -> Schedule:
-    return build_schedule(ScheduleConfig(name, kwargs=kwargs or {}, **settings), BASE, PER_EPOCH, EPOCHS)
+    return build_schedule(
+        ScheduleConfig(name, kwargs=kwargs or {}, **settings), BASE, PER_EPOCH, EPOCHS
+    )
 
 
 def rates(schedule: Schedule) -> list[float]:
@@ -31,8 +33,15 @@ def test_step_defaults_are_those_of_pytorch_examples() -> None:
 def test_warmup_of_fractional_epochs_equals_timms(warmup_epochs: float) -> None:
     warmup_steps = round(warmup_epochs * PER_EPOCH)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
-    settings = {"t_initial": TOTAL - warmup_steps, "lr_min": 0.02, "warmup_t": warmup_steps, "warmup_prefix": True}
-    scheduler = CosineLRScheduler(optimizer, warmup_lr_init=BASE * 0.05, t_in_epochs=False, **settings)
+    settings = {
+        "t_initial": TOTAL - warmup_steps,
+        "lr_min": 0.02,
+        "warmup_t": warmup_steps,
+        "warmup_prefix": True,
+    }
+    scheduler = CosineLRScheduler(
+        optimizer, warmup_lr_init=BASE * 0.05, t_in_epochs=False, **settings
+    )
     expected = []
     for step in range(TOTAL):
         scheduler.step_update(step)
@@ -42,7 +51,8 @@ def test_warmup_of_fractional_epochs_equals_timms(warmup_epochs: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs"), [("step", {"every_epochs": 4}), ("multistep", {"milestones_epochs": [4, 8]})]
+    ("name", "kwargs"),
+    [("step", {"every_epochs": 4}), ("multistep", {"milestones_epochs": [4, 8]})],
 )
 def test_staircase_in_the_cooldown_is_constant(name: str, kwargs: dict) -> None:
     """Also if its next step would be at the start of the cooldown."""
@@ -52,24 +62,35 @@ def test_staircase_in_the_cooldown_is_constant(name: str, kwargs: dict) -> None:
 
 def test_warmup_ends_at_the_first_value_of_the_curve() -> None:
     """With an absolute start too; and by epochs it need not be whole."""
-    ours = built("piecewise", {"epochs": [0, 4], "factors": [0.5, 0]}, warmup_epochs=2, warmup_start_lr=0.04)
+    ours = built(
+        "piecewise", {"epochs": [0, 4], "factors": [0.5, 0]}, warmup_epochs=2, warmup_start_lr=0.04
+    )
     by_epoch = [ours(epoch * PER_EPOCH) for epoch in range(7)]
     assert by_epoch == pytest.approx([0.04, 0.12, 0.2, 0.15, 0.1, 0.05, 0])
     ours = built("polynomial", warmup_epochs=1.5, warmup_start_factor=0.1, by_epoch=True)
     by_epoch = [0.1, 0.7, *(1 - (epoch - 1.5) / 8.5 for epoch in range(2, EPOCHS))]
-    assert rates(ours) == pytest.approx([BASE * rate for rate in by_epoch for _ in range(PER_EPOCH)])
+    assert rates(ours) == pytest.approx(
+        [BASE * rate for rate in by_epoch for _ in range(PER_EPOCH)]
+    )
 
 
 def test_plateau_uses_evaluations_between_epochs_only() -> None:
     ours = built("plateau", {"patience": 0, "gamma": 0.5}, cooldown_epochs=2)
-    recorded = [(PER_EPOCH, 50.0), (PER_EPOCH + 1, 40.0), (2 * PER_EPOCH, 49.0), (9 * PER_EPOCH, 30.0)]
+    recorded = [
+        (PER_EPOCH, 50.0),
+        (PER_EPOCH + 1, 40.0),
+        (2 * PER_EPOCH, 49.0),
+        (9 * PER_EPOCH, 30.0),
+    ]
     steps = (0, PER_EPOCH + 1, 2 * PER_EPOCH - 1, 2 * PER_EPOCH, 9 * PER_EPOCH)
     assert [ours(step, recorded) for step in steps] == [BASE, BASE, BASE, BASE / 2, BASE / 2]
     assert ours.momentum(0) is None
 
 
 def test_momentum_during_warmup_is_constant() -> None:
-    ours = built("one_cycle", {"min_momentum": 0.8, "max_momentum": 0.9, "pct_start": 0.5}, warmup_epochs=2)
+    ours = built(
+        "one_cycle", {"min_momentum": 0.8, "max_momentum": 0.9, "pct_start": 0.5}, warmup_epochs=2
+    )
     momenta = [ours.momentum(step) for step in range(TOTAL)]
     assert set(momenta[: 2 * PER_EPOCH]) == {0.9}
     assert min(momenta) == pytest.approx(0.8)
@@ -97,7 +118,9 @@ def test_user_factory_is_called_with_steps() -> None:
     expected = [rate(step - step % PER_EPOCH) for step in range(TOTAL)]
     assert rates(built(name, kwargs, by_epoch=True)) == pytest.approx(expected)
     expected = [rate(step) * min(1, 0.5 + 0.5 * step / PER_EPOCH) for step in range(TOTAL)]
-    assert rates(built(name, kwargs, warmup_epochs=1, warmup_start_factor=0.5)) == pytest.approx(expected)
+    assert rates(built(name, kwargs, warmup_epochs=1, warmup_start_factor=0.5)) == pytest.approx(
+        expected
+    )
     ours = built(name, kwargs, warmup_epochs=1, warmup_start_lr=0.0, warmup_prefix=False)
     expected = [0, BASE * 6 / 7, rate(PER_EPOCH)]
     assert [ours(step) for step in (0, PER_EPOCH - 1, PER_EPOCH)] == pytest.approx(expected)
@@ -105,7 +128,9 @@ def test_user_factory_is_called_with_steps() -> None:
         built(f"{__name__}:constant_number")
 
 
-def problem_keys(name: str, kwargs: dict | None = None, epochs: int = 100, lr: float = 1.0, **settings) -> list[str]:
+def problem_keys(
+    name: str, kwargs: dict | None = None, epochs: int = 100, lr: float = 1.0, **settings
+) -> list[str]:
     problems = schedule_problems(ScheduleConfig(name, kwargs=kwargs or {}, **settings), epochs, lr)
     return [problem.key.removeprefix("schedule.").removeprefix("kwargs.") for problem in problems]
 
@@ -179,25 +204,43 @@ def test_bad_section_is_a_problem(name: str, kwargs: dict, key: str) -> None:
 
 
 def test_learning_rate_range_test_is_allowed() -> None:
-    assert problem_keys("piecewise", {"epochs": [0, 9], "factors": [1, 1e8]}, epochs=9, lr=1e-7) == []
+    assert (
+        problem_keys("piecewise", {"epochs": [0, 9], "factors": [1, 1e8]}, epochs=9, lr=1e-7) == []
+    )
     assert problem_keys("constant", lr=1e6) == []
 
 
 def test_rate_above_the_highest_is_a_problem() -> None:
     assert problem_keys("cosine", {"min_lr": 0.02}, lr=0.01) == ["min_lr"]
-    assert problem_keys("cosine", lr=0.25, warmup_epochs=1, warmup_start_lr=0.5) == ["warmup_start_lr"]
-    assert problem_keys("cosine", {"min_lr": 0.25}, lr=0.25, warmup_epochs=1, warmup_start_lr=0.25) == []
+    assert problem_keys("cosine", lr=0.25, warmup_epochs=1, warmup_start_lr=0.5) == [
+        "warmup_start_lr"
+    ]
+    assert (
+        problem_keys("cosine", {"min_lr": 0.25}, lr=0.25, warmup_epochs=1, warmup_start_lr=0.25)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs"),
-    [("multistep", {"milestones_epochs": [30, 60]}), ("piecewise", {"epochs": [0, 2, 60], "factors": [0, 1, 0]})],
+    [
+        ("multistep", {"milestones_epochs": [30, 60]}),
+        ("piecewise", {"epochs": [0, 2, 60], "factors": [0, 1, 0]}),
+    ],
 )
 def test_schedule_longer_than_the_run_is_a_problem(name: str, kwargs: dict) -> None:
-    assert problem_keys(name, kwargs, 60) == problem_keys(name, kwargs, 66, warmup_epochs=4, cooldown_epochs=2) == []
+    assert (
+        problem_keys(name, kwargs, 60)
+        == problem_keys(name, kwargs, 66, warmup_epochs=4, cooldown_epochs=2)
+        == []
+    )
     assert problem_keys(name, kwargs, 60, warmup_epochs=5, warmup_prefix=False) == []
     key = [next(iter(kwargs))]
-    assert problem_keys(name, kwargs, 59) == problem_keys(name, kwargs, 65, warmup_epochs=4, cooldown_epochs=2) == key
+    assert (
+        problem_keys(name, kwargs, 59)
+        == problem_keys(name, kwargs, 65, warmup_epochs=4, cooldown_epochs=2)
+        == key
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,6 +256,8 @@ def test_schedule_longer_than_the_run_is_a_problem(name: str, kwargs: dict) -> N
 def test_scaled_lr_equals_the_published_rules(
     lr: float, base: int | None, batch: int, scaling: str, expected: float
 ) -> None:
-    found, sentence = scaled_lr(OptimizerConfig(lr=lr, lr_base_batch=base, lr_scaling=scaling), batch)  # type: ignore[arg-type]
+    found, sentence = scaled_lr(
+        OptimizerConfig(lr=lr, lr_base_batch=base, lr_scaling=scaling), batch
+    )  # type: ignore[arg-type]
     assert found == pytest.approx(expected, rel=1e-12)
     assert (sentence is None) == (found == lr)

@@ -38,13 +38,23 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "984285185",
 }  # fmt: skip
-PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}  # MPICH's and Intel's
+PMI = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}  # MPICH's and Intel's
 JOBS = [str(job) for job in range(4711, 4721)]
 BY_HAND = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
 def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
-    return rank_info and (rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size)
+    return rank_info and (
+        rank_info.rank,
+        rank_info.local_rank,
+        rank_info.world_size,
+        rank_info.local_world_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,11 @@ def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
         (SLURM, "mpi", UsageError),
         (OPEN_MPI, "auto", (2, 0, 4, 2)),
         ({**SLURM, **OPEN_MPI, **TORCHRUN}, "auto", (5, 1, 8, 4)),  # the most explicit
-        ({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}, "auto", None),  # sbatch's own script
+        (
+            {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"},
+            "auto",
+            None,
+        ),  # sbatch's own script
         (SHELL, "auto", None),
         (SHELL, "slurm", (0, 0, 1, 1)),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "auto", (3, 1, 4, 1)),
@@ -78,7 +92,9 @@ def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
         ({"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
     ],
 )
-def test_find_rank_info_for_each_launcher(env: dict[str, str], launcher: str, expected: Any) -> None:
+def test_find_rank_info_for_each_launcher(
+    env: dict[str, str], launcher: str, expected: Any
+) -> None:
     if expected is UsageError:
         with pytest.raises(UsageError):
             find_rank_info(env, launcher)
@@ -87,7 +103,10 @@ def test_find_rank_info_for_each_launcher(env: dict[str, str], launcher: str, ex
 
 
 def test_find_rank_info_of_a_spawned_rank_names_spawn() -> None:
-    assert [find_rank_info(TORCHRUN, launcher).launcher for launcher in ("auto", "spawn")] == ["pytorch", "spawn"]  # type: ignore[union-attr]
+    assert [find_rank_info(TORCHRUN, launcher).launcher for launcher in ("auto", "spawn")] == [
+        "pytorch",
+        "spawn",
+    ]  # type: ignore[union-attr]
 
 
 # What Kubeflow sets in the second of two pods with eight GPUs each.
@@ -104,8 +123,18 @@ ELASTIC = {
     "PYTHONUNBUFFERED": "1", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d",
     "PET_NNODES": "1:4", "PET_MAX_RESTARTS": "3", "PET_NPROC_PER_NODE": "auto",
 }  # fmt: skip
-SECOND_OF_TWO = {"nodes": "2", "node_rank": "1", "master_addr": "job-master-0", "master_port": "23456"}
-OF_ELASTIC = {"nodes": "1:4", "master_addr": "job-worker-0", "master_port": "23456", "max_restarts": "3"}
+SECOND_OF_TWO = {
+    "nodes": "2",
+    "node_rank": "1",
+    "master_addr": "job-master-0",
+    "master_port": "23456",
+}
+OF_ELASTIC = {
+    "nodes": "1:4",
+    "master_addr": "job-worker-0",
+    "master_port": "23456",
+    "max_restarts": "3",
+}
 
 
 @pytest.mark.parametrize(
@@ -150,10 +179,16 @@ def test_complete_master_address_without_master_addr_uses_the_first_host() -> No
 
 def test_ports_differ_between_jobs_and_agree_between_ranks() -> None:
     jobs = [SLURM | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in JOBS for step in "012"]
-    jobs += [OPEN_MPI | {"MASTER_ADDR": "here", "OMPI_MCA_ess_base_jobid": job} for job in ("984285185", "984350721")]
+    jobs += [
+        OPEN_MPI | {"MASTER_ADDR": "here", "OMPI_MCA_ess_base_jobid": job}
+        for job in ("984285185", "984350721")
+    ]
     ports = [completed(job)["MASTER_PORT"] for job in jobs]
     assert len(set(ports)) == len(jobs)
-    others = [job | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "OMPI_COMM_WORLD_RANK": "0"} for job in jobs]
+    others = [
+        job | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "OMPI_COMM_WORLD_RANK": "0"}
+        for job in jobs
+    ]
     assert [completed(job)["MASTER_PORT"] for job in others] == ports
 
 
@@ -184,7 +219,9 @@ def test_choose_interface_towards_the_master_keeps_the_users_choice() -> None:
 def test_choose_interface_for_a_master_named_loopback_uses_the_default_route() -> None:
     """In Debian's /etc/hosts the machine's own name is 127.0.1.1."""
     assert chosen("127.0.1.1", several_machines=False) == "lo"
-    routes = subprocess.run(["ip", "-4", "route", "show", "default"], capture_output=True, text=True).stdout.split()
+    routes = subprocess.run(
+        ["ip", "-4", "route", "show", "default"], capture_output=True, text=True
+    ).stdout.split()
     default = routes[routes.index("dev") + 1] if routes else None
     assert chosen("127.0.1.1", several_machines=True) == default
     assert address_towards("127.0.1.1") == "127.0.1.1"
@@ -217,10 +254,22 @@ CONTAINER_V1 = "9:name=systemd:/\n4:cpu,cpuacct:/docker/4711\n3:cpuset:/docker/4
         ("0::/\n", {}, math.inf),  # the root has no cpu.max
         ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
         ("0::/\n", {"cpu.max": "750000 100000\n"}, 7.5),  # a container
-        ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "400000 100000\n"}, 2.0),  # the upper one limits
+        (
+            "0::/a/b\n",
+            {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "400000 100000\n"},
+            2.0,
+        ),  # the upper one limits
         ("0::/a\n", {"a/cpu.max": "max 100000\n", "other/cpu.max": "100000 100000\n"}, math.inf),
-        (CONTAINER_V1, {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
-        (CONTAINER_V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        (
+            CONTAINER_V1,
+            {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            0.5,
+        ),
+        (
+            CONTAINER_V1,
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            math.inf,
+        ),
         (
             "1:cpu:/a\n0::/\n",  # both versions
             {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
@@ -261,4 +310,9 @@ def test_cpus_per_rank_shares_what_the_process_may_use(monkeypatch: pytest.Monke
 
 def test_commands_read_the_environment_before_torch_is_imported() -> None:
     script = "import sys, imagenet_cls.commands.train; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONPATH": os.pathsep.join(sys.path)}
+        ).returncode
+        == 0
+    )

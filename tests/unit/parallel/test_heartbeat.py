@@ -18,7 +18,9 @@ Heartbeats = Callable[..., list[Heartbeat]]
 
 
 def on_ranks(*ranks: int) -> str:
-    return f"host {HOST} (127.0.0.1; rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+    return (
+        f"host {HOST} (127.0.0.1; rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+    )
 
 
 @pytest.fixture
@@ -32,7 +34,10 @@ def heartbeats() -> Iterator[Heartbeats]:
         reasons = [] if aborts is None else aborts
         for heartbeat in found:
             heartbeat.start([other.me for other in found], reasons.append)
-        wait_for(lambda: all(len(heartbeat._silence()) == count - 1 for heartbeat in found), "all heartbeats")
+        wait_for(
+            lambda: all(len(heartbeat._silence()) == count - 1 for heartbeat in found),
+            "all heartbeats",
+        )
         return found
 
     yield make
@@ -65,7 +70,9 @@ def test_rank_that_sends_or_leaves_is_not_lost(heartbeats: Heartbeats) -> None:
     assert b.lost_rank_error() is None and not aborts
 
 
-def test_first_rank_to_fail_is_named_and_not_those_that_fail_after_it(heartbeats: Heartbeats) -> None:
+def test_first_rank_to_fail_is_named_and_not_those_that_fail_after_it(
+    heartbeats: Heartbeats,
+) -> None:
     a, b, c, d = heartbeats(4)
     c.close(failed=True)
     time.sleep(0.6)
@@ -95,7 +102,9 @@ def test_rank_never_heard_is_not_lost() -> None:
     nobody = Member(1, "elsewhere", "127.0.0.1", stranger.me.port, 1)
     unknown = Member(2, "nowhere", "no-such-host.invalid", 9, 1)
     deaf.start([deaf.me, nobody, unknown], aborts.append)
-    stranger.start([deaf.me, stranger.me], aborts.append)  # of another run: its members are not the same
+    stranger.start(
+        [deaf.me, stranger.me], aborts.append
+    )  # of another run: its members are not the same
     try:
         time.sleep(0.4)
         vanish(stranger)
@@ -106,7 +115,9 @@ def test_rank_never_heard_is_not_lost() -> None:
 
 
 def test_name_machines_groups_ranks_by_machine() -> None:
-    members = [Member(rank, f"gpu{rank // 10}", f"10.0.0.{rank // 10}", 1, 1) for rank in range(8, 52)]
+    members = [
+        Member(rank, f"gpu{rank // 10}", f"10.0.0.{rank // 10}", 1, 1) for rank in range(8, 52)
+    ]
     assert name_machines(members[:1]) == "host gpu0 (10.0.0.0; rank 8)"
     assert name_machines(members) == (
         "host gpu0 (10.0.0.0; ranks 8, 9), host gpu1 (10.0.0.1; ranks 10, 11, 12, 13, 14, 15, 16, 17, ...), "
@@ -114,7 +125,9 @@ def test_name_machines_groups_ranks_by_machine() -> None:
     )
 
 
-def test_suspended_rank_is_not_lost_and_blames_nobody(heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_rank_is_not_lost_and_blames_nobody(
+    heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch
+) -> None:
     aborts: list[ResourceError] = []
     a, b = heartbeats(2, aborts)
     addresses, b._addresses = b._addresses, []  # nothing is sent
@@ -122,6 +135,8 @@ def test_suspended_rank_is_not_lost_and_blames_nobody(heartbeats: Heartbeats, mo
     b._addresses = addresses
     wait_for(lambda: a.lost_rank_error() is None, "a datagram")
     # The clock of a process that was suspended jumps.
-    jumped = SimpleNamespace(monotonic=lambda: time.monotonic() + 10 * TIMEOUT_SEC, sleep=time.sleep)
+    jumped = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 10 * TIMEOUT_SEC, sleep=time.sleep
+    )
     monkeypatch.setattr("imagenet_cls.guards.heartbeat.time", jumped)
     assert a.wait_for_lost_rank(patience_sec=0.5) is None and not aborts

@@ -35,12 +35,17 @@ ENV = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 def test_find_rendezvous_by_init_method() -> None:
     assert find_rendezvous(ENV, "env://", SECOND) == Rendezvous("host0", 29500)
     assert find_rendezvous(ENV, "tcp://[fd00::1]:34567", SECOND) == Rendezvous("fd00::1", 34567)
-    assert find_rendezvous(ENV, "file:///shared/a file", SECOND) == Rendezvous(file=Path("/shared/a file"))
+    assert find_rendezvous(ENV, "file:///shared/a file", SECOND) == Rendezvous(
+        file=Path("/shared/a file")
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MASTER_ADDR", ""), *(("MASTER_PORT", port) for port in ("", "0", "65536", "-1", "http", "29500 "))],
+    [
+        ("MASTER_ADDR", ""),
+        *(("MASTER_PORT", port) for port in ("", "0", "65536", "-1", "http", "29500 ")),
+    ],
 )
 def test_find_rendezvous_with_an_invalid_variable_names_it(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=name):
@@ -49,7 +54,9 @@ def test_find_rendezvous_with_an_invalid_variable_names_it(name: str, value: str
 
 def test_wait_until_reachable_waits_for_a_late_server() -> None:
     address, servers = Rendezvous("127.0.0.1", int(free_port())), []
-    threading.Timer(0.3, lambda: servers.append(create_server((address.host, address.port)))).start()
+    threading.Timer(
+        0.3, lambda: servers.append(create_server((address.host, address.port)))
+    ).start()
     wait_until_reachable(address, 20.0, is_server=False)
     servers[0].close()
 
@@ -67,14 +74,22 @@ def test_init_group_with_an_unreachable_machine_gives_the_reason(
 ) -> None:
     """torch's store writes two dozen lines from C++."""
     with pytest.raises(ResourceError, match=reason) as raised:
-        init_group(rank_info, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5)
+        init_group(
+            rank_info, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5
+        )
     assert len(str(raised.value).splitlines()) == 3 and capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_wait_for_all_ranks_with_missing_ranks_names_them_on_every_rank(tmp_path: Path, by_file: bool) -> None:
+def test_wait_for_all_ranks_with_missing_ranks_names_them_on_every_rank(
+    tmp_path: Path, by_file: bool
+) -> None:
     """Ranks 1 and 3 of four are missing; the others are threads with their own stores."""
-    place = Rendezvous(file=tmp_path / "store") if by_file else Rendezvous("127.0.0.1", int(free_port()))
+    place = (
+        Rendezvous(file=tmp_path / "store")
+        if by_file
+        else Rendezvous("127.0.0.1", int(free_port()))
+    )
     errors: dict[int, str] = {}
 
     def arrive(rank: int) -> None:
@@ -94,7 +109,9 @@ def test_wait_for_all_ranks_with_missing_ranks_names_them_on_every_rank(tmp_path
 
 def test_wait_for_all_ranks_without_rank_0_names_it(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="missing: rank 0 of 2"):
-        wait_for_all_ranks(open_store(Rendezvous(file=tmp_path / "store"), SECOND, 20.0), SECOND, 0.1)
+        wait_for_all_ranks(
+            open_store(Rendezvous(file=tmp_path / "store"), SECOND, 20.0), SECOND, 0.1
+        )
 
 
 @pytest.mark.nightly
@@ -143,8 +160,14 @@ Error while creating shared memory segment /dev/shm/nccl-x (size 33030528), erro
             "NCCL init: invalid usage (NCCL_DEBUG=WARN) \nNCCL Last Error: Duplicate GPU detected",
             "Duplicate GPU",
         ),
-        ("NCCL init: unhandled cuda error (run with NCCL_DEBUG=INFO) \nNCCL Last Error: ", "unhandled cuda error"),
-        ("NCCL error: remote process exited or there was a network error\nLast error:\nConnection closed", None),
+        (
+            "NCCL init: unhandled cuda error (run with NCCL_DEBUG=INFO) \nNCCL Last Error: ",
+            "unhandled cuda error",
+        ),
+        (
+            "NCCL error: remote process exited or there was a network error\nLast error:\nConnection closed",
+            None,
+        ),
         ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer", None),
     ],
 )
@@ -157,7 +180,9 @@ def test_failure_of_nccl_itself_is_reported_with_its_reason(text: str, reason: s
         assert reason in str(found) == str(lost) and len(str(found).splitlines()) <= 3
 
 
-def test_failure_of_nccl_at_the_start_is_no_failed_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_nccl_at_the_start_is_no_failed_rendezvous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise dist.DistBackendError(LEGACY)
 

@@ -26,7 +26,9 @@ def restored_handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 @pytest.mark.usefixtures("restored_handlers")
-def test_stop_request_after_a_signal_raises_and_later_signals_change_nothing(number: signal.Signals) -> None:
+def test_stop_request_after_a_signal_raises_and_later_signals_change_nothing(
+    number: signal.Signals,
+) -> None:
     stop = StopSignalHandler(SINGLE)
     stop.install()
     stop.check()
@@ -36,7 +38,9 @@ def test_stop_request_after_a_signal_raises_and_later_signals_change_nothing(num
         stop.check()
     assert raised.value.signal_number == number
     stop.close()
-    os.kill(os.getpid(), signal.SIGTERM)  # as from a launching process, before this one has reported its stop
+    os.kill(
+        os.getpid(), signal.SIGTERM
+    )  # as from a launching process, before this one has reported its stop
 
 
 def test_single_rank_checks_after_each_step() -> None:

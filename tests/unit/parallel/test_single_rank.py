@@ -22,7 +22,12 @@ from imagenet_cls.parallel.process_group import (
     init_group,
     name_flight_recorder_files,
 )
-from imagenet_cls.parallel.wrap import BatchNormStatistics, gradient_sync, rebuild_ddp_buckets, wrap_model
+from imagenet_cls.parallel.wrap import (
+    BatchNormStatistics,
+    gradient_sync,
+    rebuild_ddp_buckets,
+    wrap_model,
+)
 
 CPU = torch.device("cpu")
 SINGLE = Group(RankInfo(), CPU)
@@ -61,7 +66,11 @@ def test_gpu_index_is_the_local_rank_or_from_device_ids() -> None:
     assert [gpu_index("cuda", rank_info, 4) for rank_info in ranks] == [0, 1, 2, 3]
     assert [gpu_index("auto", rank_info, 8, [6, 2, 0, 7]) for rank_info in ranks] == [6, 2, 0, 7]
     assert gpu_index("cuda:3", RankInfo(), 4) == 3 and gpu_index("auto", RankInfo(), 4, [2]) == 2
-    for rank_info, gpus, ids in ((ranks[3], 3, None), (ranks[3], 8, [0, 1]), (ranks[0], 2, [5, 6, 7, 4])):
+    for rank_info, gpus, ids in (
+        (ranks[3], 3, None),
+        (ranks[3], 8, [0, 1]),
+        (ranks[0], 2, [5, 6, 7, 4]),
+    ):
         with pytest.raises(UsageError, match=f"rank {rank_info.rank}"):
             gpu_index("cuda", rank_info, gpus, ids)
 
@@ -76,7 +85,11 @@ def test_gpu_index_is_the_local_rank_or_from_device_ids() -> None:
     ],
 )
 def test_rank_that_sees_one_gpu_uses_it_if_it_may_be_its_own(
-    launcher: str, launched: bool, visible: str | None, is_found: bool, monkeypatch: pytest.MonkeyPatch
+    launcher: str,
+    launched: bool,
+    visible: str | None,
+    is_found: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -96,9 +109,20 @@ def test_rank_that_sees_one_gpu_uses_it_if_it_may_be_its_own(
             RuntimeError("The NVIDIA driver on your system is too old (found version 12080)."),
             "Update the NVIDIA driver",
         ),
-        (torch.cuda.DeferredCudaCallError("CUDA error: no kernel image is available"), "pytorch.org"),
-        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might", 2), "nvidia-smi"),
-        (torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable", 46), "nvidia-smi"),
+        (
+            torch.cuda.DeferredCudaCallError("CUDA error: no kernel image is available"),
+            "pytorch.org",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might", 2),
+            "nvidia-smi",
+        ),
+        (
+            torch.AcceleratorError(
+                "CUDA error: CUDA-capable device(s) is/are busy or unavailable", 46
+            ),
+            "nvidia-smi",
+        ),
     ],
 )
 def test_gpu_on_which_cuda_cannot_start_exits_5(
@@ -117,18 +141,27 @@ def test_gpu_on_which_cuda_cannot_start_exits_5(
         raise raised
 
 
-def test_check_backend_that_is_missing_or_does_not_fit_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_backend_that_is_missing_or_does_not_fit_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check_backend("auto", "spawn")
     check_backend("gloo", "mpi")
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name != "ucc")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     check_backend("mpi", "mpi")
-    for backend, launcher in (("ucc", "none"), ("nccl", "none"), ("mpi", "spawn"), ("mpi", "pytorch")):
+    for backend, launcher in (
+        ("ucc", "none"),
+        ("nccl", "none"),
+        ("mpi", "spawn"),
+        ("mpi", "pytorch"),
+    ):
         with pytest.raises(UsageError):
             check_backend(backend, launcher)
 
 
-@pytest.mark.parametrize(("backend", "device_id"), [("nccl", "cuda:1"), ("auto", "cuda:1"), ("gloo", None)])
+@pytest.mark.parametrize(
+    ("backend", "device_id"), [("nccl", "cuda:1"), ("auto", "cuda:1"), ("gloo", None)]
+)
 def test_process_group_is_bound_to_the_gpu_of_its_rank(
     backend: str, device_id: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,16 +171,24 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     monkeypatch.setattr(process_group, "start_gpu", lambda _: None)
     monkeypatch.setattr(process_group, "check_backend", lambda *_: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **keywords: bound.append(keywords["device_id"]))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **keywords: bound.append(keywords["device_id"])
+    )
     init_group(RankInfo(), gpu, "ddp", backend, "env://", 10.0)
     monkeypatch.setattr(dist, "new_group", lambda **keywords: bound.append(keywords["device_id"]))
-    for name, result in {"check_backend": None, "raise_problems": None, "measure_all_reduce": (True, 1.0)}.items():
+    for name, result in {
+        "check_backend": None,
+        "raise_problems": None,
+        "measure_all_reduce": (True, 1.0),
+    }.items():
         monkeypatch.setattr(check_dist, name, lambda *_, result=result, **__: result)
     report = check_dist.RankReport(1, 1, "host", "cuda:1", "-", "-", "-", "-", "-")
     monkeypatch.setattr(check_dist, "describe_rank", lambda _: report)
     loaded = load_config(None, [f"parallel.backend={backend}"])
     check_dist.check_ranks(Namespace(), loaded, Group(RankInfo(1, 1, 2, 2), gpu))
-    assert bound == ([torch.device(device_id)] * 2 if device_id else [None])  # gloo's group exists already
+    assert bound == (
+        [torch.device(device_id)] * 2 if device_id else [None]
+    )  # gloo's group exists already
 
 
 def test_flight_recorder_is_on_for_nccl_before_the_group_is_made(
@@ -160,7 +201,9 @@ def test_flight_recorder_is_on_for_nccl_before_the_group_is_made(
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     made = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append((backend, variables())))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **_: made.append((backend, variables()))
+    )
     monkeypatch.setattr("imagenet_cls.parallel.process_group.check_backend", lambda *_: None)
 
     def variables() -> list[str | None]:
@@ -187,7 +230,10 @@ def test_flight_recorder_is_on_for_nccl_before_the_group_is_made(
 
 def test_batch_norm_statistics_after_a_skipped_step_are_restored() -> None:
     model = nn.Sequential(
-        nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2, track_running_stats=False), nn.BatchNorm2d(2)
+        nn.BatchNorm2d(3),
+        nn.Conv2d(3, 2, 1),
+        nn.BatchNorm2d(2, track_running_stats=False),
+        nn.BatchNorm2d(2),
     )
     statistics = BatchNormStatistics(model, SINGLE)
     good, bad = torch.randn(4, 3, 2, 2), torch.full((4, 3, 2, 2), float("nan"))

@@ -19,9 +19,24 @@ import pytest
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.report.console import Console, open_log
 
-RECORD = {"kind": "train", "step": 120, "epoch": 2, "loss": 0.04117, "top1_pct": 98.44, "lr": 0.05, "grad_norm": 1.0}
+RECORD = {
+    "kind": "train",
+    "step": 120,
+    "epoch": 2,
+    "loss": 0.04117,
+    "top1_pct": 98.44,
+    "lr": 0.05,
+    "grad_norm": 1.0,
+}
 RECORD |= {"images_per_sec": 4210.4, "data_wait_pct": 3.2, "memory_mib": 1.0}
-EVAL = {"kind": "eval", "step": 120, "epoch": 2, "weights": "ema", "top1_pct": 97.214, "top5_pct": 99.9}
+EVAL = {
+    "kind": "eval",
+    "step": 120,
+    "epoch": 2,
+    "weights": "ema",
+    "top1_pct": 97.214,
+    "top5_pct": 99.9,
+}
 EVAL |= {"loss": 0.0931, "images": 359, "seconds": 0.41}
 
 
@@ -60,7 +75,9 @@ def test_eval_progress_in_a_pipe_prints_every_ten_seconds(monkeypatch):
     console = Console(stream)
     for done in range(31):
         console.eval_progress(done, 30)
-    assert stream.getvalue().splitlines() == [f"evaluating  {done}/30 images" for done in (10, 20, 30)]
+    assert stream.getvalue().splitlines() == [
+        f"evaluating  {done}/30 images" for done in (10, 20, 30)
+    ]
 
 
 def test_message_on_ascii_stdout_is_escaped():
@@ -97,7 +114,9 @@ exit.print_error("the error" * 1000, 5)  # does not fit into the pipe
 def test_pipe_that_nobody_reads_blocks_neither_messages_nor_the_exit():
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    process = subprocess.Popen([sys.executable, "-c", FULL_PIPE_SCRIPT], stdout=writer, stderr=writer)
+    process = subprocess.Popen(
+        [sys.executable, "-c", FULL_PIPE_SCRIPT], stdout=writer, stderr=writer
+    )
     os.close(writer)
     assert process.wait(timeout=120) == 5
     with os.fdopen(reader) as shown:
@@ -147,7 +166,11 @@ def on_terminal(mode: str, stop_with: int | None = None) -> tuple[str, int, bool
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(slave)
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("COLUMNS", "LINES", "NO_COLOR")
+    }
     process = subprocess.Popen(
         [sys.executable, "-c", TERMINAL_SCRIPT, mode], stdout=slave, stderr=slave, stdin=slave,
         env={**environment, "TERM": "xterm", "PYTHONUTF8": "1"},
@@ -180,7 +203,9 @@ def test_terminal_shows_a_bar_with_numbers_in_80_columns():
     assert text.rstrip().endswith("\r\nthe end")
 
 
-@pytest.mark.parametrize("stop_with", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "stop_with", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)]
+)
 def test_terminal_after_interrupt_is_usable(stop_with):
     shown, status, same = on_terminal("wait", stop_with)
     assert same
@@ -214,7 +239,12 @@ def test_log_takes_what_libraries_and_warnings_print(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     first, second = ((tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in (3, 4))
-    for text in ("from the project", "from warnings", "WARNING timm.models: from timm", "from torch"):
+    for text in (
+        "from the project",
+        "from warnings",
+        "WARNING timm.models: from timm",
+        "from torch",
+    ):
         assert first.count(text) == 1
     assert "a trace" not in first and "after the move" not in first
     assert "after the move" in second and "from a fork" in second

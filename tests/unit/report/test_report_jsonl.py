@@ -24,16 +24,38 @@ def write(path: Path, records: list[dict]) -> Path:
 def test_records_are_read_as_they_were_written(tmp_path):
     records = [
         train_record(1),
-        {"kind": "eval", "step": 1, "epoch": 1, "weights": "ema", "top1_pct": 97.5, "top5_pct": 100.0, "loss": 0.1},
-        {"kind": "event", "step": 1, "message": "Übung, a 'quote' and\na line end, \udcff of a file name"},
+        {
+            "kind": "eval",
+            "step": 1,
+            "epoch": 1,
+            "weights": "ema",
+            "top1_pct": 97.5,
+            "top5_pct": 100.0,
+            "loss": 0.1,
+        },
+        {
+            "kind": "event",
+            "step": 1,
+            "message": "Übung, a 'quote' and\na line end, \udcff of a file name",
+        },
         {"kind": "event", "step": 1, "message": "NaN"},
-        {"kind": "eval", "step": 2, "epoch": 1, "weights": "raw", "classes": "200 of 1000", "my_metric": math.inf},
+        {
+            "kind": "eval",
+            "step": 2,
+            "epoch": 1,
+            "weights": "raw",
+            "classes": "200 of 1000",
+            "my_metric": math.inf,
+        },
     ]
     assert read_metrics(write(tmp_path / "new" / "metrics.jsonl", records)) == records
 
 
 def test_nonfinite_numbers_are_valid_json_and_read_back(tmp_path):
-    path = write(tmp_path / "m.jsonl", [train_record(i, x) for i, x in enumerate((math.nan, math.inf, -math.inf), 1)])
+    path = write(
+        tmp_path / "m.jsonl",
+        [train_record(i, x) for i, x in enumerate((math.nan, math.inf, -math.inf), 1)],
+    )
     texts = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
     assert texts == ["NaN", "Infinity", "-Infinity"]
     losses = [record["loss"] for record in read_metrics(path)]
@@ -41,7 +63,9 @@ def test_nonfinite_numbers_are_valid_json_and_read_back(tmp_path):
 
 
 def test_kill_at_any_byte_loses_at_most_the_unfinished_line(tmp_path):
-    whole = write(tmp_path / "whole.jsonl", [train_record(1), train_record(2), train_record(3)]).read_bytes()
+    whole = write(
+        tmp_path / "whole.jsonl", [train_record(1), train_record(2), train_record(3)]
+    ).read_bytes()
     cut = tmp_path / "cut.jsonl"
     for length in [*range(0, len(whole), 7), len(whole) - 1, len(whole)]:
         cut.write_bytes(whole[:length])
@@ -52,9 +76,13 @@ def test_kill_at_any_byte_loses_at_most_the_unfinished_line(tmp_path):
         assert [record["step"] for record in read_metrics(cut)] == [*range(1, lines + 1), 9]
 
 
-@pytest.mark.parametrize(("step", "evaluated_step", "kept"), [(4, 4, [0, 1, 2, 3]), (4, 2, [0, 1, 2]), (3, 2, [0, 1])])
+@pytest.mark.parametrize(
+    ("step", "evaluated_step", "kept"), [(4, 4, [0, 1, 2, 3]), (4, 2, [0, 1, 2]), (3, 2, [0, 1])]
+)
 def test_truncate_keeps_earlier_lines_byte_for_byte(tmp_path, step, evaluated_step, kept):
-    evaluations = [{"kind": "eval", "step": at, "epoch": 0, "weights": "raw", "top1_pct": 1.0} for at in (2, 4)]
+    evaluations = [
+        {"kind": "eval", "step": at, "epoch": 0, "weights": "raw", "top1_pct": 1.0} for at in (2, 4)
+    ]
     records = [train_record(2), evaluations[0], train_record(4), evaluations[1], train_record(5)]
     path = write(tmp_path / "m.jsonl", records)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -67,7 +95,9 @@ def test_truncate_missing_file_creates_none(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("line", [b"not json", b"[1, 2]", b"{}", b"\xff\xfe", pytest.param(b"[" * 100_000, id="deep")])
+@pytest.mark.parametrize(
+    "line", [b"not json", b"[1, 2]", b"{}", b"\xff\xfe", pytest.param(b"[" * 100_000, id="deep")]
+)
 def test_invalid_line_is_an_error_with_its_number(tmp_path, line):
     path = write(tmp_path / "m.jsonl", [train_record(1)])
     path.write_bytes(path.read_bytes() + line + b"\n" + path.read_bytes())

@@ -15,9 +15,18 @@ FIRST_COLOR = (0x1F, 0x77, 0xB4)  # of matplotlib
 
 def test_plot_run_draws_three_png_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # its import is an error
-    records = [{"kind": "train", "step": s, "epoch": 1, "loss": 2.0 / s, "lr": 0.1} for s in range(1, 501)]
+    records = [
+        {"kind": "train", "step": s, "epoch": 1, "loss": 2.0 / s, "lr": 0.1} for s in range(1, 501)
+    ]
     records[250]["loss"] = math.nan
-    result = {"kind": "eval", "step": 500, "epoch": 1, "top1_pct": 50.0, "top5_pct": 90.0, "loss": 1.0}
+    result = {
+        "kind": "eval",
+        "step": 500,
+        "epoch": 1,
+        "top1_pct": 50.0,
+        "top5_pct": 90.0,
+        "loss": 1.0,
+    }
     records += [{**result, "weights": weights} for weights in ("raw", "ema")]
     plot_run([*records, {"kind": "event", "step": 3, "message": "resumed"}], tmp_path / "plots")
     paths = sorted((tmp_path / "plots").iterdir())
@@ -27,7 +36,9 @@ def test_plot_run_draws_three_png_files(tmp_path: Path, monkeypatch: pytest.Monk
         assert (pixels == FIRST_COLOR).all(axis=1).sum() > 20, path.name
 
 
-def test_failed_write_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_the_old_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(descriptor: int) -> None:
         raise OSError("disk full")
 

@@ -17,13 +17,28 @@ from imagenet_cls.report.jsonl import MetricsFile, read_metrics
 from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.report.writers import writer_names, writer_problems
 
-EVAL = {"kind": "eval", "step": 6, "epoch": 1, "weights": "raw", "top1_pct": 97.5, "top5_pct": 100.0}
+EVAL = {
+    "kind": "eval",
+    "step": 6,
+    "epoch": 1,
+    "weights": "raw",
+    "top1_pct": 97.5,
+    "top5_pct": 100.0,
+}
 EVAL |= {"loss": 0.1, "images": 360, "seconds": 0.5}
 
 
 def train_records(first: int, last: int, loss: float = 1.0) -> list[dict]:
     records = [
-        {"kind": "train", "step": step, "epoch": 1, "loss": loss, "top1_pct": 50.0, "lr": 0.1, "grad_norm": 1.0}
+        {
+            "kind": "train",
+            "step": step,
+            "epoch": 1,
+            "loss": loss,
+            "top1_pct": 50.0,
+            "lr": 0.1,
+            "grad_norm": 1.0,
+        }
         for step in range(first, last + 1)
     ]
     records[-1] |= {"images_per_sec": 100.0, "data_wait_pct": 3.0, "memory_mib": 5.0}
@@ -69,23 +84,50 @@ def test_main_rank_writes_every_output(tmp_path, capsys):
         report_all(reporter)
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["kind"] for record in records] == ["train"] * 6 + ["eval", "eval", "event"]
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["loss.png", "lr.png", "top1.png"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "loss.png",
+        "lr.png",
+        "top1.png",
+    ]
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert printed.out.count("step 3/10") == printed.out.count("step 6/10") == printed.out.count("stopped") == 1
+    assert (
+        printed.out.count("step 3/10")
+        == printed.out.count("step 6/10")
+        == printed.out.count("stopped")
+        == 1
+    )
     events = read_events(tmp_path)
     assert set(events.Tags()["scalars"]) == {
         *(
             f"train/{name}"
-            for name in ("loss", "top1_pct", "lr", "grad_norm", "images_per_sec", "data_wait_pct", "memory_mib")
+            for name in (
+                "loss",
+                "top1_pct",
+                "lr",
+                "grad_norm",
+                "images_per_sec",
+                "data_wait_pct",
+                "memory_mib",
+            )
         ),
-        *(f"{group}/{name}" for group in ("val", "val_ema") for name in ("top1_pct", "top5_pct", "loss")),
+        *(
+            f"{group}/{name}"
+            for group in ("val", "val_ema")
+            for name in ("top1_pct", "top5_pct", "loss")
+        ),
     }
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in events.Scalars("train/images_per_sec")] == [3, 6]
-    assert events.Scalars("val/top1_pct")[0].value == 97.5 and events.Scalars("val_ema/top1_pct")[0].value == 98.5
+    assert (
+        events.Scalars("val/top1_pct")[0].value == 97.5
+        and events.Scalars("val_ema/top1_pct")[0].value == 98.5
+    )
     assert events.Tags()["images"] == ["train/first_batch"]
-    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    texts = {
+        tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+    }
     assert "      name: resnet50" in texts["config/text_summary"]
     labels = texts["train/first_batch_labels/text_summary"].splitlines()
     assert labels[:4] == ["1. ant", "2. bee", "3. cat", "4. ant"] and len(labels) == 32
@@ -103,14 +145,20 @@ def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
     """0: the first attempt died before its first checkpoint, and the second starts from scratch."""
     for first, resumed, loss in ((1, 0, 1.0), (resume_step + 1, resume_step, 2.0)):
         with make_reporter(tmp_path, resumed, writers=["tensorboard"]) as reporter:
-            reporter.first_batch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([0]), ("ant",))
+            reporter.first_batch(
+                torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([0]), ("ant",)
+            )
             reporter.report_steps(train_records(first, 7, loss))
         wait_for_the_next_second()
     expected = [(step, 1.0 if step <= resume_step else 2.0) for step in range(1, 8)]
-    assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "metrics.jsonl")] == expected
+    assert [
+        (record["step"], record["loss"]) for record in read_metrics(tmp_path / "metrics.jsonl")
+    ] == expected
     events = read_events(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == expected
-    assert [event.step for event in events.Images("train/first_batch")] == sorted({1, resume_step or 1})
+    assert [event.step for event in events.Images("train/first_batch")] == sorted(
+        {1, resume_step or 1}
+    )
 
 
 def test_tensorboard_after_resume_before_an_evaluation_shows_it_once(tmp_path):
@@ -127,7 +175,9 @@ def test_tensorboard_after_resume_before_an_evaluation_shows_it_once(tmp_path):
     assert [event.step for event in events.Scalars("val/top1_pct")] == [6]
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
-    assert len(events.Scalars("train/images_per_sec")) == sum("images_per_sec" in record for record in records)
+    assert len(events.Scalars("train/images_per_sec")) == sum(
+        "images_per_sec" in record for record in records
+    )
 
 
 def test_full_disk_is_an_error_or_reported_once(tmp_path, capsys, monkeypatch):
@@ -153,7 +203,10 @@ def rows_of(folder: Path) -> dict[int, dict[str, float]]:
 
 def test_append_only_writer_has_each_step_once_and_complete(tmp_path):
     """Stopped before the evaluation of step 6 and killed after step 9; then the writer lacks steps of metrics.jsonl."""
-    with pytest.raises(Stopped), make_reporter(tmp_path, writers=["tracker:AppendOnly"]) as reporter:
+    with (
+        pytest.raises(Stopped),
+        make_reporter(tmp_path, writers=["tracker:AppendOnly"]) as reporter,
+    ):
         reporter.report_steps(train_records(1, 6))
         raise Stopped("stopped", 15)
     assert sorted(rows_of(tmp_path)) == [1, 2, 3, 4, 5]
@@ -164,16 +217,22 @@ def test_append_only_writer_has_each_step_once_and_complete(tmp_path):
     assert sorted(kept) == [1, 2, 3, 4, 5, 6, 7, 8] and kept[6]["val/top1_pct"] == 97.5
     with make_reporter(tmp_path, 7, writers=["tracker:AppendOnly"], evaluated_step=6) as reporter:
         reporter.report_steps(train_records(8, 10, loss=3.0))
-    assert [row["train/loss"] for row in rows_of(tmp_path).values()] == [1.0] * 6 + [2.0] * 2 + [3.0] * 2
+    assert [row["train/loss"] for row in rows_of(tmp_path).values()] == [1.0] * 6 + [2.0] * 2 + [
+        3.0
+    ] * 2
     with make_reporter(tmp_path, 10, writers=["tensorboard"], evaluated_step=10):
         pass
     events = read_events(tmp_path)
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11)), "added to a resumed run"
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11)), (
+        "added to a resumed run"
+    )
     assert [event.step for event in events.Scalars("val/loss")] == [6]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-def test_writer_that_fails_is_reported_once_and_the_run_continues(tmp_path, capsys, monkeypatch, error):
+def test_writer_that_fails_is_reported_once_and_the_run_continues(
+    tmp_path, capsys, monkeypatch, error
+):
     def fail(self, rows):
         raise error("no space in the tracker")
 
@@ -182,7 +241,11 @@ def test_writer_that_fails_is_reported_once_and_the_run_continues(tmp_path, caps
         reporter.report_steps(train_records(1, 3))
         reporter.report_steps(train_records(4, 6))
     assert capsys.readouterr().out.count("no space in the tracker") == 1
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == len(read_events(tmp_path).Scalars("train/loss")) == 6
+    assert (
+        len(read_metrics(tmp_path / "metrics.jsonl"))
+        == len(read_events(tmp_path).Scalars("train/loss"))
+        == 6
+    )
 
 
 def test_writer_that_changes_the_first_batch_changes_a_copy(tmp_path, monkeypatch):
@@ -207,8 +270,12 @@ def test_tensorboard_shows_changed_values_as_hyperparameters(tmp_path):
     with make_reporter(tmp_path, writers=["tensorboard"]):
         pass
     metadata = read_events(tmp_path).PluginTagToContent("hparams")
-    start = HParamsPluginData.FromString(metadata["_hparams_/session_start_info"]).session_start_info
-    assert {name: value.string_value for name, value in start.hparams.items()} == {"log.writers": "[tensorboard]"}
+    start = HParamsPluginData.FromString(
+        metadata["_hparams_/session_start_info"]
+    ).session_start_info
+    assert {name: value.string_value for name, value in start.hparams.items()} == {
+        "log.writers": "[tensorboard]"
+    }
     assert "_hparams_/session_end_info" in metadata
 
 
@@ -230,4 +297,6 @@ def test_writer_problems_name_the_key_and_the_extra(monkeypatch):
 
 def test_tensorboard_false_leaves_it_out():
     assert writer_names(LogConfig()) == ["tensorboard"]
-    assert writer_names(LogConfig(tensorboard=False, writers=["wandb", "jsonl", "tensorboard", "wandb"])) == ["wandb"]
+    assert writer_names(
+        LogConfig(tensorboard=False, writers=["wandb", "jsonl", "tensorboard", "wandb"])
+    ) == ["wandb"]
